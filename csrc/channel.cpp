@@ -1,0 +1,65 @@
+#include "channel.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <vector>
+
+#include "error.h"
+
+namespace zenflow {
+
+Channel::Channel(int fd) : fd_(fd) {
+    int type = 0;
+    socklen_t size = sizeof(type);
+    if (getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &size) != 0) {
+        fail("--socket-fd: ", fd, " is no open socket: ", std::strerror(errno));
+    }
+    if (type != SOCK_SEQPACKET) fail("--socket-fd: ", fd, " is a socket of type ", type, ", not SOCK_SEQPACKET");
+}
+
+std::optional<Channel::Message> Channel::receive() {
+    ssize_t size;
+    do {
+        // With MSG_TRUNC the result is the message's real length, also where it did not fit.
+        size = recv(fd_, buffer_.data(), buffer_.size(), MSG_TRUNC);
+    } while (size < 0 && errno == EINTR);
+    // A trainer that died with unread answers resets the connection.
+    if (size == 0 || (size < 0 && errno == ECONNRESET)) return std::nullopt;
+    if (size < 0) fail("cannot receive from the trainer: ", std::strerror(errno));
+    Message message{buffer_.data(), static_cast<size_t>(size), 0};
+    if (message.size > kMaxMessageBytes || message.size < sizeof(MessageHeader)) {
+        fail("the trainer sent a message of ", size, " bytes, allowed are ", sizeof(MessageHeader), " to ", kMaxMessageBytes);
+    }
+    std::memcpy(&message.type, buffer_.data() + offsetof(MessageHeader, type), sizeof(message.type));
+    return message;
+}
+
+bool Channel::send_bytes(const void* data, size_t size) {
+    ssize_t sent;
+    do {
+        sent = ::send(fd_, data, size, MSG_NOSIGNAL);
+    } while (sent < 0 && errno == EINTR);
+    if (sent < 0 && (errno == EPIPE || errno == ECONNRESET)) return false;
+    if (sent < 0) fail("cannot send to the trainer: ", std::strerror(errno));
+    return true;
+}
+
+bool Channel::send_error(std::string_view text) {
+    const MessageHeader header{static_cast<uint32_t>(MessageType::kError), 0};
+    const size_t text_bytes = std::min(text.size(), kMaxMessageBytes - sizeof(header));
+    std::vector<std::byte> message(sizeof(header) + text_bytes);
+    std::memcpy(message.data(), &header, sizeof(header));
+    std::memcpy(message.data() + sizeof(header), text.data(), text_bytes);
+    return send_bytes(message.data(), message.size());
+}
+
+bool Channel::trainer_gone() const {
+    pollfd state{fd_, 0, 0};
+    return poll(&state, 1, 0) > 0 && (state.revents & (POLLHUP | POLLERR | POLLNVAL)) != 0;
+}
+
+}  // namespace zenflow

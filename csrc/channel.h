@@ -1,0 +1,51 @@
+// Messages between the worker and its trainer over a SOCK_SEQPACKET socket, which keeps their boundaries and their order.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "protocol.h"
+
+namespace zenflow {
+
+// One end of the socket. The file descriptor stays the caller's. To be used by one thread.
+//
+// The trainer counts as gone once its end is closed, which the kernel does when it dies in whatever way.
+class Channel {
+  public:
+    // Throws Error if `fd` is not a SOCK_SEQPACKET socket.
+    explicit Channel(int fd);
+
+    // Waits for the next message and returns its size and content, which stays valid until the next call; nothing if the trainer
+    // is gone. Messages sent before the trainer went may still be delivered, or not. Throws Error if the message is longer than
+    // kMaxMessageBytes or too short to hold a type, or if the socket fails.
+    struct Message {
+        const std::byte* data;
+        size_t size;
+        uint32_t type;  // MessageType, unchecked
+    };
+    std::optional<Message> receive();
+
+    // Returns false if the trainer is gone. Throws Error if the socket fails.
+    template <typename T>
+    bool send(const T& message) {
+        return send_bytes(&message, sizeof(message));
+    }
+
+    // Sends an Error message, with the end of the text cut off where it does not fit.
+    bool send_error(std::string_view text);
+
+    // Whether the trainer is gone, even while messages of it are still waiting. Never waits.
+    bool trainer_gone() const;
+
+  private:
+    bool send_bytes(const void* data, size_t size);
+
+    int fd_;
+    alignas(8) std::array<std::byte, kMaxMessageBytes> buffer_;
+};
+
+}  // namespace zenflow

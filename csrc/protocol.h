@@ -1,0 +1,144 @@
+// The contract between the trainer (Python) and its worker process: shared memory layout and socket messages.
+//
+// One memfd per rank, the *arena*, is mapped by both processes; the trainer creates it, fills the header and the tables, and passes
+// the file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the arena's
+// start, element offsets from the start of the rank's partition. All structures are plain, naturally aligned, little-endian and
+// mirrored field by field in lightning_zenflow/protocol.py; `zenflow-worker --layout` prints the sizes and offsets that a test compares.
+//
+// Ownership. Who may write what, and when:
+//   header, tables             trainer, before the worker starts; `resolved_*` belong to the worker while a round is in flight
+//   step records               trainer, before the first round that names the step; `word` by a device copy that may come later
+//   gradient pages             trainer, until the round that names the page is submitted; free again when its Done arrived
+//   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise
+//   publish buffers            worker, from submission until Done; then the trainer reads it until it submits the next round that names it
+//
+// A round's data may still be on its way from the device when the Round message arrives. The worker therefore waits for the sequence
+// word of the round's last step before it touches anything: the device copies gradients, then the clip coefficient, then the sequence
+// number in stream order, so the word's arrival implies that everything before it has arrived (and that publish copies
+// issued before that step have been read).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zenflow {
+
+constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
+constexpr uint64_t kVersion = 1;
+constexpr size_t kHeaderBytes = 4096;
+constexpr size_t kMaxMessageBytes = 16384;
+
+enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct ArenaHeader {
+    uint64_t magic;
+    uint64_t version;
+    uint64_t total_bytes;
+
+    uint32_t gradient_dtype;  // DataType of the gradient pages
+    uint32_t weight_dtype;    // DataType of the publish buffers
+    uint64_t numel;           // elements of the partition, padding included: length of master, exp_avg, exp_avg_sq
+
+    uint32_t n_ranges;  // entries of the range table
+    uint32_t n_blocks;  // entries of the block table
+    uint32_t n_param_groups;
+    uint32_t n_step_records;  // capacity of the ring of step records; step t lives in record t % n_step_records
+    uint32_t n_pages;
+    uint32_t n_publish_buffers;
+    uint64_t page_numel;  // elements of a page and of a publish buffer: the largest block, rounded up to 64
+
+    uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
+    uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
+    uint64_t step_records_offset;  // n_step_records of them, `step_record_bytes` apart
+    uint64_t step_record_bytes;    // sizeof(StepRecord) + n_param_groups * sizeof(Hyperparameters), rounded up to 64
+    uint64_t master_offset;        // float[numel]
+    uint64_t exp_avg_offset;       // float[numel]
+    uint64_t exp_avg_sq_offset;    // float[numel]
+    uint64_t pages_offset;         // gradient_dtype[n_pages][page_numel]
+    uint64_t publish_offset;       // weight_dtype[n_publish_buffers][page_numel]
+
+    // The last step whose word the worker has read, and how many steps up to and including it were applied (their clip
+    // coefficient was not NaN). The trainer sets them before start and, with no round in flight, after loading a checkpoint.
+    int64_t resolved_step;
+    int64_t resolved_count;
+};
+static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit its page");
+
+// Elements [begin, end) of the partition belong to `param_group`. Alignment padding is in no range and is never touched.
+struct Range {
+    uint64_t begin;
+    uint64_t end;
+    uint32_t param_group;
+    uint32_t reserved;
+};
+
+// Elements [begin, end) of the partition that are handed over together. Element e of the block lies at e - begin in its pages.
+struct Block {
+    uint64_t begin;
+    uint64_t end;
+};
+
+// What a step of one parameter group needs besides the gradient; the scheduler may change any of it from step to step.
+struct Hyperparameters {
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    uint32_t decoupled;  // 1: AdamW (decay acts on the weight), 0: Adam (decay is added to the gradient)
+    uint32_t reserved;
+};
+
+// Written by the device in stream order, `clip` first, `sequence` second.
+struct StepWord {
+    float clip;  // factor on the gradient: clip coefficient over loss scale; NaN: the step changes nothing
+    uint32_t reserved;
+    int64_t sequence;  // the step's number once everything of the step has arrived
+};
+
+// Followed in memory by Hyperparameters[n_param_groups].
+struct StepRecord {
+    StepWord word;
+    int64_t count;  // worker: number of applied steps up to and including this one; valid once step <= resolved_step
+    int64_t reserved;
+};
+
+enum class MessageType : uint32_t {
+    kRound = 1,  // trainer -> worker: Round, then uint32_t pages[n_steps]
+    kExit = 2,   // trainer -> worker: MessageHeader; the worker finishes what it has and exits with 0
+    kReady = 3,  // worker -> trainer: Ready, once, before anything else
+    kDone = 4,   // worker -> trainer: Done, one per round, in order of submission
+    kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker exits with 1 after it
+};
+
+struct MessageHeader {
+    uint32_t type;
+    uint32_t reserved;
+};
+
+// Apply steps [first_step, first_step + n_steps) to `block`, gradient of step first_step + i in page pages[i], then write the block's
+// new weights to `publish_buffer`. n_steps = 0 only publishes.
+struct Round {
+    uint32_t type;
+    uint32_t block;
+    int64_t round_id;
+    int64_t first_step;
+    uint32_t n_steps;
+    uint32_t publish_buffer;
+};
+
+struct Ready {
+    uint32_t type;
+    uint32_t n_threads;
+    uint64_t version;
+};
+
+struct Done {
+    uint32_t type;
+    uint32_t block;
+    int64_t round_id;
+    int64_t wait_ns;  // time between reading the message and the arrival of the round's word
+    int64_t busy_ns;  // time spent computing after that
+};
+
+}  // namespace zenflow

@@ -1,0 +1,96 @@
+// The kernel of replay_adamw.h. CMakeLists.txt compiles this file once per instruction set, with ZENFLOW_KERNEL naming the
+// namespace that holds the result. Everything but `select_kernel` is local to the file and nothing of the standard library is
+// called: the linker would keep one copy of a shared function, compiled for whichever instruction set came first.
+#include "half.h"
+#include "replay_adamw.h"
+
+namespace zenflow {
+namespace ZENFLOW_KERNEL {
+
+ReplayKernel select_kernel(DataType gradient, DataType published);
+
+namespace {
+
+// Elements per tile: master and moments take 6 KB, which leaves a first-level cache of 32 KB room for the gradients on their way.
+constexpr size_t kTile = 512;
+
+template <Decay kDecay, typename Gradient>
+void apply_step(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                const Gradient* __restrict gradient, const StepCoefficients& coefficients, size_t n) {
+    const StepCoefficients c = coefficients;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) {
+        float w = master[i];
+        float g = to_float(gradient[i]) * c.grad_scale;
+        if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
+        const float m = __builtin_fmaf(g, c.one_minus_beta1, exp_avg[i] * c.beta1);
+        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, exp_avg_sq[i] * c.beta2);
+        const float u = m / __builtin_fmaf(__builtin_sqrtf(v), c.inv_sqrt_bias_correction2, c.eps);
+        if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
+        exp_avg[i] = m;
+        exp_avg_sq[i] = v;
+        master[i] = __builtin_fmaf(u, c.step_size, w);
+    }
+}
+
+template <typename Published>
+void publish(const float* __restrict master, Published* __restrict published, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) published[i] = from_float<Published>(master[i]);
+}
+
+template <typename Gradient, typename Published>
+void replay(float* master, float* exp_avg, float* exp_avg_sq, const void* const* gradients, const StepCoefficients* coefficients,
+            size_t n_steps, size_t n, void* published) {
+    for (size_t begin = 0; begin < n; begin += kTile) {
+        const size_t size = n - begin < kTile ? n - begin : kTile;
+        float* const w = master + begin;
+        float* const m = exp_avg + begin;
+        float* const v = exp_avg_sq + begin;
+        for (size_t s = 0; s < n_steps; ++s) {
+            const Gradient* const g = static_cast<const Gradient*>(gradients[s]) + begin;
+            switch (coefficients[s].decay) {
+                case Decay::kNone:
+                    apply_step<Decay::kNone>(w, m, v, g, coefficients[s], size);
+                    break;
+                case Decay::kGradient:
+                    apply_step<Decay::kGradient>(w, m, v, g, coefficients[s], size);
+                    break;
+                case Decay::kWeight:
+                    apply_step<Decay::kWeight>(w, m, v, g, coefficients[s], size);
+                    break;
+            }
+        }
+        publish(w, static_cast<Published*>(published) + begin, size);
+    }
+}
+
+template <typename Gradient>
+ReplayKernel select_published(DataType published) {
+    switch (published) {
+        case DataType::kBFloat16:
+            return replay<Gradient, BFloat16>;
+        case DataType::kFloat16:
+            return replay<Gradient, Float16>;
+        case DataType::kFloat32:
+            break;
+    }
+    return replay<Gradient, float>;
+}
+
+}  // namespace
+
+ReplayKernel select_kernel(DataType gradient, DataType published) {
+    switch (gradient) {
+        case DataType::kBFloat16:
+            return select_published<BFloat16>(published);
+        case DataType::kFloat16:
+            return select_published<Float16>(published);
+        case DataType::kFloat32:
+            break;
+    }
+    return select_published<float>(published);
+}
+
+}  // namespace ZENFLOW_KERNEL
+}  // namespace zenflow

@@ -1,0 +1,11 @@
+"""The GLUE fine-tuning example, one concept per file.
+
+tasks.py       the nine tasks: columns, labels, metrics
+tsv.py         GLUE's TSV files
+hub.py         Hugging Face `datasets`
+tokenizers.py  text to token ids
+data.py        the LightningDataModule
+metrics.py     the official metrics
+module.py      the LightningModule: model, loss, optimizer, scheduler
+submission.py  predictions as GLUE's submission files
+"""

@@ -1,0 +1,215 @@
+"""The LightningDataModule: examples from TSV files or from Hugging Face, cut into padded batches of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import NotRequired, override
+
+from glue_task.hub import load_hub, load_split, split_name
+from glue_task.tasks import EvaluationSet, Example, GlueTask, Stage, find_task
+from glue_task.tokenizers import BYTE_TOKENIZER, Encoder, build_encoder
+from glue_task.tsv import find_folder, read_tsv, split_path
+
+PAD_MULTIPLE = 8
+"""Batches are padded to a multiple of this many tokens, which matrix units like."""
+
+
+class Batch(TypedDict):
+    """Examples as tensors; B is the batch size, L the padded length."""
+
+    input_ids: Tensor
+    """int64 [B, L], padded on the right."""
+    attention_mask: Tensor
+    """int64 [B, L], 1 for tokens and 0 for padding."""
+    indices: Tensor
+    """int64 [B], `Example.index`."""
+    labels: NotRequired[Tensor]
+    """Class indices, int64 [B]; for regression the bits of the float32 scores, int32 [B] (`pack_scores`). Absent if unknown."""
+
+
+def pack_scores(scores: Sequence[float]) -> Tensor:
+    """Scores as the bits of their float32 value, int32 [B].
+
+    DeepSpeed's strategy casts every floating-point tensor of a batch to the training precision, and a true score rounded to
+    bfloat16 would falsify the metrics. Integers pass unharmed.
+    """
+    return torch.tensor(scores, dtype=torch.float32).view(torch.int32)
+
+
+def unpack_scores(labels: Tensor) -> Tensor:
+    """The float32 scores that `pack_scores` hid."""
+    return labels.view(torch.float32)
+
+
+class ExampleDataset(Dataset[Example]):
+    """A list of examples; the collator tokenizes them when their batch is due."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = examples
+
+    @override
+    def __getitem__(self, index: int) -> Example:
+        return self.examples[index]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+class Collator:
+    """Makes a `Batch` of a list of examples."""
+
+    def __init__(self, task: GlueTask, encoder: Encoder, max_length: int) -> None:
+        self.task = task
+        self.encoder = encoder
+        self.max_length = max_length
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        rows = [self.encoder.encode(example.first, example.second, self.max_length) for example in examples]
+        longest = -(-max(map(len, rows)) // PAD_MULTIPLE) * PAD_MULTIPLE
+        width = min(longest, self.max_length)
+        input_ids = torch.full((len(rows), width), self.encoder.pad_token_id)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(rows):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            attention_mask[row, : len(ids)] = 1
+        batch = Batch(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            indices=torch.tensor([example.index for example in examples]),
+        )
+        labels = [example.label for example in examples if example.label is not None]
+        if len(labels) == len(examples):
+            batch["labels"] = pack_scores(labels) if self.task.is_regression else torch.tensor(labels, dtype=torch.int64)
+        return batch
+
+
+class GlueDataModule(pl.LightningDataModule):
+    """One GLUE task, from exactly one of `data_dir` and `dataset`."""
+
+    def __init__(
+        self,
+        *,
+        task: str = "SST-2",
+        data_dir: str | None = None,
+        dataset: str | None = None,
+        tokenizer: str = BYTE_TOKENIZER,
+        max_length: int = 128,
+        batch_size: int = 32,
+        eval_batch_size: int = 128,
+        num_workers: int = 0,
+    ) -> None:
+        """Say where the data is; nothing is read before `setup`.
+
+        Args:
+            task: CoLA, SST-2, MRPC, QQP, STS-B, MNLI, QNLI, RTE or WNLI.
+            data_dir: Folder of the task's TSV files in GLUE's layout, or the folder of all tasks.
+            dataset: Name of a Hugging Face dataset with GLUE's configurations: nyu-mll/glue.
+            tokenizer: "bytes" (ours, nothing to download) or a tokenizer of transformers by name, such as gpt2.
+            max_length: Longest input in tokens; longer ones are cut.
+            batch_size: Training examples per step and device.
+            eval_batch_size: Examples per step and device of validate, test and predict.
+            num_workers: Processes that prepare batches; 0 prepares them in the training process.
+        """
+        super().__init__()
+        if (data_dir is None) == (dataset is None):
+            raise ValueError(f"set exactly one of data.data_dir (got {data_dir!r}) and data.dataset (got {dataset!r})")
+        for key, value, least in (
+            ("max_length", max_length, 8),
+            ("batch_size", batch_size, 1),
+            ("eval_batch_size", eval_batch_size, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"data.{key}={value} is not allowed; it must be at least {least}")
+        self.task = find_task(task)
+        self.data_dir = data_dir
+        self.dataset = dataset
+        self.max_length = max_length
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.encoder = build_encoder(tokenizer)
+        self._examples: dict[tuple[Stage, str], list[Example]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; the model is built with it."""
+        return self.encoder.vocab_size
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token id of padding; the model is built with it."""
+        return self.encoder.pad_token_id
+
+    @override
+    def prepare_data(self) -> None:
+        # One process per machine downloads; the others find the data in the cache.
+        if self.dataset is not None:
+            load_split(self.dataset, self.task, split_name("train", self.task.evaluation_sets[0]))
+
+    @override
+    def setup(self, stage: str) -> None:
+        needed: dict[str, tuple[Stage, ...]] = {
+            "fit": ("train", "dev"),
+            "validate": ("dev",),
+            "test": ("test",),
+            "predict": ("test",),
+        }
+        for split in needed[stage]:
+            for evaluation_set in self.task.evaluation_sets[: 1 if split == "train" else None]:
+                key = split, evaluation_set.name
+                if key not in self._examples:
+                    self._examples[key] = self._load(split, evaluation_set)
+        if stage == "test":
+            self._require_labels()
+
+    def _load(self, stage: Stage, evaluation_set: EvaluationSet) -> list[Example]:
+        if self.dataset is not None:
+            return load_hub(self.dataset, self.task, stage, evaluation_set)
+        assert self.data_dir is not None
+        path = split_path(find_folder(self.data_dir, self.task), stage, evaluation_set)
+        return read_tsv(path, self.task, stage)
+
+    def _require_labels(self) -> None:
+        for evaluation_set in self.task.evaluation_sets:
+            if any(example.label is None for example in self._examples["test", evaluation_set.name]):
+                raise ValueError(
+                    f"the test set of {self.task.name} has no labels (GLUE keeps them private), so `test` cannot score it; use "
+                    "`validate` for the development set, or `predict` for a submission file"
+                )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Example]:
+        return self._loader(self._examples["train", self.task.evaluation_sets[0].name], training=True)
+
+    @override
+    def val_dataloader(self) -> list[DataLoader[Example]]:
+        return self._evaluation_loaders("dev")
+
+    @override
+    def test_dataloader(self) -> list[DataLoader[Example]]:
+        return self._evaluation_loaders("test")
+
+    @override
+    def predict_dataloader(self) -> list[DataLoader[Example]]:
+        return self._evaluation_loaders("test")
+
+    def _evaluation_loaders(self, stage: Stage) -> list[DataLoader[Example]]:
+        return [self._loader(self._examples[stage, one.name], training=False) for one in self.task.evaluation_sets]
+
+    def _loader(self, examples: Sequence[Example], *, training: bool) -> DataLoader[Any]:
+        return DataLoader(
+            ExampleDataset(examples),
+            batch_size=self.batch_size if training else self.eval_batch_size,
+            shuffle=training,
+            collate_fn=Collator(self.task, self.encoder, self.max_length),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )

@@ -1,0 +1,194 @@
+"""The memory that the trainer and its worker share: one memfd per rank, seen as tensors.
+
+Why a memfd: it has no name that could be left behind, it is no part of /dev/shm (which containers limit to 64 MB), and it
+lives exactly as long as somebody holds it. The layout is written down in ``csrc/protocol.h``.
+"""
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow import protocol
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.partition import Partition
+
+_PAGE_BYTES = 4096
+_CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaSizes:
+    """What decides the arena's size besides the partition."""
+
+    n_param_groups: int
+    n_step_records: int
+    n_pages: int
+    n_publish_buffers: int
+    dtype: torch.dtype
+    """Element type of gradients and published weights: the model's."""
+
+
+class Arena:
+    """Owner of the shared memory. All tensors are views of it and keep it mapped for as long as they live.
+
+    Args:
+        partition: the rank's partition.
+        sizes: see `ArenaSizes`.
+        device: where the model is; for a CUDA device the memory is page-locked.
+
+    Attributes:
+        master: [partition.numel] float32, the exact weights.
+        exp_avg: [partition.numel] float32, first moments.
+        exp_avg_sq: [partition.numel] float32, second moments.
+        pages: [n_pages, page_numel], gradients, one block's of one step in each.
+        publish: [n_publish_buffers, page_numel], the worker's new weights, one block's in each.
+        clip: [n_step_records] float32, strided; the factor of each step.
+        sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
+    """
+
+    def __init__(self, partition: Partition, sizes: ArenaSizes, *, device: torch.device) -> None:
+        self._sizes = sizes
+        header = _layout(partition, sizes)
+        self._fd = os.memfd_create("zenflow-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, header.total_bytes)
+        self._memory = mmap.mmap(self._fd, header.total_bytes)
+        # A forked dataloader worker must neither hold nor copy the model's optimizer states.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
+        self._header = protocol.ArenaHeader.from_buffer(self._memory)
+
+        ranges = (protocol.Range * header.n_ranges).from_buffer(self._memory, header.ranges_offset)
+        for entry, r in zip(ranges, partition.ranges, strict=True):
+            entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
+        blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
+        for block_entry, block in zip(blocks, partition.blocks, strict=True):
+            block_entry.begin, block_entry.end = block.begin, block.end
+
+        self.master = self._tensor(torch.float32, header.master_offset, header.numel)
+        self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
+        self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
+        shape = (sizes.n_pages, header.page_numel)
+        self.pages = self._tensor(sizes.dtype, header.pages_offset, shape[0] * shape[1]).view(shape)
+        shape = (sizes.n_publish_buffers, header.page_numel)
+        self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
+        records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
+        records = records.view(sizes.n_step_records, header.step_record_bytes)
+        word = protocol.StepRecord.word.offset
+        clip_begin, sequence_begin = word + protocol.StepWord.clip.offset, word + protocol.StepWord.sequence.offset
+        self.clip = records[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
+        self.sequence = records[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
+        # Page-locked memory is what lets the device copy without the host's help.
+        self.pinned = device.type == "cuda"
+        if self.pinned:
+            _cuda("cudaHostRegister", self._address(), header.total_bytes, 0)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, for the worker to inherit; stays the arena's."""
+        return self._fd
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the shared memory."""
+        return int(self._header.total_bytes)
+
+    @property
+    def n_step_records(self) -> int:
+        """Capacity of the ring of step records: step t lives in record t % n_step_records."""
+        return self._sizes.n_step_records
+
+    @property
+    def resolved(self) -> tuple[int, int]:
+        """The last step whose factor the worker has read, and the number of applied steps up to it. Exact when no round is in flight."""
+        return int(self._header.resolved_step), int(self._header.resolved_count)
+
+    @resolved.setter
+    def resolved(self, value: tuple[int, int]) -> None:
+        self._header.resolved_step, self._header.resolved_count = value
+
+    def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters]) -> None:
+        """Fills the step's record; its factor and sequence word follow from the device."""
+        header = self._header
+        begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
+        begin += ctypes.sizeof(protocol.StepRecord)
+        entries = (protocol.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
+        for entry, group in zip(entries, groups, strict=True):
+            entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
+            entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
+
+    def close(self) -> None:
+        """Unlocks the memory and closes the file; the mapping itself goes with the last tensor that shows it."""
+        if self.pinned:
+            self.pinned = False
+            _cuda("cudaHostUnregister", self._address())
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=numel)
+
+
+def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
+    """Host memory that the arena takes."""
+    return int(_layout(partition, sizes).total_bytes)
+
+
+def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
+    header = protocol.ArenaHeader(
+        magic=protocol.MAGIC,
+        version=protocol.VERSION,
+        gradient_dtype=protocol.DATA_TYPES[sizes.dtype],
+        weight_dtype=protocol.DATA_TYPES[sizes.dtype],
+        numel=partition.numel,
+        n_ranges=len(partition.ranges),
+        n_blocks=len(partition.blocks),
+        n_param_groups=sizes.n_param_groups,
+        n_step_records=sizes.n_step_records,
+        n_pages=sizes.n_pages,
+        n_publish_buffers=sizes.n_publish_buffers,
+        page_numel=partition.block_numel,
+    )
+    end = protocol.HEADER_BYTES
+
+    def reserve(n_bytes: int) -> int:
+        nonlocal end
+        begin = end
+        end = _round_up(begin + n_bytes, _PAGE_BYTES)
+        return begin
+
+    header.ranges_offset = reserve(header.n_ranges * ctypes.sizeof(protocol.Range))
+    header.blocks_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.Block))
+    header.step_record_bytes = _round_up(
+        ctypes.sizeof(protocol.StepRecord) + sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),
+        _CACHE_LINE_BYTES,
+    )
+    header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
+    header.master_offset = reserve(4 * header.numel)
+    header.exp_avg_offset = reserve(4 * header.numel)
+    header.exp_avg_sq_offset = reserve(4 * header.numel)
+    header.pages_offset = reserve(sizes.dtype.itemsize * sizes.n_pages * header.page_numel)
+    header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.page_numel)
+    header.total_bytes = end
+    return header
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _cuda(call: str, *arguments: int) -> None:
+    error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
+    if error != 0:
+        raise RuntimeError(
+            f"{call} failed with CUDA error {error}: the optimizer states' host memory cannot be page-locked"
+        )

@@ -1,0 +1,38 @@
+"""The factor of a step: clip coefficient over loss scale, as 0-D tensors that never leave the device. Pure functions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScale:
+    """What the global gradient norm says about a step; all 0-D tensors on the gradients' device."""
+
+    factor: Tensor
+    """float32; the step's gradients are multiplied by it; NaN if the norm is not finite, and then nothing may change."""
+    finite: Tensor
+    """bool; whether the step is applied."""
+    norm: Tensor
+    """float32; norm of the whole gradient, loss scale removed, before clipping."""
+
+
+def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) -> StepScale:
+    """Clips by the norm of the whole gradient, as ``gradient_clip_val`` promises.
+
+    The arithmetic is DeepSpeed's (``DeepSpeedZeroOptimizer.unscale_and_clip_grads``): gradients are divided by
+    ``max(1, (norm + 1e-6) / max_norm)``.
+
+    Args:
+        sum_of_squares: 0-D float64, of all gradients of all ranks, loss scale included.
+        max_norm: largest norm after clipping; 0 means no clipping.
+        loss_scale: factor that the loss was multiplied by before backward.
+    """
+    norm = (sum_of_squares.sqrt() / loss_scale).float()
+    finite = torch.isfinite(norm)
+    divisor = torch.full_like(norm, loss_scale)
+    if max_norm > 0:
+        divisor = ((norm + 1e-6) / max_norm).clamp_(min=1.0) * loss_scale
+    factor = torch.where(finite, 1.0 / divisor, torch.nan)
+    return StepScale(factor=factor, finite=finite, norm=norm)

@@ -1,0 +1,325 @@
+"""Every setting of ZenFlow: its type, default and unit, and the one place where a value is accepted or refused.
+
+``ZenFlowConfig`` is an OmegaConf structured config as well: ``OmegaConf.structured(ZenFlowConfig)`` gives a typed
+``DictConfig``. Merging into that does not run ``__post_init__``, so ``ZenFlowConfig.from_mapping`` is the way back to a
+validated instance.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from typing_extensions import Self
+
+
+class ConfigValueError(ValueError):
+    """A key of ``ZenFlowConfig`` has a value that is not allowed.
+
+    Args:
+        message: names the key, the value and what is allowed.
+        key: the key.
+    """
+
+    def __init__(self, message: str, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@dataclass(kw_only=True)
+class ZenFlowConfig:
+    """What ZenFlow updates where, when, and with which resources.
+
+    Some keys name values whose machinery is not part of this version. Those are refused with an error that says so; the
+    value that is allowed now is given at the key.
+
+    Raises:
+        ValueError: a value is not allowed; the message names key, value and what is allowed.
+    """
+
+    topk_ratio: float = 0.05
+    """Share of each matrix' input columns that the device updates at once; 0 to 1 (0: everything on the host), default
+    0.05."""
+
+    select_strategy: str = "step"
+    """What reselection counts or calls: "step", "epoch", "auto" or the import path of a callable ("pkg.mod:fn" or
+    "pkg.mod.fn"); now only "step", the default."""
+
+    select_interval: int | Literal["auto"] = 0
+    """Steps (or epochs, see select_strategy) between two selections of columns: an integer >= 0 (0: select once, after
+    warm-up) or "auto"; now only 0, the default."""
+
+    update_interval: int | Literal["auto"] = 4
+    """Steps per window S, whose gradients the host replays together: an integer from 1 to max_update_interval or
+    "auto"; now only an integer, default 4."""
+
+    max_update_interval: int = 16
+    """Largest number of steps per window, hence of gradients kept in host memory: an integer >= 1, default 16."""
+
+    publish_lag: int | Literal["auto"] = 1
+    """Steps between a round's hand-over and the use of its result beyond the next step: an integer >= 0 or "auto"; now
+    only an integer, default 1."""
+
+    full_warm_up_rounds: int = 0
+    """Steps at the start that run synchronously, with every weight updated by the host, before columns are selected: an
+    integer >= 0, default 0."""
+
+    overlap_step: bool = True
+    """Whether the host's update runs beside the next steps: true or false (synchronous: publish_lag is taken as 0),
+    default true."""
+
+    deferred_update: Literal["replay", "accumulate"] = "replay"
+    """How the host applies a window: "replay" (each step's gradient in order) or "accumulate" (their mean, once); now
+    only "replay", the default."""
+
+    look_ahead: float | int | Literal["auto"] = 0.0
+    """Steps along the momentum by which published weights run ahead of the exact ones: a number >= 0 or "auto"; now
+    only 0, the default."""
+
+    provisional_scale: float | int | Literal["auto"] = 0.0
+    """Factor on the device's stand-in update of host-owned weights: a number >= 0 (0: off) or "auto"; now only 0, the
+    default."""
+
+    auto_ratio: float = 0.99
+    """Share of the gradient that decides when `update_interval: auto` closes a window early: 0 to 1, default 0.99;
+    without effect until that value is there."""
+
+    offload: bool = False
+    """Whether the moments of device-owned columns live in host memory too: true or false; now only false, the
+    default."""
+
+    worker_cores: int | list[int] | Literal["auto"] = "auto"
+    """Logical CPU cores of the worker process: how many (an integer >= 1), which ones (a list of distinct integers >=
+    0) or "auto" (split by pt_reserved_cores_perc), the default."""
+
+    pt_reserved_cores_perc: float = 0.5
+    """Share of the CPU cores that stay with the trainer where worker_cores is "auto": 0 to 1, default 0.5."""
+
+    worker_timeout: float = 600.0
+    """Longest wait for the worker before the run stops with an error, in seconds: a number > 0, default 600."""
+
+    def __post_init__(self) -> None:
+        """Validate every value and bring numbers to the type of their field."""
+        self.topk_ratio = _number("topk_ratio", self.topk_ratio, _SHARE)
+        self.select_strategy = _select_strategy("select_strategy", self.select_strategy)
+        self.select_interval = _integer_or_auto("select_interval", self.select_interval, minimum=0)
+        self.update_interval = _integer_or_auto("update_interval", self.update_interval, minimum=1)
+        self.max_update_interval = _integer("max_update_interval", self.max_update_interval, minimum=1)
+        self.publish_lag = _integer_or_auto("publish_lag", self.publish_lag, minimum=0)
+        self.full_warm_up_rounds = _integer("full_warm_up_rounds", self.full_warm_up_rounds, minimum=0)
+        self.overlap_step = _boolean("overlap_step", self.overlap_step)
+        self.deferred_update = _deferred_update("deferred_update", self.deferred_update)
+        self.look_ahead = _number_or_auto("look_ahead", self.look_ahead, _NOT_NEGATIVE)
+        self.provisional_scale = _number_or_auto("provisional_scale", self.provisional_scale, _NOT_NEGATIVE)
+        self.auto_ratio = _number("auto_ratio", self.auto_ratio, _SHARE)
+        self.offload = _boolean("offload", self.offload)
+        self.worker_cores = _worker_cores("worker_cores", self.worker_cores)
+        self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
+        self.worker_timeout = _number("worker_timeout", self.worker_timeout, _POSITIVE)
+        for present in _PRESENT_VALUES:
+            present.check(getattr(self, present.key))
+        if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
+            allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
+            raise _refusal("update_interval", self.update_interval, allowed)
+
+    @classmethod
+    def from_mapping(cls, config: Mapping[str, Any] | DictConfig) -> Self:
+        """A validated instance from plain or OmegaConf keys; keys left out take their defaults, interpolations are
+        resolved.
+
+        Raises:
+            MisconfigurationException: a key is unknown; the message suggests the nearest one.
+            ValueError: a value is not allowed.
+        """
+        plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+        assert isinstance(plain, Mapping)
+        known = zenflow_keys()
+        for key in plain:
+            if key not in known:
+                raise MisconfigurationException(unknown_key_message("ZenFlowConfig", key, known))
+        return cls(**{str(key): value for key, value in plain.items()})
+
+    @property
+    def effective_update_interval(self) -> int:
+        """Steps per window S as a number."""
+        assert isinstance(self.update_interval, int), "'auto' is refused by __post_init__"
+        return self.update_interval
+
+    @property
+    def effective_publish_lag(self) -> int:
+        """Publish lag d in steps: `publish_lag`, or 0 where `overlap_step` is false."""
+        assert isinstance(self.publish_lag, int), "'auto' is refused by __post_init__"
+        return self.publish_lag if self.overlap_step else 0
+
+
+def zenflow_keys() -> tuple[str, ...]:
+    """The keys of ``ZenFlowConfig`` in the order of their declaration."""
+    return tuple(field.name for field in dataclasses.fields(ZenFlowConfig))
+
+
+def default_value(key: str) -> Any:
+    """The default of a key of ``ZenFlowConfig``."""
+    return next(field.default for field in dataclasses.fields(ZenFlowConfig) if field.name == key)
+
+
+def unknown_key_message(where: str, key: object, known: Collection[str]) -> str:
+    """The text of the error for an unknown key, with the nearest known one.
+
+    Args:
+        where: the place that holds the key, for instance "ZenFlowConfig" or a file and a section.
+        key: the unknown key.
+        known: the keys allowed there.
+    """
+    near = difflib.get_close_matches(str(key), known, n=1)
+    suggestion = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{where}: unknown key {key!r}{suggestion}; allowed is any of {', '.join(known)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Interval:
+    """A set of finite numbers and its name in an error message."""
+
+    contains: Callable[[float], bool]
+    name: str
+
+
+_SHARE = _Interval(contains=lambda number: 0 <= number <= 1, name="a number from 0 to 1")
+_NOT_NEGATIVE = _Interval(contains=lambda number: number >= 0, name="a finite number >= 0")
+_POSITIVE = _Interval(contains=lambda number: number > 0, name="a finite number > 0")
+
+
+def _refusal(key: str, value: object, allowed: str) -> ConfigValueError:
+    return ConfigValueError(f"ZenFlowConfig: {key}={value!r}: allowed is {allowed}", key)
+
+
+def _is_integer(value: object) -> bool:
+    # bool is an int in Python, but `update_interval: true` is a mistake.
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _number(key: str, value: Any, interval: _Interval, *, name: str = "") -> float:
+    allowed = name or interval.name
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refusal(key, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _refusal(key, value, allowed) from None
+    if not math.isfinite(number) or not interval.contains(number):
+        raise _refusal(key, value, allowed)
+    return number
+
+
+def _number_or_auto(key: str, value: Any, interval: _Interval) -> float | Literal["auto"]:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return _number(key, value, interval, name=f"{interval.name} or 'auto'")
+
+
+def _integer(key: str, value: Any, *, minimum: int, name: str = "") -> int:
+    if not _is_integer(value) or value < minimum:
+        raise _refusal(key, value, name or f"an integer >= {minimum}")
+    return int(value)
+
+
+def _integer_or_auto(key: str, value: Any, *, minimum: int) -> int | Literal["auto"]:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    return _integer(key, value, minimum=minimum, name=f"an integer >= {minimum} or 'auto'")
+
+
+def _boolean(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(key, value, "true or false")
+    return value
+
+
+def _deferred_update(key: str, value: Any) -> Literal["replay", "accumulate"]:
+    match value:
+        case "replay":
+            return "replay"
+        case "accumulate":
+            return "accumulate"
+        case _:
+            raise _refusal(key, value, "'replay' or 'accumulate'")
+
+
+def _select_strategy(key: str, value: Any) -> str:
+    allowed = "'auto', 'step', 'epoch' or the import path of a callable ('pkg.mod:fn' or 'pkg.mod.fn')"
+    if not isinstance(value, str) or not (value in ("auto", "step", "epoch") or _is_import_path(value)):
+        raise _refusal(key, value, allowed)
+    return value
+
+
+def _is_import_path(value: str) -> bool:
+    module, colon, attribute = value.partition(":")
+    names = [*module.split("."), *(attribute.split(".") if colon else [])]
+    return len(names) > 1 and all(name.isidentifier() for name in names)
+
+
+def _worker_cores(key: str, value: Any) -> int | list[int] | Literal["auto"]:
+    allowed = "'auto', an integer >= 1 (how many) or a list of distinct integers >= 0 (which ones)"
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        if not value or not all(_is_integer(core) and core >= 0 for core in value) or len(set(value)) < len(value):
+            raise _refusal(key, value, allowed)
+        return [int(core) for core in value]
+    return _integer(key, value, minimum=1, name=allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PresentValue:
+    """What this version has of a key whose further, valid values it does not have yet."""
+
+    key: str
+    accepts: Callable[[Any], bool]
+    allowed: str
+    later: str
+
+    def check(self, value: object) -> None:
+        if not self.accepts(value):
+            raise _refusal(self.key, value, f"{self.allowed} in this version; {self.later} not there yet")
+
+
+_PRESENT_VALUES = (
+    _PresentValue(
+        key="select_strategy",
+        accepts=lambda value: value == "step",
+        allowed="'step'",
+        later="'auto', 'epoch' and import paths are",
+    ),
+    _PresentValue(
+        key="select_interval",
+        accepts=lambda value: value == 0,
+        allowed="0 (select once, after warm-up)",
+        later="'auto' and integers >= 1 are",
+    ),
+    _PresentValue(
+        key="update_interval",
+        accepts=lambda value: value != "auto",
+        allowed="an integer from 1 to max_update_interval",
+        later="'auto' is",
+    ),
+    _PresentValue(
+        key="publish_lag", accepts=lambda value: value != "auto", allowed="an integer >= 0", later="'auto' is"
+    ),
+    _PresentValue(
+        key="deferred_update", accepts=lambda value: value == "replay", allowed="'replay'", later="'accumulate' is"
+    ),
+    _PresentValue(
+        key="look_ahead", accepts=lambda value: value == 0.0, allowed="0", later="'auto' and numbers > 0 are"
+    ),
+    _PresentValue(
+        key="provisional_scale",
+        accepts=lambda value: value == 0.0,
+        allowed="0 (off)",
+        later="'auto' and numbers > 0 are",
+    ),
+    _PresentValue(key="offload", accepts=lambda value: value is False, allowed="false", later="true is"),
+)

@@ -1,0 +1,41 @@
+"""Where the worker's executable is."""
+
+import os
+from pathlib import Path
+
+import lightning_zenflow
+
+_ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
+
+
+def worker_executable() -> Path:
+    """Path of the worker's executable, ``bin/zenflow-worker`` in the installed package.
+
+    The environment variable ``LIGHTNING_ZENFLOW_WORKER`` names another one.
+
+    Raises:
+        RuntimeError: there is none, or it cannot be executed.
+    """
+    override = os.environ.get(_ENVIRONMENT_VARIABLE)
+    if override:
+        return _executable(Path(override), f"named by the environment variable {_ENVIRONMENT_VARIABLE}")
+    # In an editable install the sources stay where they are while the build goes to site-packages: the package has two
+    # folders.
+    candidates = [Path(folder) / "bin" / "zenflow-worker" for folder in lightning_zenflow.__path__]
+    for candidate in candidates:
+        if candidate.is_file():
+            return _executable(candidate, "installed with lightning_zenflow")
+    looked_at = ", ".join(str(candidate) for candidate in candidates)
+    raise RuntimeError(
+        f"The worker's executable is missing; looked for {looked_at}. It is built when the package is installed: install a C++ "
+        "compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or `pip install -e .` in a "
+        f"clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
+    )
+
+
+def _executable(path: Path, origin: str) -> Path:
+    if not path.is_file():
+        raise RuntimeError(f"The worker's executable {path}, {origin}, does not exist.")
+    if not os.access(path, os.X_OK):
+        raise RuntimeError(f"The worker's executable {path}, {origin}, may not be executed; `chmod +x` it.")
+    return path

@@ -1,0 +1,358 @@
+"""DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.arena import Arena, ArenaSizes
+from lightning_zenflow.clipping import step_scale
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.device_columns import DeviceColumns
+from lightning_zenflow.gradients import ColumnEnergies, GradientIntake
+from lightning_zenflow.hyperparameters import read_hyperparameters
+from lightning_zenflow.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.rounds import Rounds
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.selection import select_columns
+from lightning_zenflow.stalls import StallClock
+from lightning_zenflow.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+    """ZeRO-2 offload whose optimizer step does not wait for the CPU (ZenFlow, arXiv 2505.12242).
+
+    DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its
+    fp32 partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
+
+    During backward every reduced gradient passes through `copy_grads_in_partition` (phase *fill* of `Rounds`). `step` then runs these
+    phases:
+
+    1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
+    2. *clip*: one factor for every weight, on the device; NaN if the step must change nothing.
+    3. *seal*: factor and step number follow the gradients to the worker.
+    4. *update*: exact AdamW of the device-owned entries.
+    5. *hand over*: the windows that close now go to the worker.
+    6. *publish*: rounds that are due overwrite the host-owned weights; device-owned ones are written over them.
+    7. *select*: at the end of the warm-up, the columns with the largest gradients become device-owned.
+    8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+
+    Args:
+        *args: as `DeepSpeedZeroOptimizer`.
+        zenflow: the configuration.
+        worker_cores: logical cores of this rank's worker.
+        **kwargs: as `DeepSpeedZeroOptimizer`.
+
+    Attributes:
+        stalls: where the training thread waited.
+    """
+
+    overlap_comm: bool  # DeepSpeed's own, declared for the type checker
+
+    def __init__(self, *args: Any, zenflow: ZenFlowConfig, worker_cores: Sequence[int], **kwargs: Any) -> None:
+        # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
+        self._config = zenflow
+        self._worker_cores = list(worker_cores)
+        self._step = 0
+        self._flushed_step = 0
+        self.stalls = StallClock()
+        super().__init__(*args, **kwargs)
+        # DeepSpeed links the moments to the parameters after its own first step; ours exist already.
+        self._lazy_init_hp_params_optimizer_state()
+
+    @override
+    def initialize_optimizer_states(self) -> None:
+        """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
+        self._refuse_unsupported()
+        self._weights = [
+            partitions[dist.get_rank(group=group)].detach()
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
+        ]
+        device = self._weights[0].device
+        self._partition = self._build_partition()
+        schedule = Schedule(
+            n_blocks=len(self._partition.blocks),
+            update_interval=self._config.effective_update_interval,
+            publish_lag=self._config.effective_publish_lag,
+        )
+        self._arena = Arena(
+            self._partition,
+            ArenaSizes(
+                n_param_groups=len(self.optimizer.param_groups),
+                n_step_records=schedule.n_step_records,
+                n_pages=schedule.n_pages,
+                n_publish_buffers=schedule.n_publish_buffers,
+                dtype=self.dtype,
+            ),
+            device=device,
+        )
+        self._move_state_into_arena()
+        self._worker = Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
+        self._rounds = Rounds(
+            self._partition,
+            arena=self._arena,
+            worker=self._worker,
+            schedule=schedule,
+            weights=self._weights,
+            stalls=self.stalls,
+        )
+        self._intake = GradientIntake(self._partition, self._rounds, device=device, dtype=self.dtype)
+        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
+        self._count = torch.zeros((), dtype=torch.float64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
+        self._await_selection(count=0)
+        _log.info(
+            "ZenFlow: %d parameters on this rank in %d blocks, %.2f GiB of shared host memory, worker on cores %s",
+            sum(s.numel for s in self._partition.slices),
+            len(self._partition.blocks),
+            self._arena.total_bytes / 2**30,
+            self._worker_cores,
+        )
+
+    @override
+    def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
+        """Takes a reduced gradient before its bucket is reused."""
+        index = self._slice_of_parameter.get(self.get_param_id(param))
+        if index is not None:
+            s = self._partition.slices[index]
+            gradient = self.get_gradient_for_reduction(param).detach().view(-1).narrow(0, s.start, s.numel)
+            self._intake.receive(index, gradient, step=self._step + 1, last=self.is_gradient_accumulation_boundary())
+        self.clear_grad_attribute(param)
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Ends a backward pass, without the device synchronisation that DeepSpeed does when communication overlaps."""
+        self.reduce_ipg_grads()
+        if self.reduction_stream is not None:
+            torch.cuda.current_stream().wait_stream(self.reduction_stream)
+        # With the buckets empty and the streams ordered, what is left of DeepSpeed's epilogue needs no overlap.
+        overlap_comm, self.overlap_comm = self.overlap_comm, False
+        try:
+            super().independent_gradient_partition_epilogue()
+        finally:
+            self.overlap_comm = overlap_comm
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One optimizer step; the phases are those of the class docstring."""
+        self._step += 1
+        step, synchronous = self._step, self._synchronous
+        groups = read_hyperparameters(self.optimizer)
+        self._arena.write_hyperparameters(step, groups)
+
+        # reduce
+        sum_of_squares = self._intake.finish(step)
+        dist.all_reduce(sum_of_squares, group=self.dp_process_group)
+        # clip
+        scale = step_scale(sum_of_squares, max_norm=self.clip_grad, loss_scale=self.loss_scale)
+        self._count.add_(scale.finite)
+        self.skipped.add_(~scale.finite)
+        self._global_grad_norm = scale.norm
+        # seal
+        self._rounds.seal(step, scale.factor)
+        # update
+        if self._intake.columns is not None:
+            self._intake.columns.step(groups, self._count, scale)
+        # hand over
+        self._rounds.hand_over(step, synchronous=synchronous)
+        # publish
+        self._rounds.publish(step)
+        if self._intake.columns is not None:
+            self._intake.columns.write_weights(self._weights)
+        # select
+        if self._intake.energies is not None:
+            self._select(self._intake.energies)
+        elif step + 1 == self._synchronous_until:
+            self._measure_energies()
+        # gather
+        self._gather()
+        self._update_loss_scale(scale.finite)
+        self.stalls.steps += 1
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far; afterwards DeepSpeed's checkpoint code sees it.
+
+        Raises:
+            WorkerError: the worker is gone, and with it the steps it had not applied yet.
+        """
+        if self._flushed_step == self._step:
+            return
+        with torch.no_grad():
+            self._rounds.flush(self._step)
+            if self._intake.columns is not None:
+                self._intake.columns.load(self._arena)
+                self._intake.columns.write_weights(self._weights)
+            self._gather()
+        self._write_step_counts()
+        self._flushed_step = self._step
+
+    def close(self) -> None:
+        """Ends the worker and unlocks the shared memory. The state stays readable for as long as DeepSpeed's tensors live."""
+        self._worker.close()
+        self._arena.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's ZeRO-2 state with the exact master weights and moments."""
+        self.flush()
+        return super().state_dict()  # type: ignore[no-any-return]
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads DeepSpeed's ZeRO-2 state, and puts it back into the arena where loading replaced tensors."""
+        self.flush()
+        super().load_state_dict(*args, **kwargs)
+        count = 0
+        for index, flat in enumerate(self.single_partition_of_fp32_groups):
+            state = self.optimizer.state[flat]
+            count = int(state["step"])
+            for key, ours in self._moments(index).items():
+                if state[key] is not ours:
+                    ours.copy_(state[key])
+                    state[key] = ours
+        self._count.fill_(count)
+        self._arena.resolved = (self._step, count)
+        self._await_selection(count)
+
+    @override
+    def destroy(self) -> None:
+        """As DeepSpeed's, and ends the worker."""
+        super().destroy()
+        self.close()
+
+    @property
+    def _synchronous(self) -> bool:
+        """Whether the current step runs without lag: warm-up, and the step whose gradient decides the selection."""
+        return self._step <= self._synchronous_until or self._intake.energies is not None
+
+    def _refuse_unsupported(self) -> None:
+        """What only DeepSpeed's engine can know; everything else was refused with the configuration."""
+        refused = {
+            "mixture of experts": self.has_moe_layers,
+            "model parallelism": self.model_parallel_world_size > 1,
+            "sequence parallelism": self.sequence_parallel_size > 1,
+            "master weights or gradients in half precision": self.low_precision_master_weights_and_grads,
+            "torch_autocast": self.torch_autocast_gradscaler is not None,
+            "data_types.grad_accum_dtype other than the model's": self.gradient_accumulation_dtype != self.dtype,
+        }
+        for feature, present in refused.items():
+            if present:
+                raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}")
+        # Only the stock offload path needs these buffers of the size of the largest parameter.
+        self.temp_grad_buffer_for_cpu_offload = torch.empty(0)
+        self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
+
+    def _build_partition(self) -> Partition:
+        """Translates DeepSpeed's bookkeeping (`grad_position`: parameter group, start in parameter, start in partition, elements)."""
+        begins = group_begins(self.partition_size)
+        slices = []
+        for parameters in self.params_in_partition:
+            for parameter in parameters:
+                number = self.get_param_id(parameter)
+                group, start, begin, numel = self.grad_position[number]
+                is_matrix = parameter.dim() > 1
+                if numel > 0:
+                    slices.append(
+                        Slice(
+                            parameter=number,
+                            param_group=group,
+                            begin=begins[group] + begin,
+                            start=start,
+                            numel=numel,
+                            columns=parameter.numel() // parameter.shape[0] if is_matrix else 1,
+                            is_matrix=is_matrix,
+                        )
+                    )
+        return build_partition(slices, self.partition_size, self._config.effective_update_interval)
+
+    def _moments(self, group: int) -> dict[str, Tensor]:
+        """Views of the arena: one parameter group's moments under torch's names."""
+        begin, numel = self._partition.group_begins[group], self.partition_size[group]
+        return {
+            "exp_avg": self._arena.exp_avg.narrow(0, begin, numel),
+            "exp_avg_sq": self._arena.exp_avg_sq.narrow(0, begin, numel),
+        }
+
+    def _move_state_into_arena(self) -> None:
+        for index, flat in enumerate(self.single_partition_of_fp32_groups):
+            begin, numel = self._partition.group_begins[index], self.partition_size[index]
+            master = self._arena.master.narrow(0, begin, numel)
+            master.copy_(flat.detach())
+            flat.data = master
+            # DeepSpeed links fragments of `.grad`; gradients live in the pages, so one zero stands for all elements.
+            flat.grad = torch.zeros(1).expand(numel)
+            self.optimizer.state[flat] = self._moments(index)
+        # Where the stock optimizer keeps its weights on their way to the device.
+        self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
+        self._write_step_counts()
+
+    def _write_step_counts(self) -> None:
+        """AdamW's `step`, as the user's optimizer writes it into checkpoints."""
+        _, count = self._arena.resolved
+        counts_are_tensors = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+        for flat in self.single_partition_of_fp32_groups:
+            self.optimizer.state[flat]["step"] = torch.tensor(float(count)) if counts_are_tensors else count
+
+    def _await_selection(self, count: int) -> None:
+        """Nothing is device-owned until the last synchronous step has measured the proxies: the last of the warm-up, or the next one.
+
+        Args:
+            count: steps applied so far; those of the warm-up are not repeated after loading a checkpoint.
+        """
+        selects = self._config.topk_ratio > 0
+        self._synchronous_until = self._step + max(self._config.full_warm_up_rounds - count, int(selects))
+        self._intake.columns = None
+        self._intake.energies = None
+        if self._step + 1 == self._synchronous_until:
+            self._measure_energies()
+
+    def _measure_energies(self) -> None:
+        """Has the next step add up the column proxies."""
+        if self._config.topk_ratio > 0:
+            parameters = [p for group in self.bit16_groups for p in group]
+            lengths = [p.numel() // p.shape[0] if p.dim() > 1 and p.numel() > 0 else 0 for p in parameters]
+            self._intake.energies = ColumnEnergies(lengths, self._weights[0].device)
+
+    def _select(self, energies: ColumnEnergies) -> None:
+        """Makes the columns with the largest gradients device-owned. Waits for the device; runs once, at the end of the warm-up."""
+        dist.all_reduce(energies.flat, group=self.dp_process_group)
+        if not torch.isfinite(energies.flat).all():
+            energies.flat.zero_()  # a skipped step says nothing about columns; the next one is measured instead
+            return
+        ratio = self._config.topk_ratio
+        chosen = [
+            select_columns(energies.of_parameter(s.parameter), ratio) if s.is_matrix and ratio < 1 else None
+            for s in self._partition.slices
+        ]
+        self._intake.energies = None
+        columns = DeviceColumns(self._partition, chosen, device=energies.flat.device, dtype=self.dtype)
+        columns.load(self._arena)
+        self._intake.columns = columns
+
+    def _gather(self) -> None:
+        all_gather_dp_groups(
+            groups_flat=self.bit16_groups_flat,
+            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            dp_process_group=self.real_dp_process_group,
+            start_alignment_factor=self.nccl_start_alignment_factor,
+            allgather_bucket_size=self.allgather_bucket_size,
+        )
+
+    def _update_loss_scale(self, finite: Tensor) -> None:
+        """Tells DeepSpeed's loss scaler about overflow; only a dynamic scale (fp16) must know on the host, and waits for it."""
+        if self.loss_scaler.dynamic:
+            self.overflow = not bool(finite)
+            self._update_scale(self.overflow)

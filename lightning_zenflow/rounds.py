@@ -1,0 +1,201 @@
+"""The asynchronous protocol between training and the worker, from the trainer's side."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arena import Arena
+from lightning_zenflow.partition import Partition, blocks_of_slice, ranges_of_block
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.stalls import Cause, StallClock
+from lightning_zenflow.worker import Worker
+
+
+@dataclass(kw_only=True)
+class _Window:
+    """The open window of one block: one page for each step since the last hand-over."""
+
+    first_step: int
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """A closed window on its way through the worker."""
+
+    round_id: int
+    block: int
+    due_step: int
+    pages: list[int]
+    publish_buffer: int
+
+
+class Rounds:
+    """Runs the deferred updates. Each step t goes through these phases; the code repeats their names.
+
+    1. *open*: every block gets a free page for step t.
+    2. *fill*: during backward, each reduced gradient is copied to its blocks' pages, in stream order behind the kernels that made it.
+    3. *seal*: behind all of them, in the same order, the step's factor (clip coefficient over loss scale) and then its number are
+       copied to the step's record. The number is what tells the worker that everything before it has arrived; the training
+       thread never waits for the copies.
+    4. *hand over*: the windows that close at t become rounds and are submitted. From here until the round is done, its pages, its publish
+       buffer and the block's master weights and moments belong to the worker.
+    5. *replay*, in the worker: wait for the number of the round's last step; apply the S gradients in order; write the new weights, in
+       the model's type, to the publish buffer; answer *done*. Rounds are worked off in the order of submission.
+    6. *publish*: rounds that are due at t are waited for (this is the stall that is measured) and their weights are copied into the
+       model; pages and buffers become free.
+
+    *flush* closes every open window and publishes every round, so that the arena is the exact state of all steps so far.
+
+    A page or buffer freed in *publish* of step t is written next in *fill* or *replay* of a later step, and the device's copies from it
+    come earlier in stream order than that step's number; so its data has been read by then, without any synchronisation. Only
+    when the same buffer is needed twice within one step (synchronous steps, flush) must the device be waited for.
+
+    Args:
+        partition: the rank's partition.
+        arena: shared memory.
+        worker: the worker process.
+        schedule: when windows close and rounds are due.
+        weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
+        stalls: where waiting is counted.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        *,
+        arena: Arena,
+        worker: Worker,
+        schedule: Schedule,
+        weights: Sequence[Tensor],
+        stalls: StallClock,
+    ) -> None:
+        self._partition = partition
+        self._arena = arena
+        self._worker = worker
+        self._schedule = schedule
+        self._weights = weights
+        self._stalls = stalls
+        self._device = weights[0].device
+        self._blocks_of_slice = [blocks_of_slice(partition, s) for s in partition.slices]
+        self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
+        self._windows: list[_Window | None] = [None] * len(partition.blocks)
+        self._in_flight: deque[_Round] = deque()
+        self._free_pages = deque(range(arena.pages.shape[0]))
+        self._free_buffers = deque(range(arena.publish.shape[0]))
+        self._published_now: set[int] = set()
+        self._next_round_id = 1
+        # The record's sequence word is a device value too: it must be written in stream order behind the gradients.
+        self._sequence = torch.zeros((), dtype=torch.int64, device=self._device)
+
+    def open(self, step: int) -> None:
+        """Phase *open*."""
+        self._published_now.clear()
+        for block, window in enumerate(self._windows):
+            if window is None:
+                window = self._windows[block] = _Window(first_step=step)
+            assert self._free_pages, "the schedule promised enough pages"
+            window.pages.append(self._free_pages.popleft())
+
+    def fill(self, slice_index: int, gradient: Tensor | None) -> None:
+        """Phase *fill*, for one slice.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, valid in stream order; None stands for zeros.
+        """
+        first = self._partition.slices[slice_index].begin
+        for piece in self._blocks_of_slice[slice_index]:
+            window = self._windows[piece.index]
+            assert window is not None, "open comes before fill"
+            offset = piece.begin - self._partition.blocks[piece.index].begin
+            target = self._arena.pages[window.pages[-1]].narrow(0, offset, piece.numel)
+            if gradient is None:
+                target.zero_()
+            else:
+                target.copy_(gradient.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+
+    def seal(self, step: int, factor: Tensor) -> None:
+        """Phase *seal*.
+
+        Args:
+            step: number of the step.
+            factor: 0-D float32 on the device; NaN if the step changes nothing.
+        """
+        record = step % self._arena.n_step_records
+        self._arena.clip[record].copy_(factor, non_blocking=True)
+        self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
+
+    def hand_over(self, step: int, *, synchronous: bool) -> None:
+        """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step."""
+        closing = range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step)
+        for block in closing:
+            self._submit(block, due_step=step if synchronous else self._schedule.publish_step(step))
+
+    def publish(self, step: int) -> None:
+        """Phase *publish*."""
+        while self._in_flight and self._in_flight[0].due_step <= step:
+            self._publish_oldest("publish_wait")
+
+    @property
+    def pending(self) -> bool:
+        """Whether any gradient has not reached the arena yet."""
+        return bool(self._in_flight) or any(window is not None for window in self._windows)
+
+    def flush(self, step: int) -> None:
+        """Closes every open window and publishes every round; the arena then holds the exact state after `step`."""
+        for block in range(len(self._windows)):
+            self._submit(block, due_step=step, cause="flush")
+        while self._in_flight:
+            self._publish_oldest("flush")
+
+    def _submit(self, block: int, *, due_step: int, cause: Cause = "publish_wait") -> None:
+        window = self._windows[block]
+        if window is None:
+            return
+        while not self._free_buffers:
+            # More rounds at once than the staggered schedule ever has (synchronous step, flush): they go through in turn.
+            self._publish_oldest(cause)
+        buffer = self._free_buffers.popleft()
+        if buffer in self._published_now and self._device.type == "cuda":
+            with self._stalls.measure("publish_buffer"):
+                torch.cuda.current_stream(self._device).synchronize()
+            self._published_now.clear()
+        self._windows[block] = None
+        round_ = _Round(
+            round_id=self._next_round_id,
+            block=block,
+            due_step=due_step,
+            pages=window.pages,
+            publish_buffer=buffer,
+        )
+        self._next_round_id += 1
+        self._worker.submit(
+            round_id=round_.round_id,
+            block=block,
+            first_step=window.first_step,
+            pages=window.pages,
+            publish_buffer=buffer,
+        )
+        self._in_flight.append(round_)
+
+    def _publish_oldest(self, cause: Cause) -> None:
+        """Waits for the oldest round, copies its weights into the model and frees what it held."""
+        round_ = self._in_flight.popleft()
+        with self._stalls.measure(cause):
+            completion = self._worker.wait()
+        self._stalls.add_worker_time(completion.busy_s)
+        assert completion.round_id == round_.round_id, "the worker answers in order of submission"
+        first = self._partition.blocks[round_.block].begin
+        new_weights = self._arena.publish[round_.publish_buffer]
+        for piece in self._ranges_of_block[round_.block]:
+            target = self._weights[piece.index].narrow(
+                0, piece.begin - self._partition.group_begins[piece.index], piece.numel
+            )
+            target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+        self._free_pages.extend(round_.pages)
+        self._free_buffers.append(round_.publish_buffer)
+        self._published_now.add(round_.publish_buffer)

@@ -1,0 +1,41 @@
+"""Which columns are worth an immediate update on the device. Pure functions.
+
+A column's importance is the sum of squares of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each
+rank sums over its own rows and the sums are added over the ranks: one float a column instead of the gradient itself.
+"""
+
+import torch
+from torch import Tensor
+
+
+def column_energy(gradient: Tensor) -> Tensor:
+    """Sum of squares of each column, in float32.
+
+    Args:
+        gradient: [rows, columns], any floating-point type, any device.
+
+    Returns:
+        [columns], float32.
+    """
+    norms: Tensor = torch.linalg.vector_norm(gradient, dim=0, dtype=torch.float32)
+    return norms.square_()
+
+
+def column_count(columns: int, topk_ratio: float) -> int:
+    """How many columns of a matrix the device owns: the nearest integer to the share, at least one unless the share is 0."""
+    return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
+
+
+def select_columns(energy: Tensor, topk_ratio: float) -> Tensor:
+    """The columns with the largest energy, in ascending order; among equals the first ones.
+
+    Args:
+        energy: [columns], finite, the same on every rank.
+        topk_ratio: share of the columns, 0 to 1.
+
+    Returns:
+        [`column_count`], int64, on the device of `energy`.
+    """
+    # A stable sort, because top-k leaves the order of equals open and all ranks must choose alike.
+    order = torch.argsort(energy, descending=True, stable=True)
+    return torch.sort(order[: column_count(energy.numel(), topk_ratio)]).values

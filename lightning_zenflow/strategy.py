@@ -1,0 +1,235 @@
+"""The Lightning strategy: configuration, life cycle and the hooks at which weights must be exact. No maths."""
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.affinity import allowed_cores, core_siblings, worker_cores
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.config_sources import resolve_config
+from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
+from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
+from lightning_zenflow.hyperparameters import validate_optimizer
+from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class ZenFlowStrategy(DeepSpeedStrategy):
+    """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
+
+    ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
+    Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
+
+    Runs on CUDA and, for tests and small models, on the CPU.
+
+    Args:
+        config: where keys come from that are not given here: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
+            configuration (JSON file or dict), with a ``zero_optimization.zenflow`` block or without.
+        topk_ratio: this and all following up to `worker_timeout`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
+        **deepspeed_options: everything that `DeepSpeedStrategy` takes, such as `reduce_bucket_size` or `timeout`.
+
+    Raises:
+        ValueError: a key has a value that is not allowed.
+        MisconfigurationException: `config` cannot be read, or asks DeepSpeed for what ZenFlow does not work with.
+    """
+
+    strategy_name = "zenflow"
+
+    def __init__(
+        self,
+        config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        topk_ratio: float | None = None,
+        select_strategy: str | None = None,
+        select_interval: str | int | None = None,
+        update_interval: str | int | None = None,
+        max_update_interval: int | None = None,
+        publish_lag: str | int | None = None,
+        full_warm_up_rounds: int | None = None,
+        overlap_step: bool | None = None,
+        deferred_update: str | None = None,
+        look_ahead: str | float | None = None,
+        provisional_scale: str | float | None = None,
+        auto_ratio: float | None = None,
+        offload: bool | None = None,
+        worker_cores: str | int | Sequence[int] | None = None,
+        pt_reserved_cores_perc: float | None = None,
+        worker_timeout: float | None = None,
+        **deepspeed_options: Any,
+    ) -> None:
+        keys = {
+            "topk_ratio": topk_ratio,
+            "select_strategy": select_strategy,
+            "select_interval": select_interval,
+            "update_interval": update_interval,
+            "max_update_interval": max_update_interval,
+            "publish_lag": publish_lag,
+            "full_warm_up_rounds": full_warm_up_rounds,
+            "overlap_step": overlap_step,
+            "deferred_update": deferred_update,
+            "look_ahead": look_ahead,
+            "provisional_scale": provisional_scale,
+            "auto_ratio": auto_ratio,
+            "offload": offload,
+            "worker_cores": worker_cores,
+            "pt_reserved_cores_perc": pt_reserved_cores_perc,
+            "worker_timeout": worker_timeout,
+        }
+        if config is None:
+            # The variable by which Lightning takes a DeepSpeed configuration from the environment.
+            config = os.environ.get(self.DEEPSPEED_ENV_VAR)
+        given = {key: value for key, value in keys.items() if value is not None}
+        self.zenflow_config, deepspeed_config = resolve_config(config, given)
+        self._optimizer: ZenFlowZeroOptimizer | None = None
+        super().__init__(config=deepspeed_config, **deepspeed_options)
+        self.config = prepare_deepspeed_config(self.config)
+
+    @property
+    def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
+        """The optimizer of the current or last fit; None before the first."""
+        return self._optimizer
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this host's ranks, in order of local rank."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        # Lightning leaves CPU devices without index; its check, like DeepSpeed's, wants the local rank there.
+        if devices is not None and all(device.type == "cpu" for device in devices):
+            devices = [torch.device("cpu", rank) for rank in range(len(devices))]
+        self._parallel_devices = devices
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @override
+    def setup_environment(self) -> None:
+        if isinstance(self.accelerator, CPUAccelerator):
+            _use_deepspeed_on_cpu()
+            # Past DeepSpeedStrategy's own method, which does nothing but refuse the CPU.
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: automatic_optimization=False: allowed is True; manual optimization has no defined step at which"
+                " deferred updates could be handed over"
+            )
+        for name, module in self.lightning_module.named_modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                raise MisconfigurationException(
+                    f"ZenFlowStrategy: {name or type(module).__name__}.sparse=True: allowed is False; sparse gradients are not supported"
+                )
+        super().setup(trainer)
+
+    @override
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        optimizer, scheduler = super()._init_optimizers()
+        validate_optimizer(optimizer)
+        return optimizer, scheduler
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple["DeepSpeedEngine", Optimizer]:
+        config = self.zenflow_config
+        allowed = allowed_cores()
+        cores = worker_cores(
+            config.worker_cores,
+            allowed=allowed,
+            siblings=core_siblings(allowed),
+            reserved_share=config.pt_reserved_cores_perc,
+            local_rank=self.local_rank,
+            local_world_size=self.num_processes,
+        )
+        with zenflow_optimizer(functools.partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores)):
+            engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        self._optimizer = optimizer_of(engine)
+        return engine, deepspeed_optimizer
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Divides the loss by `accumulate_grad_batches` once: Lightning has done so, DeepSpeed would do it again."""
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._flush()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._flush()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._flush()
+        super().on_predict_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self._flush()
+        super().on_train_end()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._flush()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def teardown(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.close()
+        super().teardown()
+
+    def _flush(self) -> None:
+        """Closes all open windows, so that whoever looks at the weights or the optimizer states now sees the exact ones."""
+        if self._optimizer is not None:
+            self._optimizer.flush()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("zenflow", cls, description="ZeRO-2 offload without stalls (ZenFlow)")
+
+
+def register() -> None:
+    """Makes ``Trainer(strategy="zenflow")`` known to Lightning; further calls change nothing."""
+    if "zenflow" not in StrategyRegistry:
+        ZenFlowStrategy.register_strategies(StrategyRegistry)
+
+
+def _use_deepspeed_on_cpu() -> None:
+    """DeepSpeed chooses one accelerator per process, and CUDA where there is any; training on the CPU needs its CPU accelerator."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())

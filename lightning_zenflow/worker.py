@@ -1,0 +1,187 @@
+"""The worker process as the trainer sees it: start, submit, wait, close. The messages are those of ``csrc/protocol.h``.
+
+The worker is an executable of its own (C++, no Python) that inherits two file descriptors: the arena's and one end of a
+socket pair. When the trainer dies in whatever way, the kernel closes its end and the worker leaves; when the worker dies, the
+trainer's next wait sees the end of the stream and raises with the worker's last words.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_zenflow import protocol
+from lightning_zenflow.arena import Arena
+from lightning_zenflow.executable import worker_executable
+
+_log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+_EXIT_TIMEOUT_S = 10.0
+_LAST_WORDS_BYTES = 4096
+
+
+class WorkerError(RuntimeError):
+    """The worker failed, died or did not answer in time; the message holds its own words where it left any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The worker's answer to one round."""
+
+    round_id: int
+    wait_s: float
+    """Seconds the worker waited for the round's data."""
+    busy_s: float
+    """Seconds it computed."""
+
+
+class Worker:
+    """Owner of the worker process and of the trainer's end of the socket.
+
+    Args:
+        arena: the shared memory, with header and tables filled in.
+        cores: logical cores, one thread pinned to each.
+        timeout_s: longest wait for an answer, and the worker's own longest wait for a step's data.
+
+    Raises:
+        WorkerError: it could not be started.
+    """
+
+    def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A file in memory rather than a pipe: nobody has to read it while the worker lives.
+        self._stderr_fd = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
+        # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
+        command = [
+            str(worker_executable()),
+            "--arena-fd", str(arena.fd),
+            "--socket-fd", str(remote.fileno()),
+            "--cores", ",".join(map(str, cores)),
+            "--word-timeout-ms", str(max(1, round(timeout_s * 1000))),
+        ]  # fmt: skip
+        with remote:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(arena.fd, remote.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr_fd,
+                stderr=self._stderr_fd,
+                env=environment,
+                start_new_session=True,
+            )
+        try:
+            ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, _START_TIMEOUT_S))
+            if ready.version != protocol.VERSION:
+                raise WorkerError(
+                    f"the ZenFlow worker speaks protocol {ready.version}, this package {protocol.VERSION}: reinstall lightning-zenflow"
+                )
+        except BaseException:
+            self.kill()
+            raise
+        _log.debug("worker %d runs on cores %s", self._process.pid, list(cores))
+
+    @property
+    def pid(self) -> int:
+        """Process number of the worker."""
+        return self._process.pid
+
+    def submit(self, *, round_id: int, block: int, first_step: int, pages: Sequence[int], publish_buffer: int) -> None:
+        """Hands a round over; returns at once."""
+        message = protocol.Round(
+            type=protocol.MessageType.ROUND,
+            block=block,
+            round_id=round_id,
+            first_step=first_step,
+            n_steps=len(pages),
+            publish_buffer=publish_buffer,
+        )
+        self._send(bytes(message) + bytes((ctypes.c_uint32 * len(pages))(*pages)))
+
+    def wait(self) -> Completion:
+        """Waits for the oldest round that has not been answered yet."""
+        done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
+        return Completion(round_id=done.round_id, wait_s=done.wait_ns * 1e-9, busy_s=done.busy_ns * 1e-9)
+
+    def close(self) -> None:
+        """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""
+        if self._process.poll() is None:
+            try:
+                self._send(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
+                self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            except (WorkerError, subprocess.TimeoutExpired):
+                _log.warning("the ZenFlow worker (process %d) did not exit when asked to and is killed", self.pid)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the worker now and frees everything that belonged to it. May be called again."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        self._socket.close()
+        if self._stderr_fd >= 0:
+            os.close(self._stderr_fd)
+            self._stderr_fd = -1
+
+    def _send(self, message: bytes) -> None:
+        # The socket's buffer holds far more rounds than are ever in flight; a full one means that the worker has stopped reading.
+        self._socket.settimeout(self._timeout_s)
+        try:
+            self._socket.send(message)
+        except TimeoutError as error:
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) took no message within {self._timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise WorkerError(self._last_words()) from error
+
+    def _receive(self, expected: protocol.MessageType, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) did not answer within {timeout_s:g} s;"
+                " `worker_timeout` sets how long to wait" + self._quoted_stderr()
+            )
+        try:
+            message = self._socket.recv(protocol.MAX_MESSAGE_BYTES)
+        except OSError as error:
+            raise WorkerError(self._last_words()) from error
+        if not message:
+            raise WorkerError(self._last_words())
+        kind = protocol.MessageHeader.from_buffer_copy(message).type
+        if kind == protocol.MessageType.ERROR:
+            text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
+            raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
+        if kind != expected:
+            raise WorkerError(f"the ZenFlow worker sent message {kind} where {expected.name} was expected")
+        return message
+
+    def _last_words(self) -> str:
+        """What to tell the user about a worker that is gone."""
+        try:
+            status = self._process.wait(timeout=_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return (
+                f"the ZenFlow worker (process {self.pid}) closed its connection but did not exit"
+                + self._quoted_stderr()
+            )
+        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        return f"the ZenFlow worker (process {self.pid}) {how}" + self._quoted_stderr()
+
+    def _quoted_stderr(self) -> str:
+        size = os.fstat(self._stderr_fd).st_size
+        text = (
+            os.pread(self._stderr_fd, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
+            .decode(errors="replace")
+            .strip()
+        )
+        return f"; its last words:\n{text}" if text else "; it left no message"

@@ -1,0 +1,163 @@
+#include "arena.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "check.h"
+#include "trainer_arena.h"
+
+namespace zenflow {
+namespace {
+
+using test::ArenaSpec;
+using test::error_of;
+using test::TrainerArena;
+
+// The error that mapping an arena gives after `change` has been made to an intact one.
+std::string error_after(const std::function<void(TrainerArena&)>& change) {
+    TrainerArena trainer{ArenaSpec{}};
+    change(trainer);
+    return error_of([&trainer] { const Arena arena(trainer.fd()); });
+}
+
+TEST(arena, both_sides_see_the_same_memory) {
+    ArenaSpec spec;
+    spec.gradient_dtype = DataType::kBFloat16;
+    spec.weight_dtype = DataType::kFloat16;
+    TrainerArena trainer(spec);
+    const Arena arena(trainer.fd());
+    CHECK_EQ(arena.ranges().size(), 2u);
+    CHECK_EQ(arena.ranges()[1].begin, 48u);
+    CHECK_EQ(arena.ranges()[1].param_group, 1u);
+    CHECK_EQ(arena.blocks().size(), 2u);
+    CHECK_EQ(arena.blocks()[1].end, 100u);
+    CHECK(arena.gradient_dtype() == DataType::kBFloat16);
+    CHECK(arena.weight_dtype() == DataType::kFloat16);
+
+    trainer.master()[99] = 1.0f;
+    trainer.exp_avg()[99] = 2.0f;
+    trainer.exp_avg_sq()[99] = 3.0f;
+    trainer.page(5)[127] = std::byte{4};
+    CHECK_EQ(arena.master()[99], 1.0f);
+    CHECK_EQ(arena.exp_avg()[99], 2.0f);
+    CHECK_EQ(arena.exp_avg_sq()[99], 3.0f);
+    CHECK(arena.page(5)[127] == std::byte{4});
+    arena.publish_buffer(1)[127] = std::byte{5};
+    CHECK(trainer.publish_buffer(1)[127] == std::byte{5});
+    trainer.hyperparameters(7, 1).lr = 0.5;
+    trainer.write_word(7, 0.25f);
+    CHECK_EQ(arena.hyperparameters(7, 1).lr, 0.5);
+    CHECK_EQ(arena.step_record(7).word.clip, 0.25f);
+    CHECK_EQ(&arena.step_record(7), &arena.step_record(3));
+    arena.resolved_step() = 7;
+    arena.resolved_count() = 6;
+    CHECK_EQ(trainer.header().resolved_step, 7);
+    CHECK_EQ(trainer.header().resolved_count, 6);
+}
+
+TEST(arena, outlives_the_file_descriptor) {
+    TrainerArena trainer{ArenaSpec{}};
+    const int fd = dup(trainer.fd());
+    const Arena arena(fd);
+    close(fd);
+    arena.master()[0] = 1.0f;
+    CHECK_EQ(trainer.master()[0], 1.0f);
+}
+
+TEST(arena, may_be_empty) {
+    ArenaSpec spec;
+    spec.ranges.clear();
+    spec.blocks.clear();
+    spec.numel = spec.n_param_groups = spec.n_pages = spec.n_publish_buffers = 0;
+    TrainerArena trainer(spec);
+    const Arena arena(trainer.fd());
+    CHECK_EQ(arena.blocks().size(), 0u);
+}
+
+TEST(arena, error_names_the_broken_header_field) {
+    struct Case {
+        const char* field;
+        std::function<void(ArenaHeader&)> change;
+    };
+    constexpr uint64_t kHuge64 = std::numeric_limits<uint64_t>::max();
+    constexpr uint32_t kHuge32 = std::numeric_limits<uint32_t>::max();
+    const Case cases[] = {
+        {"magic", [](ArenaHeader& h) { h.magic ^= 1; }},
+        {"version", [](ArenaHeader& h) { h.version = kVersion + 1; }},
+        {"total_bytes", [](ArenaHeader& h) { h.total_bytes += 1; }},
+        {"total_bytes", [](ArenaHeader& h) { h.total_bytes = kHeaderBytes - 1; }},
+        {"total_bytes", [](ArenaHeader& h) { h.total_bytes -= 64; }},
+        {"gradient_dtype", [](ArenaHeader& h) { h.gradient_dtype = 3; }},
+        {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = kHuge32; }},
+        {"numel", [](ArenaHeader& h) { h.numel = kHuge64; }},
+        {"numel", [](ArenaHeader& h) { h.numel = 99; }},
+        {"n_ranges", [](ArenaHeader& h) { h.n_ranges = kHuge32; }},
+        {"n_blocks", [](ArenaHeader& h) { h.n_blocks = kHuge32; }},
+        {"n_param_groups", [](ArenaHeader& h) { h.n_param_groups = 1; }},
+        {"n_param_groups", [](ArenaHeader& h) { h.n_param_groups = kHuge32; }},
+        {"n_step_records", [](ArenaHeader& h) { h.n_step_records = 0; }},
+        {"n_step_records", [](ArenaHeader& h) { h.n_step_records = kHuge32; }},
+        {"n_pages", [](ArenaHeader& h) { h.n_pages = kHuge32; }},
+        {"n_publish_buffers", [](ArenaHeader& h) { h.n_publish_buffers = kHuge32; }},
+        {"page_numel", [](ArenaHeader& h) { h.page_numel = 63; }},
+        {"page_numel", [](ArenaHeader& h) { h.page_numel = kHuge64; }},
+        {"step_record_bytes", [](ArenaHeader& h) { h.step_record_bytes += 64; }},
+        {"resolved_step", [](ArenaHeader& h) { h.resolved_step = -1; }},
+        {"resolved_count", [](ArenaHeader& h) { h.resolved_count = -1; }},
+    };
+    for (const Case& c : cases) {
+        CHECK_CONTAINS(error_after([&c](TrainerArena& trainer) { c.change(trainer.header()); }), c.field);
+    }
+}
+
+TEST(arena, error_names_the_broken_offset) {
+    struct Case {
+        const char* name;
+        uint64_t ArenaHeader::* field;
+    };
+    const Case cases[] = {
+        {"ranges_offset", &ArenaHeader::ranges_offset},
+        {"blocks_offset", &ArenaHeader::blocks_offset},
+        {"step_records_offset", &ArenaHeader::step_records_offset},
+        {"master_offset", &ArenaHeader::master_offset},
+        {"exp_avg_offset", &ArenaHeader::exp_avg_offset},
+        {"exp_avg_sq_offset", &ArenaHeader::exp_avg_sq_offset},
+        {"pages_offset", &ArenaHeader::pages_offset},
+        {"publish_offset", &ArenaHeader::publish_offset},
+    };
+    for (const Case& c : cases) {
+        // Inside the header, misaligned, at the very end, behind it.
+        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = 0; }), c.name);
+        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field += 1; }), c.name);
+        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = t.header().total_bytes; }), c.name);
+        CHECK_CONTAINS(error_after([&c](TrainerArena& t) { t.header().*c.field = ~uint64_t{7}; }), c.name);
+    }
+    const std::string overlap = error_after([](TrainerArena& t) { t.header().exp_avg_offset = t.header().master_offset + 8; });
+    CHECK_CONTAINS(overlap, "exp_avg_offset");
+    CHECK_CONTAINS(overlap, "master_offset");
+}
+
+TEST(arena, error_names_the_broken_table_entry) {
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[0].end = 49; }), "ranges[1]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[0].begin = 41; }), "ranges[0]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[1].end = 101; }), "ranges[1]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[1].param_group = 2; }), "ranges[1].param_group");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1].begin = 63; }), "blocks[1]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1].end = 101; }), "blocks[1]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1] = {100, 99}; }), "blocks[1]");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[0].end = 65; }), "page_numel");
+}
+
+TEST(arena, error_says_what_is_wrong_with_the_file) {
+    CHECK_CONTAINS(error_of([] { const Arena arena(9999); }), "--arena-fd: 9999");
+    const int fd = memfd_create("zenflow-test-short", MFD_CLOEXEC);
+    CHECK_CONTAINS(error_of([fd] { const Arena arena(fd); }), "has 0 bytes");
+    close(fd);
+}
+
+}  // namespace
+}  // namespace zenflow

@@ -1,0 +1,129 @@
+#include "channel.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace zenflow {
+namespace {
+
+using test::error_of;
+
+// The trainer's end as a bare socket, the worker's as a Channel.
+struct Pair {
+    int trainer;
+    int worker;
+
+    explicit Pair(int type = SOCK_SEQPACKET) {
+        int ends[2];
+        CHECK_EQ(socketpair(AF_UNIX, type | SOCK_CLOEXEC, 0, ends), 0);
+        trainer = ends[0];
+        worker = ends[1];
+    }
+    ~Pair() {
+        close_trainer();
+        close(worker);
+    }
+    void close_trainer() {
+        if (trainer >= 0) close(trainer);
+        trainer = -1;
+    }
+    void send(const std::vector<char>& bytes) const {
+        CHECK_EQ(::send(trainer, bytes.data(), bytes.size(), 0), static_cast<ssize_t>(bytes.size()));
+    }
+};
+
+std::vector<char> message_of(uint32_t type, size_t size) {
+    std::vector<char> bytes(size, static_cast<char>(type));
+    std::memcpy(bytes.data(), &type, sizeof(type));
+    return bytes;
+}
+
+TEST(channel, keeps_message_boundaries_and_order) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    const size_t sizes[] = {sizeof(MessageHeader), 100, kMaxMessageBytes, sizeof(Round)};
+    for (uint32_t i = 0; i < 4; ++i) pair.send(message_of(i, sizes[i]));
+    for (uint32_t i = 0; i < 4; ++i) {
+        const auto message = channel.receive();
+        CHECK(message.has_value());
+        CHECK_EQ(message->type, i);
+        CHECK_EQ(message->size, sizes[i]);
+        CHECK_EQ(std::memcmp(message->data, message_of(i, sizes[i]).data(), sizes[i]), 0);
+    }
+}
+
+TEST(channel, sends_whole_structures) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 5, 6}));
+    CHECK(channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), 2, kVersion}));
+    Done done{};
+    CHECK_EQ(recv(pair.trainer, &done, sizeof(done), MSG_TRUNC), static_cast<ssize_t>(sizeof(Done)));
+    CHECK_EQ(done.round_id, 42);
+    CHECK_EQ(done.busy_ns, 6);
+    Ready ready{};
+    CHECK_EQ(recv(pair.trainer, &ready, sizeof(ready), MSG_TRUNC), static_cast<ssize_t>(sizeof(Ready)));
+    CHECK_EQ(ready.version, kVersion);
+}
+
+TEST(channel, cuts_an_error_text_that_is_too_long) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    CHECK(channel.send_error(std::string(2 * kMaxMessageBytes, 'x')));
+    std::vector<char> buffer(kMaxMessageBytes);
+    CHECK_EQ(recv(pair.trainer, buffer.data(), buffer.size(), MSG_TRUNC), static_cast<ssize_t>(kMaxMessageBytes));
+    CHECK_EQ(buffer.back(), 'x');
+}
+
+TEST(channel, refuses_messages_of_impossible_size) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    pair.send(message_of(1, kMaxMessageBytes + 1));
+    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "16385 bytes");
+    pair.send(message_of(1, 4));
+    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "4 bytes");
+}
+
+TEST(channel, end_of_stream_is_no_message) {
+    Pair pair;
+    Channel channel(pair.worker);
+    CHECK(!channel.trainer_gone());
+    std::thread trainer([&pair] { pair.close_trainer(); });
+    CHECK(!channel.receive().has_value());
+    trainer.join();
+    CHECK(channel.trainer_gone());
+    CHECK(!channel.send(MessageHeader{}));
+}
+
+TEST(channel, a_trainer_that_died_is_noticed_behind_its_last_messages) {
+    Pair pair;
+    Channel channel(pair.worker);
+    pair.send(message_of(1, 64));
+    CHECK(!channel.trainer_gone());
+    pair.close_trainer();
+    CHECK(channel.trainer_gone());
+}
+
+TEST(channel, a_trainer_that_died_with_unread_answers_is_an_end_of_stream) {
+    Pair pair;
+    Channel channel(pair.worker);
+    CHECK(channel.send(MessageHeader{}));
+    pair.close_trainer();
+    CHECK(!channel.receive().has_value());
+}
+
+TEST(channel, refuses_other_files) {
+    CHECK_CONTAINS(error_of([] { const Channel channel(9999); }), "--socket-fd: 9999");
+    const Pair stream(SOCK_STREAM);
+    CHECK_CONTAINS(error_of([&stream] { const Channel channel(stream.worker); }), "not SOCK_SEQPACKET");
+}
+
+}  // namespace
+}  // namespace zenflow

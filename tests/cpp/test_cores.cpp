@@ -1,0 +1,85 @@
+#include "cores.h"
+
+#include <omp.h>
+#include <sched.h>
+
+#include <exception>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace zenflow {
+namespace {
+
+using test::error_of;
+
+std::vector<int> own_cores() {
+    cpu_set_t set;
+    CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
+    std::vector<int> cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &set)) cores.push_back(core);
+    }
+    return cores;
+}
+
+// Affinity belongs to the thread, so each test pins one of its own.
+void in_a_thread(const std::function<void()>& action) {
+    std::exception_ptr failure;
+    std::thread thread([&] {
+        try {
+            action();
+        } catch (...) {
+            failure = std::current_exception();
+        }
+    });
+    thread.join();
+    if (failure) std::rethrow_exception(failure);
+}
+
+TEST(cores, reads_lists) {
+    CHECK(parse_cores("2,3,5") == std::vector<int>({2, 3, 5}));
+    CHECK(parse_cores("0") == std::vector<int>({0}));
+    for (const char* text : {"", ",", "1,", ",1", "1,,2", "a", "1-3", "1 ,2", "-1", "99999", "1.5", "99999999999999999999"}) {
+        CHECK_CONTAINS(error_of([text] { parse_cores(text); }), "'" + std::string(text) + "'");
+    }
+    CHECK_CONTAINS(error_of([] { parse_cores("1,2,1"); }), "core 1 is listed twice");
+}
+
+TEST(cores, pins_one_thread_to_each) {
+    in_a_thread([] {
+        const std::vector<int> cores = own_cores();
+        pin_threads(cores);
+        std::vector<std::vector<int>> pinned(cores.size());
+        auto* const slots = pinned.data();
+#pragma omp parallel default(none) firstprivate(slots)
+        slots[omp_get_thread_num()] = own_cores();
+        for (size_t i = 0; i < cores.size(); ++i) CHECK(pinned[i] == std::vector<int>({cores[i]}));
+    });
+}
+
+TEST(cores, leaves_an_inherited_narrower_mask) {
+    in_a_thread([] {
+        const std::vector<int> cores = own_cores();
+        cpu_set_t first;
+        CPU_ZERO(&first);
+        CPU_SET(cores.front(), &first);
+        CHECK_EQ(sched_setaffinity(0, sizeof(first), &first), 0);
+        pin_threads({cores.back()});
+        CHECK(own_cores() == std::vector<int>({cores.back()}));
+    });
+}
+
+TEST(cores, refuses_a_core_that_cannot_be_used) {
+    in_a_thread([] {
+        const std::string text = error_of([] { pin_threads({8000}); });
+        CHECK_CONTAINS(text, "core 8000 cannot be used");
+        CHECK_CONTAINS(text, "allowed are ");
+    });
+}
+
+}  // namespace
+}  // namespace zenflow

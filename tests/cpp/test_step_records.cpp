@@ -1,0 +1,132 @@
+#include "step_records.h"
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <thread>
+
+#include "arena.h"
+#include "check.h"
+#include "trainer_arena.h"
+
+namespace zenflow {
+namespace {
+
+using std::chrono::milliseconds;
+using test::ArenaSpec;
+using test::error_of;
+using test::TrainerArena;
+
+constexpr milliseconds kLong{600000};
+constexpr milliseconds kShort{20};
+
+bool never() { return false; }
+
+// A ring of four records.
+struct Ring {
+    TrainerArena trainer{ArenaSpec{}};
+    Arena arena{trainer.fd()};
+    StepRecords records{arena, kLong};
+    StepRecords impatient_records{arena, kShort};
+};
+
+TEST(step_records, counts_applied_steps) {
+    Ring ring;
+    ring.trainer.write_word(1, 1.0f);
+    ring.trainer.write_word(2, std::nanf(""));
+    ring.trainer.write_word(3, 0.5f);
+    CHECK(ring.records.resolve(3, never));
+    CHECK_EQ(ring.records.step(1).count, 1);
+    CHECK(ring.records.step(1).applied);
+    CHECK_EQ(ring.records.step(2).count, 1);
+    CHECK(!ring.records.step(2).applied);
+    CHECK_EQ(ring.records.step(3).count, 2);
+    CHECK_EQ(ring.records.step(3).clip, 0.5f);
+    CHECK_EQ(ring.trainer.header().resolved_step, 3);
+    CHECK_EQ(ring.trainer.header().resolved_count, 2);
+    CHECK_EQ(ring.trainer.record(3).count, 2);
+}
+
+TEST(step_records, goes_on_from_where_the_header_says) {
+    Ring ring;
+    ring.trainer.header().resolved_step = 100;
+    ring.trainer.header().resolved_count = 90;
+    ring.trainer.write_word(101, 1.0f);
+    CHECK(ring.records.resolve(101, never));
+    CHECK_EQ(ring.records.step(101).count, 91);
+    // Another block's round of the same step waits for nothing and counts nothing.
+    CHECK(ring.records.resolve(101, never));
+    CHECK(ring.records.resolve(50, never));
+    CHECK_EQ(ring.trainer.header().resolved_count, 91);
+}
+
+TEST(step_records, ring_goes_round) {
+    Ring ring;
+    for (int64_t step = 1; step <= 13; ++step) {
+        ring.trainer.write_word(step, 1.0f);
+        ring.records.check(step, 1);
+        CHECK(ring.records.resolve(step, never));
+        CHECK_EQ(ring.records.step(step).count, step);
+    }
+}
+
+TEST(step_records, waits_for_a_late_word_and_sees_what_came_before_it) {
+    Ring ring;
+    float* const gradient = reinterpret_cast<float*>(ring.trainer.page(0));
+    std::atomic<bool> waiting{false};
+    std::thread device([&] {
+        while (!waiting) std::this_thread::yield();
+        gradient[0] = 3.0f;
+        ring.trainer.write_word(1, 0.5f);
+        gradient[1] = 4.0f;
+        ring.trainer.write_word(2, 0.25f);
+    });
+    CHECK(ring.records.resolve(2, [&waiting] {
+        waiting = true;
+        return false;
+    }));
+    CHECK_EQ(gradient[0], 3.0f);
+    CHECK_EQ(gradient[1], 4.0f);
+    CHECK_EQ(ring.records.step(2).clip, 0.25f);
+    device.join();
+}
+
+TEST(step_records, ends_the_wait_when_the_trainer_is_gone) {
+    Ring ring;
+    int n_asked = 0;
+    CHECK(!ring.records.resolve(1, [&n_asked] { return ++n_asked == 3; }));
+    CHECK_EQ(ring.trainer.header().resolved_step, 0);
+}
+
+TEST(step_records, names_the_step_whose_word_does_not_arrive) {
+    Ring ring;
+    ring.trainer.write_word(1, 1.0f);
+    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve(2, never); }),
+                   "step 2's clip coefficient did not arrive within 20 ms");
+    CHECK_EQ(ring.trainer.header().resolved_step, 1);
+}
+
+TEST(step_records, refuses_a_record_that_a_later_step_has_taken) {
+    Ring ring;
+    ring.trainer.write_word(5, 1.0f);
+    CHECK_CONTAINS(error_of([&ring] { ring.records.resolve(1, never); }), "already holds step 5");
+    ring.trainer.header().resolved_step = 5;
+    CHECK_CONTAINS(error_of([&ring] { ring.records.step(1); }), "now holds step 5");
+}
+
+TEST(step_records, refuses_steps_that_cannot_be) {
+    Ring ring;
+    ring.records.check(-5, 0);  // publishes only, its step means nothing
+    ring.records.check(1, 4);
+    CHECK_CONTAINS(error_of([&ring] { ring.records.check(0, 1); }), "first_step is 0");
+    CHECK_CONTAINS(error_of([&ring] { ring.records.check(-1, 1); }), "first_step is -1");
+    CHECK_CONTAINS(error_of([&ring] { ring.records.check(std::numeric_limits<int64_t>::max(), 2); }), "first_step");
+    CHECK_CONTAINS(error_of([&ring] { ring.records.check(1, 5); }), "n_steps is 5, allowed are up to n_step_records = 4");
+    CHECK_CONTAINS(error_of([&ring] { ring.records.check(2, 4); }), "last step is 5");
+    ring.trainer.header().resolved_step = 1;
+    ring.records.check(2, 4);
+}
+
+}  // namespace
+}  // namespace zenflow

@@ -1,0 +1,94 @@
+#include "trainer_arena.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "arena.h"
+#include "check.h"
+
+namespace zenflow::test {
+namespace {
+
+uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+TrainerArena::TrainerArena(const ArenaSpec& spec) {
+    ArenaHeader header{};
+    header.magic = kMagic;
+    header.version = kVersion;
+    header.gradient_dtype = static_cast<uint32_t>(spec.gradient_dtype);
+    header.weight_dtype = static_cast<uint32_t>(spec.weight_dtype);
+    header.numel = spec.numel;
+    header.n_ranges = static_cast<uint32_t>(spec.ranges.size());
+    header.n_blocks = static_cast<uint32_t>(spec.blocks.size());
+    header.n_param_groups = spec.n_param_groups;
+    header.n_step_records = spec.n_step_records;
+    header.n_pages = spec.n_pages;
+    header.n_publish_buffers = spec.n_publish_buffers;
+    uint64_t largest_block = 0;
+    for (const Block& block : spec.blocks) largest_block = std::max(largest_block, block.end - block.begin);
+    header.page_numel = round_up(largest_block, 64);
+    header.step_record_bytes = round_up(sizeof(StepRecord) + spec.n_param_groups * sizeof(Hyperparameters), 64);
+
+    uint64_t end = kHeaderBytes;
+    const auto reserve = [&end](uint64_t bytes) {
+        const uint64_t begin = end;
+        end = round_up(end + bytes, 64);
+        return begin;
+    };
+    header.ranges_offset = reserve(spec.ranges.size() * sizeof(Range));
+    header.blocks_offset = reserve(spec.blocks.size() * sizeof(Block));
+    header.step_records_offset = reserve(spec.n_step_records * header.step_record_bytes);
+    header.master_offset = reserve(spec.numel * sizeof(float));
+    header.exp_avg_offset = reserve(spec.numel * sizeof(float));
+    header.exp_avg_sq_offset = reserve(spec.numel * sizeof(float));
+    header.pages_offset = reserve(spec.n_pages * header.page_numel * element_bytes(spec.gradient_dtype));
+    header.publish_offset = reserve(spec.n_publish_buffers * header.page_numel * element_bytes(spec.weight_dtype));
+    header.total_bytes = end;
+
+    bytes_ = end;
+    fd_ = memfd_create("zenflow-test-arena", MFD_CLOEXEC);
+    CHECK(fd_ >= 0);
+    CHECK_EQ(ftruncate(fd_, static_cast<off_t>(bytes_)), 0);
+    void* const memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+    CHECK(memory != MAP_FAILED);
+    memory_ = static_cast<std::byte*>(memory);
+    this->header() = header;
+    std::copy(spec.ranges.begin(), spec.ranges.end(), ranges());
+    std::copy(spec.blocks.begin(), spec.blocks.end(), blocks());
+}
+
+TrainerArena::~TrainerArena() {
+    munmap(memory_, bytes_);
+    close(fd_);
+}
+
+std::byte* TrainerArena::page(uint32_t index) {
+    return memory_ + header().pages_offset +
+           index * header().page_numel * element_bytes(static_cast<DataType>(header().gradient_dtype));
+}
+
+std::byte* TrainerArena::publish_buffer(uint32_t index) {
+    return memory_ + header().publish_offset +
+           index * header().page_numel * element_bytes(static_cast<DataType>(header().weight_dtype));
+}
+
+StepRecord& TrainerArena::record(int64_t step) {
+    const uint64_t index = static_cast<uint64_t>(step) % header().n_step_records;
+    return *at<StepRecord>(header().step_records_offset + index * header().step_record_bytes);
+}
+
+Hyperparameters& TrainerArena::hyperparameters(int64_t step, uint32_t param_group) {
+    return reinterpret_cast<Hyperparameters*>(&record(step) + 1)[param_group];
+}
+
+void TrainerArena::write_word(int64_t step, float clip) {
+    record(step).word.clip = clip;
+    __atomic_store_n(&record(step).word.sequence, step, __ATOMIC_RELEASE);
+}
+
+}  // namespace zenflow::test

@@ -1,0 +1,148 @@
+#include "worker_process.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstring>
+
+#include "check.h"
+
+namespace zenflow::test {
+namespace {
+
+// Forks and executes the worker with the given file descriptors kept open; `output` receives both standard streams if not negative.
+pid_t start(std::vector<std::string> arguments, const std::vector<int>& kept_fds, int output) {
+    arguments.insert(arguments.begin(), ZENFLOW_WORKER);
+    std::vector<char*> argv;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    argv.push_back(nullptr);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        for (const int fd : kept_fds) fcntl(fd, F_SETFD, 0);
+        if (output >= 0) {
+            dup2(output, STDOUT_FILENO);
+            dup2(output, STDERR_FILENO);
+        }
+        execv(ZENFLOW_WORKER, argv.data());
+        _exit(127);
+    }
+    return pid;
+}
+
+int status_of(pid_t pid) {
+    int status = 0;
+    CHECK_EQ(waitpid(pid, &status, 0), pid);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+template <typename T>
+T message_as(const std::string& message, MessageType type) {
+    uint32_t actual = 0;
+    CHECK(message.size() >= sizeof(actual));
+    std::memcpy(&actual, message.data(), sizeof(actual));
+    if (actual == static_cast<uint32_t>(MessageType::kError) && type != MessageType::kError) {
+        throw CheckFailed("the worker failed: " + message.substr(sizeof(MessageHeader)));
+    }
+    CHECK_EQ(actual, static_cast<uint32_t>(type));
+    CHECK(message.size() >= sizeof(T));
+    T result;
+    std::memcpy(&result, message.data(), sizeof(T));
+    return result;
+}
+
+}  // namespace
+
+std::string first_core() {
+    cpu_set_t set;
+    CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
+    int core = 0;
+    while (!CPU_ISSET(core, &set)) ++core;
+    return std::to_string(core);
+}
+
+WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
+    socket_ = ends[0];
+    std::vector<std::string> arguments = {"--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]),
+                                          "--cores", cores};
+    arguments.insert(arguments.end(), extra.begin(), extra.end());
+    // Its errors are expected here and looked at in the messages.
+    const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    pid_ = start(arguments, {arena.fd(), ends[1]}, null);
+    close(null);
+    close(ends[1]);
+}
+
+WorkerProcess::~WorkerProcess() {
+    close_socket();
+    if (pid_ > 0) {
+        kill(pid_, SIGKILL);
+        waitpid(pid_, nullptr, 0);
+    }
+}
+
+void WorkerProcess::send(const void* data, size_t size) { CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size)); }
+
+void WorkerProcess::submit(const Round& round, const std::vector<uint32_t>& pages) {
+    std::vector<char> message(sizeof(Round) + pages.size() * sizeof(uint32_t));
+    std::memcpy(message.data(), &round, sizeof(Round));
+    if (!pages.empty()) std::memcpy(message.data() + sizeof(Round), pages.data(), pages.size() * sizeof(uint32_t));
+    send(message.data(), message.size());
+}
+
+void WorkerProcess::ask_to_exit() {
+    const MessageHeader exit{static_cast<uint32_t>(MessageType::kExit), 0};
+    send(&exit, sizeof(exit));
+}
+
+void WorkerProcess::signal(int number) { CHECK_EQ(kill(pid_, number), 0); }
+
+Ready WorkerProcess::receive_ready() { return message_as<Ready>(receive(), MessageType::kReady); }
+
+Done WorkerProcess::receive_done() { return message_as<Done>(receive(), MessageType::kDone); }
+
+std::string WorkerProcess::receive_error() {
+    const std::string message = receive();
+    message_as<MessageHeader>(message, MessageType::kError);
+    return message.substr(sizeof(MessageHeader));
+}
+
+void WorkerProcess::close_socket() {
+    if (socket_ >= 0) close(socket_);
+    socket_ = -1;
+}
+
+int WorkerProcess::wait() {
+    const pid_t pid = pid_;
+    pid_ = -1;
+    return status_of(pid);
+}
+
+std::string WorkerProcess::receive() {
+    std::string message(kMaxMessageBytes, '\0');
+    const ssize_t size = recv(socket_, message.data(), message.size(), 0);
+    if (size <= 0) throw CheckFailed("the worker ended without a message");
+    message.resize(static_cast<size_t>(size));
+    return message;
+}
+
+std::string output_of_worker(const std::vector<std::string>& arguments, int& status) {
+    int ends[2];
+    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
+    const pid_t pid = start(arguments, {}, ends[1]);
+    close(ends[1]);
+    std::string output;
+    char buffer[4096];
+    for (ssize_t size; (size = read(ends[0], buffer, sizeof(buffer))) > 0;) output.append(buffer, static_cast<size_t>(size));
+    close(ends[0]);
+    status = status_of(pid);
+    return output;
+}
+
+}  // namespace zenflow::test

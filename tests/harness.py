@@ -1,0 +1,316 @@
+"""Runs test models through Lightning's Trainer under `ZenFlowStrategy`, in this process or with several ranks, and collects what happened.
+
+Run as a script it is one rank of such a run (see `run_on_ranks`).
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+import models
+from lightning_zenflow import ZenFlowStrategy
+from models import OptimizerOptions, TestModule
+from reference import Group, ReferenceZenFlow
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; everything about it, so that it can be sent to other processes."""
+
+    model: str = "LinearLossModule"
+    """Name of a class in `models`."""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    topk_ratio: float = 0.05
+    update_interval: int = 4
+    publish_lag: int = 1
+    warm_up: int = 0
+    steps: int = 8
+    accumulate: int = 1
+    max_norm: float | None = None
+    precision: str = "32-true"
+    flush_after: tuple[int, ...] = ()
+    """Steps, counted from 1, after which a validation runs, and with it a flush."""
+    strategy_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the model."""
+        return torch.bfloat16 if "bf16" in self.precision else torch.float32
+
+    def make_model(self) -> TestModule:
+        """The model, before it is converted to `dtype`."""
+        model_class = getattr(models, self.model)
+        model = model_class(
+            length=self.steps * self.accumulate, accumulate=self.accumulate, optimizer=self.optimizer, **self.model_options
+        )
+        assert isinstance(model, TestModule)
+        return model
+
+    def make_strategy(self) -> ZenFlowStrategy:
+        """The strategy with this case's keys."""
+        return ZenFlowStrategy(
+            topk_ratio=self.topk_ratio,
+            update_interval=self.update_interval,
+            publish_lag=self.publish_lag,
+            full_warm_up_rounds=self.warm_up,
+            worker_timeout=60,
+            **{"worker_cores": 1, **self.strategy_options},
+        )
+
+    def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
+        """The oracle of this case."""
+        module = self.make_model().to(self.dtype)
+        return ReferenceZenFlow(
+            module=module,
+            parameter_groups=module.parameter_groups(),
+            loss=lambda _, step, micro, rank: module.loss(step, micro, rank),
+            hyperparameters=self.optimizer.groups,
+            topk_ratio=self.topk_ratio,
+            update_interval=self.update_interval,
+            publish_lag=self.publish_lag,
+            warm_up=self.warm_up,
+            accumulate=self.accumulate,
+            max_norm=self.max_norm or 0.0,
+            world_size=world_size,
+        )
+
+    def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[list[Group]]]:
+        """Arguments of `adamw_reference` for a `LinearLossModule`: initial weights, gradients of all steps, groups of all steps."""
+        reference = self.make_reference(world_size=world_size)
+        weights = [p.detach().clone() for p in reference.parameters]
+        gradients, groups = [], []
+        for step in range(self.steps):
+            reference.steps = step
+            gradients.append(reference.gradients()[1])
+            of_group = self.optimizer.groups(step)
+            groups.append([h for h, ps in zip(of_group, reference.parameter_groups, strict=True) for _ in ps])
+        return weights, gradients, groups
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened in a run; lists of tensors have one entry a parameter, in the order of the parameter groups."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    """[step][micro-batch], of one rank."""
+    shown: list[list[Tensor]] = field(default_factory=list)
+    """[step][parameter]: the weights that the model showed during each step."""
+    weights: list[Tensor] = field(default_factory=list)
+    """The model's at the end of fit."""
+    master: list[Tensor] = field(default_factory=list)
+    exp_avg: list[Tensor] = field(default_factory=list)
+    exp_avg_sq: list[Tensor] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    """AdamW's step count of each parameter group, as checkpoints hold it."""
+    skipped: int = 0
+    error: str | None = None
+    """Traceback of a run that failed."""
+
+
+class Recorder(pl.Callback):
+    """Keeps shown weights and losses."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self._case = case
+        self._run = run
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        assert isinstance(pl_module, TestModule)
+        if batch_idx % self._case.accumulate == 0:
+            self._run.shown.append(snapshot(pl_module))
+            self._run.losses.append([])
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Lightning reports the loss divided by the accumulation.
+        self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
+
+
+class FlushAfter(pl.Callback):
+    """Flushes as validation does, after given steps."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = set(steps)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step in self._steps:
+            self._steps.remove(trainer.global_step)
+            trainer.strategy.on_validation_start()
+
+
+def snapshot(model: TestModule) -> list[Tensor]:
+    """Copies of the model's weights in the order of the parameter groups."""
+    return [p.detach().clone() for parameters in model.parameter_groups() for p in parameters]
+
+
+def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    """A Trainer on the CPU that writes nothing."""
+    # Advice about workers of data loaders and the like; an error is an error all the same.
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = {
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "limit_val_batches": 0,
+    }
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **{**quiet, **options})
+
+
+def run_case(case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None) -> tuple[Run, list[list[Tensor]]]:
+    """Runs one rank of a case.
+
+    Returns:
+        What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
+    """
+    run = Run()
+    model = case.make_model()
+    trainer = make_trainer(
+        strategy or case.make_strategy(),
+        devices=devices,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.max_norm,
+        precision=case.precision,
+        callbacks=[Recorder(case, run), FlushAfter(case.flush_after)],
+    )
+    trainer.fit(model)
+    run.weights = snapshot(model)
+    optimizer = trainer.strategy.zenflow_optimizer
+    if optimizer is None:
+        return run, []
+    run.skipped = int(optimizer.skipped)
+    partitions = []
+    for flat in optimizer.single_partition_of_fp32_groups:
+        state = optimizer.optimizer.state[flat]
+        run.counts.append(float(state["step"]))
+        partitions.append([flat.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+    return run, partitions
+
+
+def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:
+    """Puts the ranks' flat partitions together and cuts them into parameters."""
+    for param_group, parameters in enumerate(case.make_model().parameter_groups()):
+        for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
+            flat = torch.cat([of_rank[param_group][kind] for of_rank in partitions])
+            for p in parameters:
+                tensors.append(flat[: p.numel()].view(p.shape).clone())
+                flat = flat[p.numel() :]
+
+
+def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None) -> Run:
+    """Runs a case on one rank, in this process."""
+    run, partitions = run_case(case, strategy=strategy)
+    if partitions:
+        join_partitions(case, run, [partitions])
+    return run
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 240) -> dict[str, list[Run]]:
+    """Runs cases one after the other on several ranks (gloo), all of them in one set of processes, since starting them takes seconds.
+
+    Returns:
+        For each case the ranks' runs; the optimizer state is the joint one. A case that failed holds the traceback in `Run.error`, and so
+        do the cases after it, which did not run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(cases, Path(folder) / "cases.pt")
+        port = free_port()
+        processes = []
+        for rank in range(ranks):
+            # What Lightning's own launcher sets for the processes that it starts.
+            environment = {
+                **os.environ,
+                "LOCAL_RANK": str(rank),
+                "NODE_RANK": "0",
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            with open(Path(folder) / f"output{rank}.txt", "wb") as output:
+                command = [sys.executable, __file__, folder, str(ranks)]
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        try:
+            for process in processes:
+                process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            pass  # the missing results say so
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return {name: _collect(Path(folder), name, case, ranks) for name, case in cases.items()}
+
+
+def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
+    runs, partitions = [], []
+    for rank in range(ranks):
+        path = folder / f"{name}.{rank}.pt"
+        if path.exists():
+            run, of_rank = torch.load(path, weights_only=False)
+        else:
+            output = (folder / f"output{rank}.txt").read_text(errors="replace")
+            run, of_rank = Run(error=f"rank {rank} left no result; its output ends with:\n{output[-4000:]}"), []
+        runs.append(run)
+        partitions.append(of_rank)
+    if all(run.error is None for run in runs):
+        for run in runs:
+            join_partitions(case, run, partitions)
+    return runs
+
+
+def main(folder: Path, ranks: int) -> None:
+    """One rank: runs all cases, writes what happened to files."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
+    cases: dict[str, Case] = torch.load(folder / "cases.pt", weights_only=False)
+    for name, case in cases.items():
+        try:
+            result = run_case(case, devices=ranks)
+        except BaseException:
+            result = Run(error=traceback.format_exc()), []
+        temporary = folder / f"{name}.{rank}.tmp"
+        torch.save(result, temporary)
+        temporary.rename(folder / f"{name}.{rank}.pt")
+        if result[0].error:
+            # The other rank may be anywhere by now: going on would leave it waiting.
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    # Under this name pickled cases are found: a script's own module is called __main__.
+    import harness
+
+    harness.main(Path(sys.argv[1]), int(sys.argv[2]))

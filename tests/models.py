@@ -1,0 +1,211 @@
+"""Models whose gradients tests can compute without the trainer. All data is a function of the step, the micro-batch and the rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from reference import Group
+
+
+def generator(*key: int) -> torch.Generator:
+    """A generator whose numbers depend on the key alone."""
+    seed = 0
+    for number in key:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
+def learning_rate_factor(step: int) -> float:
+    """What the scheduler multiplies learning rates with in a step, counted from 0."""
+    return 1 / (1 + 0.25 * step)
+
+
+class Indexes(Dataset[int]):
+    """0, 1, 2, ...: the data itself is made in the training step."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    @override
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How the test models configure their optimizer: two parameter groups with nothing in common."""
+
+    kind: str = "AdamW"
+    """Name of a class in `torch.optim`."""
+    lr: float = 1e-2
+    scheduler: bool = True
+
+    def groups(self, step: int) -> list[Group]:
+        """What the oracle needs to know of a step, counted from 0."""
+        factor = learning_rate_factor(step) if self.scheduler else 1.0
+        decoupled = self.kind == "AdamW"
+        return [
+            Group(lr=self.lr * factor, weight_decay=0.1, decoupled=decoupled),
+            Group(lr=0.3 * self.lr * factor, beta1=0.8, beta2=0.95, eps=1e-6, decoupled=decoupled),
+        ]
+
+
+class TestModule(pl.LightningModule):
+    """What the models have in common: two parameter groups, a scheduler, data loaders, the micro-batch's number.
+
+    Subclasses define `loss`.
+    """
+
+    __test__ = False  # pytest takes classes of this name for tests
+
+    def __init__(self, *, length: int, accumulate: int, optimizer: OptimizerOptions) -> None:
+        super().__init__()
+        self.length = length
+        self.accumulate = accumulate
+        self.optimizer_options = optimizer
+
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        """The loss of one micro-batch."""
+        raise NotImplementedError
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """Matrices, and everything else."""
+        parameters = list(self.parameters())
+        return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(self.trainer.global_step, batch_idx % self.accumulate, self.trainer.global_rank)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(0, 0, 0)
+
+    @override
+    def test_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(0, 0, 0)
+
+    @override
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(0, 0, 0)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        options = self.optimizer_options
+        groups = [
+            {
+                "params": parameters,
+                "lr": h.lr,
+                "betas": (h.beta1, h.beta2),
+                "eps": h.eps,
+                "weight_decay": h.weight_decay,
+            }
+            for parameters, h in zip(self.parameter_groups(), options.groups(0), strict=True)
+        ]
+        optimizer = getattr(torch.optim, options.kind)(groups)
+        if not options.scheduler:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Indexes(self.length))
+
+    @override
+    def val_dataloader(self) -> DataLoader[int]:
+        return DataLoader(Indexes(1))
+
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
+
+
+SHAPES = ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,), (5, 2, 2))
+"""Of the parameters of `LinearLossModule`: prime sizes, so that ranks and blocks cut in mid-row."""
+
+
+class LinearLossModule(TestModule):
+    """loss = sum over parameters of sum(p * G): the gradient is G whatever the weights are.
+
+    The last matrix is used by the first micro-batch of even steps only; elsewhere it has no gradient.
+
+    Args:
+        not_finite: value that gradients have at one element, by (step, rank).
+        ranks_differ: whether ranks see different data.
+    """
+
+    def __init__(
+        self,
+        *,
+        length: int = 100,
+        accumulate: int = 1,
+        optimizer: OptimizerOptions | None = None,
+        not_finite: dict[tuple[int, int], float] | None = None,
+        ranks_differ: bool = True,
+        shapes: Sequence[Sequence[int]] = SHAPES,
+    ) -> None:
+        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions())
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, generator=generator(1, i))) for i, shape in enumerate(shapes)
+        )
+        self.not_finite = not_finite or {}
+        self.ranks_differ = ranks_differ
+
+    def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
+        """float32 gradient of one micro-batch with respect to `self.weights[index]`, before the division by `accumulate`."""
+        if index == 6 and (step % 2 or micro):
+            return None
+        shape = self.weights[index].shape
+        numbers = torch.randn(shape, generator=generator(2, index, step, micro, rank if self.ranks_differ else 0))
+        # Columns of very different size make the selection matter, steps of different size the clipping.
+        columns = torch.logspace(-2, 0, shape[1] if len(shape) > 1 else 1).view(-1, *[1] * max(0, len(shape) - 2))
+        gradient = numbers * (columns if len(shape) > 1 else 0.1) * (1 + step % 3)
+        if index == 0 and (step, rank) in self.not_finite:
+            gradient[2, 3] = self.not_finite[step, rank]
+        return gradient
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        total = torch.zeros(())
+        for i, p in enumerate(self.weights):
+            gradient = self.gradient(i, step, micro, rank)
+            if gradient is not None:
+                total = total + (p.float() * gradient).sum()
+        return total
+
+
+class SmallNet(TestModule):
+    """A classifier: embedding, convolution, normalisation and two linear layers, all of them nonlinear in between."""
+
+    def __init__(
+        self, *, length: int = 100, accumulate: int = 1, optimizer: OptimizerOptions | None = None, batch_size: int = 4
+    ) -> None:
+        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
+        self.batch_size = batch_size
+        self.embedding = nn.Embedding(23, 13)
+        self.convolution = nn.Conv2d(1, 5, 3, padding=1)
+        self.hidden = nn.Linear(5 * 7 * 13, 11)
+        self.norm = nn.LayerNorm(11)
+        self.head = nn.Linear(11, 3)
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        g = generator(4, step, micro, rank)
+        tokens = torch.randint(23, (self.batch_size, 7), generator=g)
+        x = self.embedding(tokens).unsqueeze(1)
+        x = torch.tanh(self.convolution(x)).flatten(1)
+        logits = self.head(functional.gelu(self.norm(self.hidden(x))))
+        return functional.cross_entropy(logits.float(), tokens.sum(1) % 3)
