@@ -3,18 +3,7 @@
 #include <algorithm>
 
 #include "error.h"
-
-// libgomp is not instrumented: ThreadSanitizer does not see that a parallel region begins after and ends before what surrounds
-// it.
-#ifdef __SANITIZE_THREAD__
-extern "C" void __tsan_acquire(void* address);
-extern "C" void __tsan_release(void* address);
-#define ZENFLOW_TSAN_ACQUIRE(address) __tsan_acquire(address)
-#define ZENFLOW_TSAN_RELEASE(address) __tsan_release(address)
-#else
-#define ZENFLOW_TSAN_ACQUIRE(address) static_cast<void>(address)
-#define ZENFLOW_TSAN_RELEASE(address) static_cast<void>(address)
-#endif
+#include "parallel.h"
 
 namespace zenflow {
 namespace {
@@ -64,15 +53,12 @@ void BlockReplay::run(const Round& round, const uint32_t* pages) {
     const Block& block = arena_.blocks()[round.block];
     std::byte* const publish_buffer = arena_.publish_buffer(round.publish_buffer);
 
-    ZENFLOW_TSAN_RELEASE(this);
-#pragma omp parallel default(none) shared(block, publish_buffer)
-    {
-        ZENFLOW_TSAN_ACQUIRE(this);
-#pragma omp for schedule(static) nowait
-        for (size_t i = 0; i < chunks_.size(); ++i) run_chunk(chunks_[i], block, publish_buffer);
-        ZENFLOW_TSAN_RELEASE(this);
-    }
-    ZENFLOW_TSAN_ACQUIRE(this);
+    // Each thread takes consecutive chunks, the same of a block in every round: they may still be in its caches.
+    run_in_parallel([&](int thread, int n_threads) {
+        const size_t begin = chunks_.size() * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
+        const size_t end = chunks_.size() * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
+        for (size_t i = begin; i < end; ++i) run_chunk(chunks_[i], block, publish_buffer);
+    });
 }
 
 void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages) {

@@ -19,14 +19,15 @@ class Channel {
     // Throws Error if `fd` is not a SOCK_SEQPACKET socket.
     explicit Channel(int fd);
 
-    // Waits for the next message and returns its size and content, which stays valid until the next call; nothing if the trainer
-    // is gone. Messages sent before the trainer went may still be delivered, or not. Throws Error if the message is longer than
-    // kMaxMessageBytes or too short to hold a type, or if the socket fails.
     struct Message {
-        const std::byte* data;
+        const std::byte* data;  // the whole message, aligned to 8 bytes
         size_t size;
         uint32_t type;  // MessageType, unchecked
     };
+
+    // Waits for the next message; its content stays valid until the next call. Returns nothing if the trainer is gone; messages
+    // it sent before may still be delivered first, or not. Throws Error if the message is longer than kMaxMessageBytes or too
+    // short to hold a type, or if the socket fails.
     std::optional<Message> receive();
 
     // Returns false if the trainer is gone. Throws Error if the socket fails.

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "error.h"
+#include "parallel.h"
 
 namespace zenflow {
 namespace {
@@ -86,25 +87,17 @@ void pin_threads(const std::vector<int>& cores) {
     omp_set_dynamic(0);
     omp_set_num_threads(n_threads);
     int n_started = 0;
-    int failed_core = -1;
-    int failure = 0;
-#pragma omp parallel default(none) shared(cores, n_started, failed_core, failure)
-    {
+    std::vector<int> errors(cores.size());
+    run_in_parallel([&](int thread, int n_running) {
+        const auto index = static_cast<size_t>(thread);
+        if (thread == 0) n_started = n_running;
         CoreSet own;
-        const int core = cores[static_cast<size_t>(omp_get_thread_num())];
-        own.add(core);
-        const bool pinned = own.apply_to_this_thread();
-        const int error = errno;
-#pragma omp critical
-        {
-            ++n_started;
-            if (!pinned) {
-                failed_core = core;
-                failure = error;
-            }
-        }
+        own.add(cores[index]);
+        errors[index] = own.apply_to_this_thread() ? 0 : errno;
+    });
+    for (size_t i = 0; i < cores.size(); ++i) {
+        if (errors[i] != 0) fail("--cores: cannot pin a thread to core ", cores[i], ": ", std::strerror(errors[i]));
     }
-    if (failed_core >= 0) fail("--cores: cannot pin a thread to core ", failed_core, ": ", std::strerror(failure));
     if (n_started != n_threads) {
         fail("OpenMP started ", n_started, " threads for the ", n_threads,
              " cores of --cores: remove OMP_THREAD_LIMIT from the environment, or raise it");

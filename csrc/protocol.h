@@ -1,21 +1,22 @@
 // The contract between the trainer (Python) and its worker process: shared memory layout and socket messages.
 //
-// One memfd per rank, the *arena*, is mapped by both processes; the trainer creates it, fills the header and the tables, and passes
-// the file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the arena's
-// start, element offsets from the start of the rank's partition. All structures are plain, naturally aligned, little-endian and
-// mirrored field by field in lightning_zenflow/protocol.py; `zenflow-worker --layout` prints the sizes and offsets that a test compares.
+// One memfd per rank, the *arena*, is mapped by both processes; the trainer creates it, fills the header and the tables, and
+// passes the file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the
+// arena's start, element offsets from the start of the rank's partition. All structures are plain, naturally aligned,
+// little-endian and mirrored field by field in lightning_zenflow/protocol.py; `zenflow-worker --layout` prints the sizes and
+// offsets that a test compares.
 //
 // Ownership. Who may write what, and when:
 //   header, tables             trainer, before the worker starts; `resolved_*` belong to the worker while a round is in flight
 //   step records               trainer, before the first round that names the step; `word` by a device copy that may come later
 //   gradient pages             trainer, until the round that names the page is submitted; free again when its Done arrived
 //   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise
-//   publish buffers            worker, from submission until Done; then the trainer reads it until it submits the next round that names it
+//   publish buffers            worker, from submission until Done; the trainer until it submits the next round that names it
 //
-// A round's data may still be on its way from the device when the Round message arrives. The worker therefore waits for the sequence
-// word of the round's last step before it touches anything: the device copies gradients, then the clip coefficient, then the sequence
-// number in stream order, so the word's arrival implies that everything before it has arrived (and that publish copies
-// issued before that step have been read).
+// A round's data may still be on its way from the device when the Round message arrives. The worker therefore waits for the
+// sequence word of the round's last step before it touches anything: the device copies gradients, then the clip coefficient, then
+// the sequence number in stream order, so the word's arrival implies that everything before it has arrived (and that publish
+// copies issued before that step have been read).
 #pragma once
 
 #include <cstddef>
@@ -59,6 +60,8 @@ struct ArenaHeader {
 
     // The last step whose word the worker has read, and how many steps up to and including it were applied (their clip
     // coefficient was not NaN). The trainer sets them before start and, with no round in flight, after loading a checkpoint.
+    // Where that sets resolved_step back, it also sets every word's sequence to 0: one left from before would count as the
+    // repeated step's.
     int64_t resolved_step;
     int64_t resolved_count;
 };
@@ -116,8 +119,8 @@ struct MessageHeader {
     uint32_t reserved;
 };
 
-// Apply steps [first_step, first_step + n_steps) to `block`, gradient of step first_step + i in page pages[i], then write the block's
-// new weights to `publish_buffer`. n_steps = 0 only publishes.
+// Apply steps [first_step, first_step + n_steps) to `block`, gradient of step first_step + i in page pages[i], then write the
+// block's new weights to `publish_buffer`. n_steps = 0 only publishes.
 struct Round {
     uint32_t type;
     uint32_t block;

@@ -24,19 +24,18 @@
 
 namespace zenflow {
 
+// What weight decay acts on: nothing, the gradient (Adam), or the weight itself (AdamW).
 enum class Decay { kNone, kGradient, kWeight };
 
 // What one step of one parameter group multiplies with, in the kernel's precision.
 struct StepCoefficients {
-    float grad_scale;                 // clip coefficient over loss scale
-    float beta1;                      //
-    float one_minus_beta1;            //
-    float beta2;                      //
-    float one_minus_beta2;            //
+    float grad_scale;  // clip coefficient over loss scale
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
     float inv_sqrt_bias_correction2;  // 1 / sqrt(1 - beta2^count)
-    float eps;                        //
-    float step_size;                  // -lr / (1 - beta1^count)
-    float decay_factor;               // kGradient: weight_decay; kWeight: -lr * weight_decay
+    float eps;
+    float step_size;     // -lr / (1 - beta1^count)
+    float decay_factor;  // kGradient: weight_decay; kWeight: -lr * weight_decay
     Decay decay;
 };
 
@@ -49,15 +48,17 @@ StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64
 using ReplayKernel = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const void* const* gradients,
                               const StepCoefficients* coefficients, size_t n_steps, size_t n, void* published);
 
-// In order of preference, the last being the best.
+// What a kernel is compiled for, the best last. kBaseline is what every CPU of the architecture has.
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };
 constexpr InstructionSet kInstructionSets[] = {InstructionSet::kBaseline, InstructionSet::kAvx2, InstructionSet::kAvx512};
 
+// "avx512" and the like, for messages.
 const char* name(InstructionSet instruction_set);
 
 // Whether this executable holds a kernel for it and this CPU and its operating system can run that.
 bool available(InstructionSet instruction_set);
 
+// The best available one.
 InstructionSet best_instruction_set();
 
 // The kernel for one pair of element types; `instruction_set` must be available.

@@ -1,4 +1,4 @@
-// What happened in each step: whether its data has arrived, its clip coefficient, and the how-manieth applied step it was.
+// What happened in each step: whether its data has arrived, its clip coefficient, and how many had been applied by then.
 #pragma once
 
 #include <chrono>
@@ -22,8 +22,8 @@ class StepRecords {
 
     // Resolves the steps up to and including `last_step` that are not yet, in order: waits for each one's word, counts it if its
     // clip coefficient is not NaN, and stores the count in its record and in the arena's header. On return everything the device
-    // wrote before those words can be read. `trainer_gone` is asked every few milliseconds while waiting; once it says
-    // yes, the wait ends with false. Throws Error if a word does not arrive in time or a later step has taken the record.
+    // wrote before those words can be read. `trainer_gone` is asked every few milliseconds while waiting; once it says yes, the
+    // wait ends with false. Throws Error if a word does not arrive in time or a later step has taken the record.
     bool resolve(int64_t last_step, const std::function<bool()>& trainer_gone) const;
 
     struct Step {

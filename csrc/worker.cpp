@@ -1,6 +1,5 @@
 // The worker process: one per rank, started by the trainer with two inherited file descriptors. It replays AdamW on the blocks
 // that the trainer names and leaves when it is told to or when the trainer is gone. protocol.h holds the contract.
-#include <atomic>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -109,8 +108,7 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     const auto arrived_at = std::chrono::steady_clock::now();
     replay.run(round, pages);
     const auto finished_at = std::chrono::steady_clock::now();
-    // The trainer reads the publish buffer, and a device copies it, as soon as Done is there.
-    std::atomic_thread_fence(std::memory_order_release);
+    // Sending and receiving take the socket's lock, so whoever has read Done sees everything written before it.
     return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
                              nanoseconds_between(received_at, arrived_at), nanoseconds_between(arrived_at, finished_at)});
 }

@@ -111,8 +111,10 @@ UNDECEIVED = (  # words of negation or contrast that turn nothing round
 )
 KINDS = ((PLAIN, 0.40), (NEGATED, 0.26), (CONTRAST, 0.26), (UNDECEIVED, 0.08))
 
-HELD_OUT_SHARE = 0.3
+HELD_OUT_SHARE = 0.4
 """Share of all word combinations that are reserved for dev and test."""
+MAX_DRAWS = 100_000
+"""Draws for one sentence before the grammar counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +161,13 @@ def generate(count: int, *, held_out: bool, seed: int, rng: random.Random, taken
         label = len(sentences) % 2
         template = rng.choice(rng.choices(groups, weights)[0])
         # Words are drawn again for the same template: rejecting the template too would favour those with few combinations.
-        while True:
+        for _ in range(MAX_DRAWS):
             sentence = fill(template, label, rng)
             fits = all(is_held_out(combination, seed) == held_out for combination in sentence.combinations)
             if fits and sentence.text not in taken:
                 break
+        else:
+            raise ValueError(f"the grammar has too few sentences for {count} in one file; ask for fewer")
         taken.add(sentence.text)
         sentences.append(sentence)
     rng.shuffle(sentences)

@@ -1,6 +1,8 @@
 """Where the worker's executable is."""
 
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import lightning_zenflow
@@ -19,9 +21,7 @@ def worker_executable() -> Path:
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
     if override:
         return _executable(Path(override), f"named by the environment variable {_ENVIRONMENT_VARIABLE}")
-    # In an editable install the sources stay where they are while the build goes to site-packages: the package has two
-    # folders.
-    candidates = [Path(folder) / "bin" / "zenflow-worker" for folder in lightning_zenflow.__path__]
+    candidates = _candidates()
     for candidate in candidates:
         if candidate.is_file():
             return _executable(candidate, "installed with lightning_zenflow")
@@ -31,6 +31,14 @@ def worker_executable() -> Path:
         "compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or `pip install -e .` in a "
         f"clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
     )
+
+
+def _candidates() -> list[Path]:
+    folders = [Path(folder) for folder in lightning_zenflow.__path__]
+    # In an editable install the sources stay where they are, and what was built lies beside the package's metadata.
+    with suppress(PackageNotFoundError):
+        folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
+    return [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
 
 
 def _executable(path: Path, origin: str) -> Path:

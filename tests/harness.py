@@ -22,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import models
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from reference import Group, ReferenceZenFlow
@@ -157,6 +158,14 @@ class FlushAfter(pl.Callback):
         if trainer.global_step in self._steps:
             self._steps.remove(trainer.global_step)
             trainer.strategy.on_validation_start()
+
+
+class StockStrategy(ZenFlowStrategy):
+    """DeepSpeed's own ZeRO-2 offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
+
+    @override
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
 
 
 def snapshot(model: TestModule) -> list[Tensor]:

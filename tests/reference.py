@@ -225,6 +225,12 @@ class ReferenceZenFlow:
         self._publish_everything()
         self._show()
 
+    def follow(self, shown: Sequence[Tensor]) -> None:
+        """Takes somebody else's shown weights for the next step's gradient, so that rounding differences do not grow with the steps."""
+        with torch.no_grad():
+            for p, theirs in zip(self.parameters, shown, strict=True):
+                p.copy_(theirs)
+
     def gradients(self) -> tuple[list[list[float]], list[Tensor]]:
         """Losses, and the mean over ranks of the gradients at the shown weights, summed over micro-batches in the model's type."""
         losses: list[list[float]] = []

@@ -1,11 +1,13 @@
 """worker_executable: where the worker is looked for, and what the user is told when it is not there."""
 
 import re
+from importlib.metadata import PackageNotFoundError, PathDistribution
 from pathlib import Path
 
 import pytest
 
 import lightning_zenflow
+import lightning_zenflow.executable
 from lightning_zenflow.executable import worker_executable
 
 
@@ -17,13 +19,25 @@ def make_executable(path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_override(monkeypatch: pytest.MonkeyPatch) -> None:
+def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_distribution(name: str) -> PathDistribution:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(lightning_zenflow.executable, "distribution", no_distribution)
     monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
 
 
 def test_every_folder_of_the_package_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = make_executable(tmp_path / "installed" / "bin" / "zenflow-worker")
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
+    assert worker_executable() == expected
+
+
+def test_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_executable(tmp_path / "site" / "lightning_zenflow" / "bin" / "zenflow-worker")
+    metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
+    monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources")])
+    monkeypatch.setattr(lightning_zenflow.executable, "distribution", lambda name: metadata)
     assert worker_executable() == expected
 
 

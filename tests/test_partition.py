@@ -155,7 +155,7 @@ def test_one_row_is_cut_anywhere() -> None:
 def test_several_rows_are_cut_between_rows() -> None:
     s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=100, columns=10, is_matrix=True)
     partition = build_partition([s], [100], 3)
-    assert [(b.begin, b.end) for b in partition.blocks] == [(0, 30), (30, 70), (70, 100)]
+    assert sorted(b.end - b.begin for b in partition.blocks) == [30, 30, 40]
 
 
 def test_fewer_elements_than_blocks() -> None:

@@ -53,8 +53,8 @@ inline std::string error_of(const std::function<void()>& action) {
 
 }  // namespace zenflow::test
 
-#define TEST(group, name)                                                                           \
-    static void group##_##name();                                                                   \
+#define TEST(group, name)                                                                                \
+    static void group##_##name();                                                                        \
     static const ::zenflow::test::Registration register_##group##_##name(#group, #name, group##_##name); \
     static void group##_##name()
 
@@ -63,19 +63,19 @@ inline std::string error_of(const std::function<void()>& action) {
         if (!(condition)) ::zenflow::test::check_failed(__FILE__, __LINE__, #condition " is false"); \
     } while (false)
 
-#define CHECK_EQ(actual, expected)                                                                                       \
-    do {                                                                                                                 \
-        const auto& actual_value = (actual);                                                                             \
-        const auto& expected_value = (expected);                                                                         \
-        if (!(actual_value == expected_value)) {                                                                         \
-            ::zenflow::test::check_failed(__FILE__, __LINE__, #actual " is ", actual_value, ", not ", expected_value);   \
-        }                                                                                                                \
+#define CHECK_EQ(actual, expected)                                                                                     \
+    do {                                                                                                               \
+        const auto& actual_value = (actual);                                                                           \
+        const auto& expected_value = (expected);                                                                       \
+        if (!(actual_value == expected_value)) {                                                                       \
+            ::zenflow::test::check_failed(__FILE__, __LINE__, #actual " is ", actual_value, ", not ", expected_value); \
+        }                                                                                                              \
     } while (false)
 
-#define CHECK_CONTAINS(text, part)                                                                                    \
-    do {                                                                                                              \
-        const std::string text_value = (text);                                                                        \
-        if (text_value.find(part) == std::string::npos) {                                                             \
-            ::zenflow::test::check_failed(__FILE__, __LINE__, "'", text_value, "' does not contain '", (part), "'");  \
-        }                                                                                                             \
+#define CHECK_CONTAINS(text, part)                                                                                   \
+    do {                                                                                                             \
+        const std::string text_value = (text);                                                                       \
+        if (text_value.find(part) == std::string::npos) {                                                            \
+            ::zenflow::test::check_failed(__FILE__, __LINE__, "'", text_value, "' does not contain '", (part), "'"); \
+        }                                                                                                            \
     } while (false)

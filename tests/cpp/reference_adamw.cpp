@@ -92,7 +92,8 @@ void check_same_bits(const std::string& what, const float* actual, const float* 
     for (size_t i = 0; i < n; ++i) {
         if (std::isnan(actual[i]) && std::isnan(expected[i])) continue;
         if (float_bits(actual[i]) != float_bits(expected[i])) {
-            check_failed(__FILE__, __LINE__, what, ": element ", i, " of ", n, " is ", std::hexfloat, actual[i], ", not ", expected[i]);
+            check_failed(__FILE__, __LINE__, what, ": element ", i, " of ", n, " is ", std::hexfloat, actual[i], ", not ",
+                         expected[i]);
         }
     }
 }

@@ -1,5 +1,3 @@
-#include "arena.h"
-
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -7,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "arena.h"
 #include "check.h"
 #include "trainer_arena.h"
 

@@ -1,5 +1,3 @@
-#include "channel.h"
-
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -8,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "channel.h"
 #include "check.h"
 
 namespace zenflow {

@@ -1,6 +1,3 @@
-#include "cores.h"
-
-#include <omp.h>
 #include <sched.h>
 
 #include <exception>
@@ -10,6 +7,8 @@
 #include <vector>
 
 #include "check.h"
+#include "cores.h"
+#include "parallel.h"
 
 namespace zenflow {
 namespace {
@@ -54,9 +53,7 @@ TEST(cores, pins_one_thread_to_each) {
         const std::vector<int> cores = own_cores();
         pin_threads(cores);
         std::vector<std::vector<int>> pinned(cores.size());
-        auto* const slots = pinned.data();
-#pragma omp parallel default(none) firstprivate(slots)
-        slots[omp_get_thread_num()] = own_cores();
+        run_in_parallel([&pinned](int thread, int) { pinned[static_cast<size_t>(thread)] = own_cores(); });
         for (size_t i = 0; i < cores.size(); ++i) CHECK(pinned[i] == std::vector<int>({cores[i]}));
     });
 }

@@ -1,6 +1,4 @@
 // half.h against tables of all 16-bit numbers, whose values follow from the formats' definitions.
-#include "half.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -10,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "half.h"
 
 namespace zenflow {
 namespace {
@@ -37,8 +36,8 @@ double value_of(Format format, uint16_t bits) {
     return (bits & 0x8000u) != 0 ? -magnitude : magnitude;
 }
 
-// Nearest of all numbers, the one with an even mantissa where two are equally near. Beyond the largest number lies infinity, as far
-// away as the next number would be.
+// Nearest of all numbers, the one with an even mantissa where two are equally near. Beyond the largest number lies infinity, as
+// far away as the next number would be.
 class NearestSearch {
   public:
     explicit NearestSearch(Format format) {

@@ -1,6 +1,4 @@
 // The kernel against the scalar reference, bit for bit, on every instruction set this CPU has.
-#include "replay_adamw.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +10,7 @@
 #include "check.h"
 #include "half.h"
 #include "reference_adamw.h"
+#include "replay_adamw.h"
 
 namespace zenflow {
 namespace {
@@ -40,7 +39,9 @@ class Buffer {
 
     std::byte* data() { return storage_.data() + begin_; }
     float* floats() { return reinterpret_cast<float*>(data()); }
-    void assign(const void* source) { std::memcpy(data(), source, bytes_); }
+    void assign(const void* source) {
+        if (bytes_ > 0) std::memcpy(data(), source, bytes_);
+    }
     void check_guards() const {
         for (size_t i = 0; i < storage_.size(); ++i) CHECK((i >= begin_ && i < begin_ + bytes_) || storage_[i] == kFill);
     }
@@ -85,7 +86,8 @@ State reference(State state, const Window& window, const Hyperparameters& hyperp
     return state;
 }
 
-// Runs the kernel once on [0, n) with each array `offset` elements (differently for each) past alignment, and compares all of its results.
+// Runs the kernel once on [0, n) with each array `offset` elements (differently for each) past alignment, and compares all of its
+// results.
 void check_kernel(const State& before, const State& after, const Window& window, DataType gradient_type, DataType published_type,
                   InstructionSet instruction_set, size_t offset, const std::string& what) {
     const size_t n = before.master.size();
@@ -164,7 +166,8 @@ TEST(replay_adamw, each_step_has_its_own_kind_of_decay) {
 
 TEST(replay_adamw, special_values_come_out_as_in_the_reference) {
     const float infinity = std::numeric_limits<float>::infinity();
-    const std::vector<float> values = {0.0f, -0.0f, 0x1p-149f, -0x1p-130f, 1e38f, -1e38f, infinity, -infinity, std::nanf(""), 65504.0f};
+    const std::vector<float> values = {0.0f,   -0.0f,    0x1p-149f, -0x1p-130f,    1e38f,
+                                       -1e38f, infinity, -infinity, std::nanf(""), 65504.0f};
     for (const DataType type : kTypes) {
         for (const float state_value : values) {
             State before{std::vector<float>(values.size(), state_value), std::vector<float>(values.size(), state_value),
@@ -174,7 +177,8 @@ TEST(replay_adamw, special_values_come_out_as_in_the_reference) {
             window.gradients[0] = test::decode(window.bytes[0].data(), values.size(), type);
             const State after = reference(before, window, kDecoupled);
             for (const InstructionSet instruction_set : kInstructionSets) {
-                if (available(instruction_set)) check_kernel(before, after, window, type, type, instruction_set, 0, "special values");
+                if (available(instruction_set))
+                    check_kernel(before, after, window, type, type, instruction_set, 0, "special values");
             }
         }
     }
@@ -194,8 +198,8 @@ TEST(replay_adamw, replay_equals_single_steps_and_chunks_equal_the_whole) {
         State stepwise = before;
         for (size_t s = 0; s < n_steps; ++s) {
             const void* const gradient = window.bytes[s].data();
-            kernel(stepwise.master.data(), stepwise.exp_avg.data(), stepwise.exp_avg_sq.data(), &gradient, &window.coefficients[s], 1, n,
-                   published.data());
+            kernel(stepwise.master.data(), stepwise.exp_avg.data(), stepwise.exp_avg_sq.data(), &gradient,
+                   &window.coefficients[s], 1, n, published.data());
         }
         test::check_same_bits("stepwise master", stepwise.master.data(), after.master.data(), n);
         test::check_same_bits("stepwise exp_avg", stepwise.exp_avg.data(), after.exp_avg.data(), n);
@@ -207,8 +211,8 @@ TEST(replay_adamw, replay_equals_single_steps_and_chunks_equal_the_whole) {
             size = std::min(size, n - begin);
             std::vector<const void*> pointers;
             for (const auto& bytes : window.bytes) pointers.push_back(bytes.data() + 2 * begin);
-            kernel(chunked.master.data() + begin, chunked.exp_avg.data() + begin, chunked.exp_avg_sq.data() + begin, pointers.data(),
-                   window.coefficients.data(), n_steps, size, published.data() + begin);
+            kernel(chunked.master.data() + begin, chunked.exp_avg.data() + begin, chunked.exp_avg_sq.data() + begin,
+                   pointers.data(), window.coefficients.data(), n_steps, size, published.data() + begin);
         }
         test::check_same_bits("chunked master", chunked.master.data(), after.master.data(), n);
         test::check_same_bytes("chunked published", reinterpret_cast<const std::byte*>(published.data()), after.master,
@@ -231,7 +235,8 @@ TEST(replay_adamw, stays_close_to_adamw_in_double_precision) {
             const StepCoefficients coefficients = step_coefficients(h, static_cast<int64_t>(s), 0.5f);
             const void* const pointer = gradient.data();
             replay_kernel(DataType::kFloat32, DataType::kFloat32, best_instruction_set())(
-                state.master.data(), state.exp_avg.data(), state.exp_avg_sq.data(), &pointer, &coefficients, 1, n, published.data());
+                state.master.data(), state.exp_avg.data(), state.exp_avg_sq.data(), &pointer, &coefficients, 1, n,
+                published.data());
             for (size_t i = 0; i < n; ++i) {
                 const double g = 0.5 * gradient[i] + (h.decoupled == 0 ? h.weight_decay * w[i] : 0.0);
                 if (h.decoupled != 0) w[i] -= h.lr * h.weight_decay * w[i];

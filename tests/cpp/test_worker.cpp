@@ -1,12 +1,12 @@
-// The worker process from start to end, seen from the trainer's side. Where a test waits for the worker without a limit of its own, a
-// hang is the failure; whoever runs the tests ends it.
-#include <sys/socket.h>
-#include <unistd.h>
-
+// The worker process from start to end, seen from the trainer's side. Where a test waits for the worker without a limit of its
+// own, a hang is the failure; whoever runs the tests ends it.
+#include <algorithm>
 #include <cmath>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -45,16 +45,14 @@ class Training {
 
     // Everything of a step but its word.
     void prepare(int64_t step) {
-        arena_.hyperparameters(step, 0) = kGroup0;
-        arena_.hyperparameters(step, 0).lr /= static_cast<double>(step);
-        arena_.hyperparameters(step, 1) = kGroup1;
+        for (uint32_t group = 0; group < 2; ++group) arena_.hyperparameters(step, group) = hyperparameters(step, group);
         for (uint32_t b = 0; b < spec_.blocks.size(); ++b) {
             const auto bytes = test::encode(gradient(step, b), spec_.gradient_dtype);
             std::memcpy(arena_.page(page(step, b)), bytes.data(), bytes.size());
         }
     }
 
-    // The step's word, and the update it stands for.
+    // The step's word.
     void arrive(int64_t step, float clip) {
         if (clip != kSkipped) ++count_;
         clips_.push_back(clip);
@@ -69,35 +67,37 @@ class Training {
         return result;
     }
 
-    // Applies the steps to the expected state and compares the whole of it, and the published block.
-    void check_round(uint32_t b, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
+    // What a round does, done to the expected state.
+    void expect(uint32_t b, int64_t first_step, uint32_t n_steps) {
         const Block& block = spec_.blocks[b];
         for (int64_t step = first_step; step < first_step + n_steps; ++step) {
             const auto index = static_cast<size_t>(step - 1);
             if (clips_[index] == kSkipped) continue;
-            auto bytes = test::encode(gradient(step, b), spec_.gradient_dtype);
+            const auto bytes = test::encode(gradient(step, b), spec_.gradient_dtype);
             std::vector<float> rounded = test::decode(bytes.data(), block.end - block.begin, spec_.gradient_dtype);
             rounded.insert(rounded.begin(), block.begin, 0.0f);
             for (const Range& range : spec_.ranges) {
-                const uint64_t begin = std::max(range.begin, block.begin);
-                const uint64_t end = std::min(range.end, block.end);
-                Hyperparameters h = range.param_group == 0 ? kGroup0 : kGroup1;
-                if (range.param_group == 0) h.lr /= static_cast<double>(step);
-                if (begin < end) test::reference_step(expected_, rounded.data(), h, counts_[index], clips_[index], begin, end);
+                const auto [begin, end] = intersection(range, block);
+                test::reference_step(expected_, rounded.data(), hyperparameters(step, range.param_group), counts_[index],
+                                     clips_[index], begin, end);
             }
         }
-        const size_t n = spec_.numel;
-        test::check_same_bits("master", arena_.master(), expected_.master.data(), n);
-        test::check_same_bits("exp_avg", arena_.exp_avg(), expected_.exp_avg.data(), n);
-        test::check_same_bits("exp_avg_sq", arena_.exp_avg_sq(), expected_.exp_avg_sq.data(), n);
+    }
+
+    void check_state() {
+        test::check_same_bits("master", arena_.master(), expected_.master.data(), spec_.numel);
+        test::check_same_bits("exp_avg", arena_.exp_avg(), expected_.exp_avg.data(), spec_.numel);
+        test::check_same_bits("exp_avg_sq", arena_.exp_avg_sq(), expected_.exp_avg_sq.data(), spec_.numel);
+    }
+
+    void check_published(uint32_t b, uint32_t publish_buffer) {
+        const Block& block = spec_.blocks[b];
+        const size_t element_bytes = spec_.weight_dtype == DataType::kFloat32 ? 4 : 2;
         for (const Range& range : spec_.ranges) {
-            const uint64_t begin = std::max(range.begin, block.begin);
-            const uint64_t end = std::max(begin, std::min(range.end, block.end));
-            const size_t element_bytes = spec_.weight_dtype == DataType::kFloat32 ? 4 : 2;
-            const std::vector<float> weights(expected_.master.begin() + static_cast<std::ptrdiff_t>(begin),
-                                             expected_.master.begin() + static_cast<std::ptrdiff_t>(end));
-            test::check_same_bytes("published", arena_.publish_buffer(publish_buffer) + (begin - block.begin) * element_bytes, weights,
-                                   spec_.weight_dtype);
+            const auto [begin, end] = intersection(range, block);
+            const std::vector<float> weights(&expected_.master[begin], &expected_.master[end]);
+            test::check_same_bytes("published", arena_.publish_buffer(publish_buffer) + (begin - block.begin) * element_bytes,
+                                   weights, spec_.weight_dtype);
         }
     }
 
@@ -112,6 +112,17 @@ class Training {
         spec.n_publish_buffers = 3;
         spec.gradient_dtype = spec.weight_dtype = type;
         return spec;
+    }
+
+    static Hyperparameters hyperparameters(int64_t step, uint32_t param_group) {
+        Hyperparameters result = param_group == 0 ? kGroup0 : kGroup1;
+        result.lr /= static_cast<double>(step);
+        return result;
+    }
+
+    static std::pair<uint64_t, uint64_t> intersection(const Range& range, const Block& block) {
+        const uint64_t begin = std::max(range.begin, block.begin);
+        return {begin, std::max(begin, std::min(range.end, block.end))};
     }
 
     std::vector<float> gradient(int64_t step, uint32_t b) const {
@@ -133,20 +144,22 @@ void check_done(const Done& done, uint32_t block, int64_t round_id) {
     CHECK(done.busy_ns > 0);
 }
 
+// Several rounds over two blocks and two parameter groups, then a second worker on the same memory.
 void train(DataType type) {
     Training training(type);
-    WorkerProcess worker(training.arena(), first_core());
+    const std::string cores = test::all_cores();
+    WorkerProcess worker(training.arena(), cores);
     const Ready ready = worker.receive_ready();
     CHECK_EQ(ready.version, kVersion);
-    CHECK_EQ(ready.n_threads, 1u);
+    CHECK_EQ(ready.n_threads, 1 + static_cast<uint32_t>(std::count(cores.begin(), cores.end(), ',')));
 
-    // Publishes only; names no steps.
+    // Without steps a round only publishes.
     worker.submit(round_of(0, 1, 0, 0, 2), {});
     check_done(worker.receive_done(), 0, 1);
-    training.check_round(0, 1, 0, 2);
+    training.check_state();
+    training.check_published(0, 2);
 
-    // A window of two steps whose last word is late: the round is there before its data. The other block's round of the same steps then
-    // finds them resolved.
+    // A window of two steps that is submitted before its data is there. The other block's round finds the steps resolved.
     training.prepare(1);
     training.arrive(1, 0.5f);
     worker.submit(round_of(0, 2, 1, 2, 0), training.pages(1, 2, 0));
@@ -157,35 +170,196 @@ void train(DataType type) {
     check_done(worker.receive_done(), 1, 3);
     CHECK_EQ(training.arena().header().resolved_step, 2);
     CHECK_EQ(training.arena().header().resolved_count, 2);
+    training.expect(0, 1, 2);
+    training.expect(1, 1, 2);
+    training.check_state();
+    training.check_published(0, 0);
+    training.check_published(1, 1);
 
-    // Steps that the ring's records and the pages are used for again; one of them is left out.
-    for (int64_t step = 3; step <= 4; ++step) {
-        training.prepare(step);
-        training.arrive(step, step == 3 ? kSkipped : 0.25f);
-    }
+    // A step whose gradient was not finite is left out. What was submitted before the exit is still done.
+    training.prepare(3);
+    training.prepare(4);
+    training.arrive(3, kSkipped);
+    training.arrive(4, 0.25f);
     worker.submit(round_of(0, 4, 3, 2, 2), training.pages(3, 2, 0));
+    worker.submit(round_of(1, 5, 3, 1, 0), training.pages(3, 1, 1));
+    worker.submit(round_of(1, 6, 4, 1, 1), training.pages(4, 1, 1));
+    worker.ask_to_exit();
     check_done(worker.receive_done(), 0, 4);
+    check_done(worker.receive_done(), 1, 5);
+    check_done(worker.receive_done(), 1, 6);
+    CHECK_EQ(worker.wait(), 0);
     CHECK_EQ(training.arena().header().resolved_step, 4);
     CHECK_EQ(training.arena().header().resolved_count, 3);
-    worker.submit(round_of(1, 5, 3, 2, 0), training.pages(3, 2, 1));
-    // What was submitted before the exit is still done.
-    worker.ask_to_exit();
-    check_done(worker.receive_done(), 1, 5);
-    CHECK_EQ(worker.wait(), 0);
+    training.expect(0, 3, 2);
+    training.expect(1, 3, 2);
+    training.check_state();
+    training.check_published(0, 2);
+    training.check_published(1, 1);
 
-    // A worker that starts later goes on with the same state.
+    // A worker that starts later goes on from there; the ring's first record and its pages are used for the second time.
     WorkerProcess next(training.arena(), first_core());
     next.receive_ready();
     training.prepare(5);
     training.arrive(5, 1.0f);
-    next.submit(round_of(0, 6, 5, 1, 1), training.pages(5, 1, 0));
-    check_done(next.receive_done(), 0, 6);
+    next.submit(round_of(0, 7, 5, 1, 1), training.pages(5, 1, 0));
+    check_done(next.receive_done(), 0, 7);
     CHECK_EQ(training.arena().header().resolved_count, 4);
+    training.expect(0, 5, 1);
+    training.check_state();
+    training.check_published(0, 1);
     next.ask_to_exit();
     CHECK_EQ(next.wait(), 0);
+}
 
-    // The expected state in the order of the rounds; what block 0 published last is still there.
-    training.check_final();
+TEST(worker, replays_rounds_in_float32) { train(DataType::kFloat32); }
+TEST(worker, replays_rounds_in_bfloat16) { train(DataType::kBFloat16); }
+TEST(worker, replays_rounds_in_float16) { train(DataType::kFloat16); }
+
+TEST(worker, leaves_quietly_when_an_idle_trainer_dies) {
+    const TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    worker.close_socket();
+    CHECK_EQ(worker.wait(), 0);
+}
+
+TEST(worker, leaves_quietly_when_the_trainer_dies_while_a_word_is_awaited) {
+    TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    // The first is served, so that the worker is known to be at the second, which never can be.
+    arena.write_word(1, 1.0f);
+    worker.submit(round_of(0, 1, 1, 1, 0), {0});
+    worker.submit(round_of(0, 2, 2, 1, 0), {0});
+    worker.submit(round_of(1, 3, 2, 1, 1), {1});
+    worker.receive_done();
+    worker.close_socket();
+    CHECK_EQ(worker.wait(), 0);
+    CHECK_EQ(arena.header().resolved_step, 1);
+}
+
+TEST(worker, leaves_quietly_when_the_trainer_died_before_it_was_ready) {
+    const TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core());
+    worker.close_socket();
+    CHECK_EQ(worker.wait(), 0);
+}
+
+TEST(worker, is_not_ended_by_the_terminal) {
+    const TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    worker.signal(SIGINT);
+    worker.signal(SIGHUP);
+    worker.submit(round_of(0, 1, 0, 0, 0), {});
+    worker.receive_done();
+    worker.signal(SIGTERM);
+    CHECK_EQ(worker.wait(), -SIGTERM);
+}
+
+TEST(worker, reports_a_word_that_does_not_arrive) {
+    const TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "30"});
+    worker.receive_ready();
+    worker.submit(round_of(0, 1, 1, 2, 0), {0, 1});
+    CHECK_EQ(worker.receive_error(), "step 1's clip coefficient did not arrive within 30 ms");
+    CHECK_EQ(worker.wait(), 1);
+}
+
+TEST(worker, reports_what_is_wrong_with_a_round) {
+    struct Case {
+        Round round;
+        std::vector<uint32_t> pages;
+        const char* error;
+    };
+    const Case cases[] = {
+        {round_of(2, 1, 1, 0, 0), {}, "block is 2"},
+        {round_of(0, 1, 1, 0, 2), {}, "publish_buffer is 2"},
+        {round_of(0, 1, 1, 1, 0), {6}, "pages[0] is 6"},
+        {round_of(0, 1, 0, 1, 0), {0}, "first_step is 0"},
+        {round_of(0, 1, 1, 5, 0), {0, 0, 0, 0, 0}, "n_steps is 5"},
+        {round_of(0, 1, 4, 2, 0), {0, 0}, "last step is 5"},
+        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 40"},
+        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 36"},
+        {round_of(0, 1, 1, 0xffffffffu, 0), {0, 0}, "n_steps = 4294967295 needs"},
+    };
+    for (const Case& c : cases) {
+        const TrainerArena arena{ArenaSpec{}};
+        WorkerProcess worker(arena, first_core());
+        worker.receive_ready();
+        worker.submit(c.round, c.pages);
+        CHECK_CONTAINS(worker.receive_error(), c.error);
+        CHECK_EQ(worker.wait(), 1);
+    }
+}
+
+TEST(worker, reports_a_message_it_does_not_know) {
+    const TrainerArena arena{ArenaSpec{}};
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    const MessageHeader message{77, 0};
+    worker.send(&message, sizeof(message));
+    CHECK_CONTAINS(worker.receive_error(), "type is 77");
+    CHECK_EQ(worker.wait(), 1);
+}
+
+TEST(worker, reports_a_broken_arena_and_cores_it_cannot_use) {
+    TrainerArena arena{ArenaSpec{}};
+    WorkerProcess on_missing_core(arena, "8000");
+    CHECK_CONTAINS(on_missing_core.receive_error(), "core 8000 cannot be used");
+    CHECK_EQ(on_missing_core.wait(), 1);
+    arena.header().n_step_records = 0;
+    WorkerProcess on_broken_arena(arena, first_core());
+    CHECK_CONTAINS(on_broken_arena.receive_error(), "n_step_records is 0");
+    CHECK_EQ(on_broken_arena.wait(), 1);
+}
+
+TEST(worker, reports_an_environment_that_keeps_openmp_from_starting_its_threads) {
+    const std::string cores = test::all_cores();
+    if (cores.find(',') == std::string::npos) return;  // one core, one thread: nothing to forbid
+    const TrainerArena arena{ArenaSpec{}};
+    setenv("OMP_THREAD_LIMIT", "1", 1);
+    WorkerProcess worker(arena, cores);
+    unsetenv("OMP_THREAD_LIMIT");
+    CHECK_CONTAINS(worker.receive_error(), "OMP_THREAD_LIMIT");
+    CHECK_EQ(worker.wait(), 1);
+}
+
+TEST(worker, explains_wrong_arguments) {
+    struct Case {
+        std::vector<std::string> arguments;
+        const char* output;
+    };
+    const Case cases[] = {
+        {{}, "usage: zenflow-worker"},
+        {{"--arena-fd", "3", "--socket-fd", "4"}, "--cores is missing"},
+        {{"--arena-fd", "3", "--cores", "0"}, "--socket-fd is missing"},
+        {{"--socket-fd", "3", "--cores", "0"}, "--arena-fd is missing"},
+        {{"--arena-fd"}, "--arena-fd: its value is missing"},
+        {{"--arena-fd", "x"}, "--arena-fd: 'x' is no number from 0"},
+        {{"--arena-fd", "-1"}, "--arena-fd: '-1' is no number from 0"},
+        {{"--word-timeout-ms", "0"}, "--word-timeout-ms: '0' is no number from 1"},
+        {{"--cores", "0,0"}, "core 0 is listed twice"},
+        {{"--colour", "blue"}, "--colour: there is no such option"},
+        {{"--arena-fd", "0", "--socket-fd", "0", "--cores", "0"}, "--socket-fd: 0 is "},
+    };
+    for (const Case& c : cases) {
+        int status = 0;
+        CHECK_CONTAINS(output_of_worker(c.arguments, status), c.output);
+        CHECK(status > 0);
+    }
+}
+
+TEST(worker, prints_layout_and_version) {
+    int status = -1;
+    const std::string layout = output_of_worker({"--layout"}, status);
+    CHECK_EQ(status, 0);
+    CHECK_CONTAINS(layout, "sizeof(Round) 32\n");
+    CHECK_CONTAINS(layout, "ArenaHeader.numel 32\n");
+    CHECK_CONTAINS(layout, "kMaxMessageBytes 16384\n");
+    CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol 1");
+    CHECK_EQ(status, 0);
 }
 
 }  // namespace

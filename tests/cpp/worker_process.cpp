@@ -14,7 +14,8 @@
 namespace zenflow::test {
 namespace {
 
-// Forks and executes the worker with the given file descriptors kept open; `output` receives both standard streams if not negative.
+// Forks and executes the worker with the given file descriptors kept open; `output` receives both standard streams if not
+// negative.
 pid_t start(std::vector<std::string> arguments, const std::vector<int>& kept_fds, int output) {
     arguments.insert(arguments.begin(), ZENFLOW_WORKER);
     std::vector<char*> argv;
@@ -57,20 +58,27 @@ T message_as(const std::string& message, MessageType type) {
 
 }  // namespace
 
-std::string first_core() {
+std::string all_cores() {
     cpu_set_t set;
     CHECK_EQ(sched_getaffinity(0, sizeof(set), &set), 0);
-    int core = 0;
-    while (!CPU_ISSET(core, &set)) ++core;
-    return std::to_string(core);
+    std::string cores;
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &set)) cores += (cores.empty() ? "" : ",") + std::to_string(core);
+    }
+    return cores;
+}
+
+std::string first_core() {
+    const std::string cores = all_cores();
+    return cores.substr(0, cores.find(','));
 }
 
 WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra) {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     socket_ = ends[0];
-    std::vector<std::string> arguments = {"--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]),
-                                          "--cores", cores};
+    std::vector<std::string> arguments = {
+        "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
     arguments.insert(arguments.end(), extra.begin(), extra.end());
     // Its errors are expected here and looked at in the messages.
     const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
@@ -87,7 +95,9 @@ WorkerProcess::~WorkerProcess() {
     }
 }
 
-void WorkerProcess::send(const void* data, size_t size) { CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size)); }
+void WorkerProcess::send(const void* data, size_t size) {
+    CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size));
+}
 
 void WorkerProcess::submit(const Round& round, const std::vector<uint32_t>& pages) {
     std::vector<char> message(sizeof(Round) + pages.size() * sizeof(uint32_t));

@@ -12,7 +12,8 @@
 
 namespace zenflow::test {
 
-// The first logical core this process may use, as an argument of --cores.
+// The logical cores this process may use, or the first of them, as an argument of --cores.
+std::string all_cores();
 std::string first_core();
 
 // Owner of the process and of the trainer's end of the socket. Whatever goes wrong, the process is gone when the object is.

@@ -1,0 +1,181 @@
+"""For one fixed sequence of gradients, the state after a flush is AdamW's, whatever was updated where and when."""
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import Case, Run, run_here
+from models import OptimizerOptions
+from reference import AdamWState, adamw_reference
+
+STEPS = 11
+"""No multiple of any update interval but 1, so that windows are open at the end."""
+
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fp32, accumulated, clipped": {"accumulate": 3, "max_norm": 1.0},
+    "bf16, clipped": {"precision": "bf16-true", "max_norm": 1.0},
+    "bf16-mixed, accumulated, Adam": {"precision": "bf16-mixed", "accumulate": 3, "optimizer": OptimizerOptions(kind="Adam")},
+    "fp32, clipped, Adam, no scheduler": {"max_norm": 1.0, "optimizer": OptimizerOptions(kind="Adam", scheduler=False)},
+}
+"""Everything that the sequence of gradients and the optimizer depend on."""
+
+
+def case_of(sequence: str, topk_ratio: float, update_interval: int, publish_lag: int, **options: Any) -> Case:
+    return Case(
+        steps=STEPS,
+        topk_ratio=topk_ratio,
+        update_interval=update_interval,
+        publish_lag=publish_lag,
+        **SEQUENCES[sequence],
+        **options,
+    )
+
+
+@functools.cache
+def baseline(sequence: str) -> Run:
+    """Everything on the host, synchronously: one window a step."""
+    return run_here(case_of(sequence, 0, 1, 0))
+
+
+@functools.cache
+def exact(sequence: str) -> AdamWState:
+    weights, gradients, groups = case_of(sequence, 0, 1, 0).fixed_gradients()
+    return adamw_reference(weights, gradients, groups, max_norm=SEQUENCES[sequence].get("max_norm", 0.0))
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), f"parameter {i} differs by up to {(a - b).abs().max():.3g}"
+
+
+def check(case: Case, sequence: str) -> None:
+    run = run_here(case)
+    # The same kernel over the same gradients in the same order: not a bit may depend on where windows begin and end.
+    assert_equal(run.master, baseline(sequence).master)
+    assert_equal(run.exp_avg, baseline(sequence).exp_avg)
+    assert_equal(run.exp_avg_sq, baseline(sequence).exp_avg_sq)
+    assert_equal(run.weights, [w.to(case.dtype) for w in run.master])
+    assert run.counts == [STEPS, STEPS]
+    assert run.skipped == 0
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_baseline_is_adamw(sequence: str) -> None:
+    ours, theirs = baseline(sequence), exact(sequence)
+    for i in range(len(theirs.weights)):
+        # float32 against float64: weights are up to 4, hence rounded to 2.4e-7 at each of the steps; the moments' errors are relative
+        # to their largest term, of order 1.
+        torch.testing.assert_close(ours.master[i].double(), theirs.weights[i], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours.exp_avg[i].double(), theirs.exp_avg[i], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.exp_avg_sq[i].double(), theirs.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_the_oracle_is_torchs_adamw(kind: str) -> None:
+    """Two groups, a scheduler, accumulated gradients, clipping: against torch's optimizers in float64."""
+    case = Case(steps=STEPS, accumulate=3, max_norm=1.0, optimizer=OptimizerOptions(kind=kind))
+    weights, gradients, groups = case.fixed_gradients()
+    ours = adamw_reference(weights, gradients, groups, max_norm=1.0)
+    theirs = [torch.nn.Parameter(w.double()) for w in weights]
+    optimizer = getattr(torch.optim, kind)([{"params": [p]} for p in theirs])
+    for of_step, groups_of_step in zip(gradients, groups, strict=True):
+        for p, gradient, entry, h in zip(theirs, of_step, optimizer.param_groups, groups_of_step, strict=True):
+            p.grad = gradient.double()
+            entry.update(lr=h.lr, betas=(h.beta1, h.beta2), eps=h.eps, weight_decay=h.weight_decay)
+        # torch's clipping adds 1e-6 to the norm as well.
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+    for i, p in enumerate(theirs):
+        torch.testing.assert_close(ours.weights[i], p.detach())
+        torch.testing.assert_close(ours.exp_avg[i], optimizer.state[p]["exp_avg"])
+        torch.testing.assert_close(ours.exp_avg_sq[i], optimizer.state[p]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize(
+    ("sequence", "topk_ratio", "update_interval", "publish_lag"),
+    [
+        ("fp32", 0.05, 4, 1),
+        ("fp32", 1, 7, 3),
+        ("fp32", 0.5, 2, 1),
+        ("fp32", 0, 4, 3),
+        ("fp32", 0.05, 1, 1),
+        ("fp32", 0.5, 7, 0),
+        ("fp32, accumulated, clipped", 0.05, 4, 1),
+        ("fp32, accumulated, clipped", 0.5, 1, 3),
+        ("fp32, accumulated, clipped", 0, 2, 0),
+        ("fp32, accumulated, clipped", 1, 4, 0),
+        ("bf16, clipped", 0.05, 4, 1),
+        ("bf16, clipped", 0, 7, 1),
+        ("bf16, clipped", 1, 2, 3),
+        ("bf16, clipped", 0.5, 1, 0),
+        ("bf16-mixed, accumulated, Adam", 0.05, 7, 3),
+        ("bf16-mixed, accumulated, Adam", 0.5, 4, 1),
+        ("fp32, clipped, Adam, no scheduler", 0.05, 2, 0),
+        ("fp32, clipped, Adam, no scheduler", 1, 1, 1),
+    ],
+)
+def test_state_is_the_same_to_the_bit(sequence: str, topk_ratio: float, update_interval: int, publish_lag: int) -> None:
+    check(case_of(sequence, topk_ratio, update_interval, publish_lag), sequence)
+
+
+@pytest.mark.parametrize("topk_ratio", [0, 0.05])
+@pytest.mark.parametrize("warm_up", [1, 3, 100])
+def test_warm_up_changes_no_bit(topk_ratio: float, warm_up: int) -> None:
+    check(case_of("fp32", topk_ratio, 4, 1, warm_up=warm_up), "fp32")
+
+
+@pytest.mark.parametrize(("update_interval", "publish_lag"), [(4, 1), (2, 3), (1, 0)])
+def test_flushes_change_no_bit(update_interval: int, publish_lag: int) -> None:
+    check(case_of("bf16, clipped", 0.05, update_interval, publish_lag, flush_after=(1, 2, 5, 9)), "bf16, clipped")
+
+
+def test_synchronous_mode() -> None:
+    check(case_of("fp32", 0.05, 4, 3, strategy_options={"overlap_step": False}), "fp32")
+
+
+def test_small_buckets() -> None:
+    """Gradients that are reduced in many small buckets, and parameters that fill a bucket alone."""
+    options = {"reduce_bucket_size": 400, "allgather_bucket_size": 200}
+    check(case_of("fp32", 0.05, 4, 1, strategy_options=options), "fp32")
+
+
+@pytest.mark.parametrize("shapes", [((1, 1), (1,)), ((3, 500), (2,)), ((700, 1), (1,)), ((2, 3), (1,))])
+def test_odd_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """One row, one column, fewer elements than blocks."""
+    states = []
+    for topk_ratio, update_interval, publish_lag in ((0, 1, 0), (0.05, 7, 1), (1, 16, 3)):
+        case = Case(
+            model_options={"shapes": shapes},
+            steps=9,
+            topk_ratio=topk_ratio,
+            update_interval=update_interval,
+            publish_lag=publish_lag,
+        )
+        run = run_here(case)
+        assert_equal(run.weights, run.master)
+        states.append(run)
+    for other in states[1:]:
+        assert_equal(other.master, states[0].master)
+        assert_equal(other.exp_avg_sq, states[0].exp_avg_sq)
+
+
+def test_runs_repeat_to_the_bit() -> None:
+    case = replace(case_of("bf16, clipped", 0.3, 4, 1), model="SmallNet", model_options={})
+    first, second = run_here(case), run_here(case)
+    assert first.losses == second.losses
+    assert_equal(first.master, second.master)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize(
+    ("topk_ratio", "update_interval", "publish_lag"), list(itertools.product((0, 0.05, 0.5, 1), (1, 2, 4, 7), (0, 1, 3)))
+)
+def test_all_combinations(sequence: str, topk_ratio: float, update_interval: int, publish_lag: int) -> None:
+    check(case_of(sequence, topk_ratio, update_interval, publish_lag), sequence)
