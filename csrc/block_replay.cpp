@@ -10,6 +10,7 @@ namespace {
 
 // Large enough that handing it out costs nothing, small enough that the last ones leave no thread idle for long.
 constexpr uint64_t kChunkElements = 16384;
+constexpr float kMaxLookAhead = 1e6f;
 
 }  // namespace
 
@@ -45,6 +46,15 @@ void BlockReplay::check(const Round& round, const uint32_t* pages) const {
             fail("round: pages[", i, "] is ", pages[i], ", allowed are numbers below n_pages = ", header.n_pages);
         }
     }
+    if (round.rule > static_cast<uint32_t>(Rule::kAccumulate)) {
+        fail("round: rule is ", round.rule, ", allowed are ", static_cast<uint32_t>(Rule::kReplay), " (replay) and ",
+             static_cast<uint32_t>(Rule::kAccumulate), " (accumulate)");
+    }
+    // NaN fails every comparison.
+    if (!(round.look_ahead >= 0.0f && round.look_ahead <= kMaxLookAhead)) {
+        fail("round: look_ahead is ", round.look_ahead, ", allowed are numbers from 0 to ", kMaxLookAhead);
+    }
+    if (round.n_updates < 0) fail("round: n_updates is ", round.n_updates, ", allowed are numbers from 0");
 }
 
 void BlockReplay::run(const Round& round, const uint32_t* pages) {
@@ -57,21 +67,29 @@ void BlockReplay::run(const Round& round, const uint32_t* pages) {
     run_in_parallel([&](int thread, int n_threads) {
         const size_t begin = chunks_.size() * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
         const size_t end = chunks_.size() * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
-        for (size_t i = begin; i < end; ++i) run_chunk(chunks_[i], block, publish_buffer);
+        for (size_t i = begin; i < end; ++i) run_chunk(chunks_[i], round, block, publish_buffer);
     });
 }
 
 void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages) {
     pages_.clear();
     for (auto& group : coefficients_) group.clear();
+    int64_t last_applied = 0;
     for (uint32_t i = 0; i < round.n_steps; ++i) {
         const int64_t number = round.first_step + i;
         const StepRecords::Step step = records_.step(number);
         if (!step.applied) continue;
+        last_applied = number;
         pages_.push_back(arena_.page(pages[i]));
         for (uint32_t group = 0; group < coefficients_.size(); ++group) {
             coefficients_[group].push_back(step_coefficients(arena_.hyperparameters(number, group), step.count, step.clip));
         }
+    }
+    if (static_cast<Rule>(round.rule) != Rule::kAccumulate || pages_.empty()) return;
+    const float share = 1.0f / static_cast<float>(pages_.size());
+    for (uint32_t group = 0; group < coefficients_.size(); ++group) {
+        for (StepCoefficients& step : coefficients_[group]) step.grad_scale *= share;
+        coefficients_[group].push_back(step_coefficients(arena_.hyperparameters(last_applied, group), round.n_updates + 1, 1.0f));
     }
 }
 
@@ -88,9 +106,10 @@ void BlockReplay::collect_chunks(const Round& round) {
     }
 }
 
-void BlockReplay::run_chunk(const Chunk& chunk, const Block& block, std::byte* publish_buffer) {
-    kernel_(arena_.master() + chunk.begin, arena_.exp_avg() + chunk.begin, arena_.exp_avg_sq() + chunk.begin,
-            gradients_.data() + chunk.first_gradient, coefficients_[chunk.param_group].data(), pages_.size(), chunk.size,
+void BlockReplay::run_chunk(const Chunk& chunk, const Round& round, const Block& block, std::byte* publish_buffer) {
+    const WindowView window{static_cast<Rule>(round.rule), pages_.size(), gradients_.data() + chunk.first_gradient,
+                            coefficients_[chunk.param_group].data(), round.look_ahead};
+    kernel_(arena_.master() + chunk.begin, arena_.exp_avg() + chunk.begin, arena_.exp_avg_sq() + chunk.begin, window, chunk.size,
             publish_buffer + (chunk.begin - block.begin) * element_bytes(arena_.weight_dtype()));
 }
 

@@ -42,7 +42,7 @@ class BlockReplay {
 
     void collect_coefficients(const Round& round, const uint32_t* pages);
     void collect_chunks(const Round& round);
-    void run_chunk(const Chunk& chunk, const Block& block, std::byte* publish_buffer);
+    void run_chunk(const Chunk& chunk, const Round& round, const Block& block, std::byte* publish_buffer);
 
     const Arena& arena_;
     const StepRecords& records_;
@@ -51,7 +51,7 @@ class BlockReplay {
 
     // Of the round in hand; members so that their memory is allocated once.
     std::vector<const std::byte*> pages_;                      // of the applied steps
-    std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, of the applied steps
+    std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, see WindowView
     std::vector<Chunk> chunks_;
     std::vector<const void*> gradients_;  // per chunk, of the applied steps
 };

@@ -81,6 +81,9 @@ void print_layout(std::ostream& out) {
     FIELD(Round, first_step);
     FIELD(Round, n_steps);
     FIELD(Round, publish_buffer);
+    FIELD(Round, rule);
+    FIELD(Round, look_ahead);
+    FIELD(Round, n_updates);
 
     SIZE(Ready);
     FIELD(Ready, type);

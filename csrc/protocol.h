@@ -25,7 +25,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 1;
+constexpr uint64_t kVersion = 2;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 
@@ -119,8 +119,14 @@ struct MessageHeader {
     uint32_t reserved;
 };
 
+enum class Rule : uint32_t {
+    kReplay = 0,      // one update for each step's gradient, in order
+    kAccumulate = 1,  // one update with the mean of the steps' gradients, by the last step's hyperparameters
+};
+
 // Apply steps [first_step, first_step + n_steps) to `block`, gradient of step first_step + i in page pages[i], then write the
-// block's new weights to `publish_buffer`. n_steps = 0 only publishes.
+// block's new weights to `publish_buffer`, moved on by `look_ahead` further steps along the momentum; master weights stay exact.
+// n_steps = 0 only publishes, and only without look-ahead.
 struct Round {
     uint32_t type;
     uint32_t block;
@@ -128,6 +134,9 @@ struct Round {
     int64_t first_step;
     uint32_t n_steps;
     uint32_t publish_buffer;
+    uint32_t rule;     // Rule
+    float look_ahead;  // in steps, finite, >= 0
+    int64_t n_updates; // kAccumulate: updates of the block before this one, for the bias correction
 };
 
 struct Ready {

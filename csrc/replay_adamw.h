@@ -13,6 +13,10 @@
 //     w = fma(w, -lr * weight_decay, w)               AdamW with decay only
 //     w = fma(u, -lr / bias_correction1, w)
 //
+// and at the end, with the last step's coefficients and the same u,
+//
+//     published = fma(u, look_ahead * -lr / bias_correction1, w)
+//
 // The result has the same bits on every instruction set, for every number of threads, and however elements and steps are cut into
 // calls. (Of a NaN only that it is one is promised.)
 #pragma once
@@ -42,11 +46,20 @@ struct StepCoefficients {
 // Coefficients of the `count`-th applied step (from 1), computed in double and rounded once. Pure.
 StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip);
 
-// Applies `n_steps` updates to `n` elements and writes the new weights, rounded to nearest even, to `published`; n_steps = 0 only
-// publishes. gradients[s] points at the first element's gradient of step s. All arrays are aligned to their element type and do
-// not overlap, but gradients may coincide with each other. Thread-safe for disjoint elements.
-using ReplayKernel = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const void* const* gradients,
-                              const StepCoefficients* coefficients, size_t n_steps, size_t n, void* published);
+// A window's gradients and what to do with them.
+struct WindowView {
+    Rule rule;
+    size_t n_steps;
+    const void* const* gradients;  // gradients[s] points at the first element's gradient of step s
+    // kReplay: n_steps of them. kAccumulate: n_steps of which only `grad_scale` counts, then those of the one update.
+    const StepCoefficients* coefficients;
+    float look_ahead;  // in steps; 0 publishes the exact weights
+};
+
+// Applies a window to `n` elements and writes the new weights, moved on by the look-ahead and rounded to nearest even, to
+// `published`; n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and do not overlap, but gradients
+// may coincide with each other. Thread-safe for disjoint elements.
+using ReplayKernel = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& window, size_t n, void* published);
 
 // What a kernel is compiled for, the best last. kBaseline is what every CPU of the architecture has.
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };

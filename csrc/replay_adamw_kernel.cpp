@@ -33,35 +33,70 @@ void apply_step(float* __restrict master, float* __restrict exp_avg, float* __re
     }
 }
 
+template <typename Gradient>
+void apply_step(float* master, float* exp_avg, float* exp_avg_sq, const Gradient* gradient, const StepCoefficients& coefficients,
+                size_t n) {
+    switch (coefficients.decay) {
+        case Decay::kNone:
+            return apply_step<Decay::kNone>(master, exp_avg, exp_avg_sq, gradient, coefficients, n);
+        case Decay::kGradient:
+            return apply_step<Decay::kGradient>(master, exp_avg, exp_avg_sq, gradient, coefficients, n);
+        case Decay::kWeight:
+            return apply_step<Decay::kWeight>(master, exp_avg, exp_avg_sq, gradient, coefficients, n);
+    }
+}
+
+template <typename Gradient>
+void add_scaled(float* __restrict sum, const Gradient* __restrict gradient, float scale, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) sum[i] = __builtin_fmaf(to_float(gradient[i]), scale, sum[i]);
+}
+
 template <typename Published>
 void publish(const float* __restrict master, Published* __restrict published, size_t n) {
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) published[i] = from_float<Published>(master[i]);
 }
 
+template <typename Published>
+void publish_ahead(const float* __restrict master, const float* __restrict exp_avg, const float* __restrict exp_avg_sq,
+                   const StepCoefficients& coefficients, float look_ahead, Published* __restrict published, size_t n) {
+    const StepCoefficients c = coefficients;
+    const float distance = look_ahead * c.step_size;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) {
+        const float u = exp_avg[i] / __builtin_fmaf(__builtin_sqrtf(exp_avg_sq[i]), c.inv_sqrt_bias_correction2, c.eps);
+        published[i] = from_float<Published>(__builtin_fmaf(u, distance, master[i]));
+    }
+}
+
 template <typename Gradient, typename Published>
-void replay(float* master, float* exp_avg, float* exp_avg_sq, const void* const* gradients, const StepCoefficients* coefficients,
-            size_t n_steps, size_t n, void* published) {
+void replay(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& window, size_t n, void* published) {
+    const size_t n_steps = window.n_steps;
+    const StepCoefficients* const coefficients = window.coefficients;
+    const bool accumulates = window.rule == Rule::kAccumulate;
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
         float* const w = master + begin;
         float* const m = exp_avg + begin;
         float* const v = exp_avg_sq + begin;
+        float sum[kTile];
+        if (accumulates) __builtin_memset(sum, 0, sizeof(sum));
         for (size_t s = 0; s < n_steps; ++s) {
-            const Gradient* const g = static_cast<const Gradient*>(gradients[s]) + begin;
-            switch (coefficients[s].decay) {
-                case Decay::kNone:
-                    apply_step<Decay::kNone>(w, m, v, g, coefficients[s], size);
-                    break;
-                case Decay::kGradient:
-                    apply_step<Decay::kGradient>(w, m, v, g, coefficients[s], size);
-                    break;
-                case Decay::kWeight:
-                    apply_step<Decay::kWeight>(w, m, v, g, coefficients[s], size);
-                    break;
+            const Gradient* const g = static_cast<const Gradient*>(window.gradients[s]) + begin;
+            if (accumulates) {
+                add_scaled(sum, g, coefficients[s].grad_scale, size);
+            } else {
+                apply_step(w, m, v, g, coefficients[s], size);
             }
         }
-        publish(w, static_cast<Published*>(published) + begin, size);
+        if (accumulates && n_steps > 0) apply_step(w, m, v, sum, coefficients[n_steps], size);
+        Published* const target = static_cast<Published*>(published) + begin;
+        if (n_steps > 0 && window.look_ahead != 0.0f) {
+            publish_ahead(w, m, v, coefficients[accumulates ? n_steps : n_steps - 1], window.look_ahead, target, size);
+        } else {
+            publish(w, target, size);
+        }
     }
 }
 

@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
+AUTO_PROVISIONAL_SCALE = 0.5
+
 
 class ConfigValueError(ValueError):
     """A key of ``ZenFlowConfig`` has a value that is not allowed.
@@ -149,6 +151,18 @@ class ZenFlowConfig:
         """Steps per window S as a number."""
         assert isinstance(self.update_interval, int), "'auto' is refused by __post_init__"
         return self.update_interval
+
+    @property
+    def effective_look_ahead(self) -> float:
+        """Steps along the momentum by which published weights run ahead: `look_ahead`, or for "auto" the age d + S - 1 they reach."""
+        if self.look_ahead == "auto":
+            return float(self.effective_publish_lag + self.effective_update_interval - 1)
+        return float(self.look_ahead)
+
+    @property
+    def effective_provisional_scale(self) -> float:
+        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means."""
+        return AUTO_PROVISIONAL_SCALE if self.provisional_scale == "auto" else float(self.provisional_scale)
 
     @property
     def effective_publish_lag(self) -> int:
@@ -289,18 +303,6 @@ class _PresentValue:
 
 _PRESENT_VALUES = (
     _PresentValue(
-        key="select_strategy",
-        accepts=lambda value: value == "step",
-        allowed="'step'",
-        later="'auto', 'epoch' and import paths are",
-    ),
-    _PresentValue(
-        key="select_interval",
-        accepts=lambda value: value == 0,
-        allowed="0 (select once, after warm-up)",
-        later="'auto' and integers >= 1 are",
-    ),
-    _PresentValue(
         key="update_interval",
         accepts=lambda value: value != "auto",
         allowed="an integer from 1 to max_update_interval",
@@ -308,18 +310,6 @@ _PRESENT_VALUES = (
     ),
     _PresentValue(
         key="publish_lag", accepts=lambda value: value != "auto", allowed="an integer >= 0", later="'auto' is"
-    ),
-    _PresentValue(
-        key="deferred_update", accepts=lambda value: value == "replay", allowed="'replay'", later="'accumulate' is"
-    ),
-    _PresentValue(
-        key="look_ahead", accepts=lambda value: value == 0.0, allowed="0", later="'auto' and numbers > 0 are"
-    ),
-    _PresentValue(
-        key="provisional_scale",
-        accepts=lambda value: value == 0.0,
-        allowed="0 (off)",
-        later="'auto' and numbers > 0 are",
     ),
     _PresentValue(key="offload", accepts=lambda value: value is False, allowed="false", later="true is"),
 )

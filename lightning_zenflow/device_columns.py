@@ -1,12 +1,13 @@
-"""The entries that the device owns: exact fp32 state on the device, updated at once.
+"""The entries that the device owns in one block: exact fp32 state on the device, updated at once.
 
 The host arena stays complete: the worker replays *every* element, these too (selected columns are scattered over the rows, so leaving them
 out would save no memory traffic), hence the arena alone is the exact AdamW state. What is held here is a copy of the selected
-entries that runs ahead of it, updated at once instead of up to S + d steps later. That is why selection moves nothing back to
-the host, and why a flush ends with `load`.
+entries that runs ahead of it, updated at once instead of up to S + d steps later. That is why a new selection moves nothing back
+to the host, and why a flush ends with `load`. Only where the worker does not replay but applies mean gradients
+(`deferred_update: accumulate`) is this copy the exact one, and then `store` comes first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,24 +21,29 @@ from lightning_zenflow.partition import Partition, Tile
 
 
 @dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Columns of one matrix, the same ones on the device and on the host."""
+
+    device: Tensor
+    """int64, ascending."""
+    host: Tensor
+    """The same on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Owned:
     """The selected entries of one tile: rectangle [rows, k] at `begin` in the flat state of the tile's parameter group."""
 
     tile: Tile
     param_group: int
     begin: int
-    columns: Tensor | None
-    """[k] int64, relative to the tile's first column; None if all of its columns are owned."""
+    columns: Columns | None
+    """Relative to the tile's first column; None if all of its columns are owned."""
     k: int
 
     @property
     def numel(self) -> int:
         return self.tile.rows * self.k
-
-    def of_tile(self, values: Tensor) -> Tensor:
-        """The owned entries of the tile's values, [rows * width] -> [rows, k]."""
-        rectangle = values.view(self.tile.rows, self.tile.width)
-        return rectangle if self.columns is None else rectangle.index_select(1, self.columns)
 
     def of_state(self, state: Tensor) -> Tensor:
         """The tile's part of the group's flat state as [rows, k], a view."""
@@ -56,36 +62,37 @@ class _GroupState:
 
 
 class DeviceColumns:
-    """Owner of the device's copy of the selected entries.
+    """Owner of the device's copy of one block's selected entries.
 
     Args:
         partition: the rank's partition.
-        columns: for each slice, the columns that the device owns (int64, ascending, on the device), over the whole row; None where it
-            owns all of them, an empty tensor where it owns none.
+        block: index into `Partition.blocks`.
+        columns: for each slice, the columns that the device owns, over the whole row; None where it owns all of them.
         device: where the copy lives.
         dtype: the model's type, for gradients.
     """
 
     def __init__(
-        self, partition: Partition, columns: Sequence[Tensor | None], *, device: torch.device, dtype: torch.dtype
+        self,
+        partition: Partition,
+        block: int,
+        columns: Sequence[Columns | None],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        self._by_slice: list[list[_Owned]] = [[] for _ in partition.slices]
+        self._by_slice: dict[int, list[_Owned]] = {}
         self._group_begins = partition.group_begins
         self._dtype = dtype
         numel = [0] * len(partition.group_begins)
-        for tile in partition.tiles:
-            mine = columns[tile.slice]
-            k = tile.width
-            if mine is not None:
-                # One tile's columns are a piece of the row at most; the bounds are found on the host, once per selection.
-                mine = mine[(mine >= tile.first_column) & (mine < tile.first_column + tile.width)] - tile.first_column
-                k = mine.numel()
+        for tile in (partition.tiles[t] for t in partition.blocks[block].tiles):
+            mine, k = _within(columns[tile.slice], tile)
             if k == 0:
                 continue
             param_group = partition.slices[tile.slice].param_group
             owned = _Owned(tile=tile, param_group=param_group, begin=numel[param_group], columns=mine, k=k)
             numel[param_group] += owned.numel
-            self._by_slice[tile.slice].append(owned)
+            self._by_slice.setdefault(tile.slice, []).append(owned)
         self._states = [
             _GroupState(
                 master=torch.empty(n, device=device),
@@ -98,11 +105,11 @@ class DeviceColumns:
 
     @property
     def numel(self) -> int:
-        """Entries that the device owns on this rank."""
+        """Entries that the device owns in this block."""
         return sum(state.master.numel() for state in self._states)
 
     def load(self, arena: Arena) -> None:
-        """Takes the entries' exact state from the arena. No round may be in flight. Waits for the device: not for every step."""
+        """Takes the entries' exact state from the arena; the block's last round must be done."""
         for owned in self._all():
             state = self._states[owned.param_group]
             for ours, theirs in (
@@ -112,8 +119,23 @@ class DeviceColumns:
             ):
                 values = theirs.narrow(0, owned.tile.begin, owned.tile.numel).view(owned.tile.rows, owned.tile.width)
                 if owned.columns is not None:
-                    values = values.index_select(1, owned.columns.cpu())
+                    values = values.index_select(1, owned.columns.host)
                 owned.of_state(ours).copy_(values)
+
+    def store(self, arena: Arena) -> None:
+        """Writes the entries' state into the arena; the block's last round must be done. The inverse of `load`."""
+        for owned in self._all():
+            state = self._states[owned.param_group]
+            for ours, theirs in (
+                (state.master, arena.master),
+                (state.exp_avg, arena.exp_avg),
+                (state.exp_avg_sq, arena.exp_avg_sq),
+            ):
+                values = theirs.narrow(0, owned.tile.begin, owned.tile.numel).view(owned.tile.rows, owned.tile.width)
+                if owned.columns is None:
+                    values.copy_(owned.of_state(ours))
+                else:
+                    values.index_copy_(1, owned.columns.host, owned.of_state(ours).cpu())
 
     def gather_gradient(self, slice_index: int, begin: int, gradient: Tensor | None) -> None:
         """Keeps the owned entries of a slice's gradient; None stands for zeros.
@@ -123,22 +145,34 @@ class DeviceColumns:
             begin: the slice's first element in the partition.
             gradient: [slice.numel], model dtype.
         """
-        for owned in self._by_slice[slice_index]:
+        for owned in self._by_slice.get(slice_index, ()):
             target = owned.of_state(self._states[owned.param_group].gradient)
             if gradient is None:
                 target.zero_()
-            else:
-                target.copy_(owned.of_tile(gradient.narrow(0, owned.tile.begin - begin, owned.tile.numel)))
+                continue
+            rectangle = gradient.narrow(0, owned.tile.begin - begin, owned.tile.numel)
+            rectangle = rectangle.view(owned.tile.rows, owned.tile.width)
+            target.copy_(rectangle if owned.columns is None else rectangle.index_select(1, owned.columns.device))
 
-    def step(self, groups: Sequence[GroupHyperparameters], count: Tensor, scale: StepScale) -> None:
-        """One exact AdamW step of every owned entry with the gathered gradients."""
-        for state, hyperparameters in zip(self._states, groups, strict=True):
+    def gradients(self) -> list[Tensor]:
+        """A copy of the gathered gradients, for `step` later."""
+        return [state.gradient.clone() for state in self._states]
+
+    def step(
+        self,
+        groups: Sequence[GroupHyperparameters],
+        count: Tensor,
+        scale: StepScale,
+        gradients: Sequence[Tensor] | None = None,
+    ) -> None:
+        """One exact AdamW step of every owned entry, with the gathered gradients or with earlier ones."""
+        for index, (state, hyperparameters) in enumerate(zip(self._states, groups, strict=True)):
             if state.master.numel():
                 adamw_step_(
                     state.master,
                     state.exp_avg,
                     state.exp_avg_sq,
-                    state.gradient,
+                    state.gradient if gradients is None else gradients[index],
                     hyperparameters=hyperparameters,
                     count=count,
                     factor=scale.factor,
@@ -161,7 +195,18 @@ class DeviceColumns:
             if owned.columns is None:
                 rectangle.copy_(values)
             else:
-                rectangle.index_copy_(1, owned.columns, values.to(self._dtype))
+                rectangle.index_copy_(1, owned.columns.device, values.to(self._dtype))
 
-    def _all(self) -> Iterable[_Owned]:
-        return (owned for slice_entries in self._by_slice for owned in slice_entries)
+    def _all(self) -> list[_Owned]:
+        return [owned for entries in self._by_slice.values() for owned in entries]
+
+
+def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:
+    """The columns that lie in a tile, relative to its first one, and how many they are. Found on the host: a range of sorted numbers."""
+    if columns is None:
+        return None, tile.width
+    bounds = torch.tensor([tile.first_column, tile.first_column + tile.width])
+    first, last = torch.searchsorted(columns.host, bounds).tolist()
+    return Columns(
+        device=columns.device[first:last] - tile.first_column, host=columns.host[first:last] - tile.first_column
+    ), last - first

@@ -1,35 +1,14 @@
 """What happens to a reduced gradient before its buffer is reused: accumulated, measured, gathered, handed to the pages."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from lightning_zenflow.device_columns import DeviceColumns
+from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.partition import Partition, Tile
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selection import column_energy
-
-
-class ColumnEnergies:
-    """The column proxies of all matrices of the model in one flat tensor, so that one all-reduce adds them over the ranks.
-
-    Args:
-        columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
-        device: where the gradients are.
-    """
-
-    def __init__(self, columns: Sequence[int], device: torch.device) -> None:
-        begins = [0]
-        for n in columns:
-            begins.append(begins[-1] + n)
-        self._begins = begins
-        self.flat = torch.zeros(begins[-1], device=device)
-        """float32; of this rank's rows until it is reduced."""
-
-    def of_parameter(self, parameter: int) -> Tensor:
-        """[columns], a view."""
-        return self.flat[self._begins[parameter] : self._begins[parameter + 1]]
+from lightning_zenflow.selector import ColumnEnergies
+from lightning_zenflow.stand_in import StandIn
 
 
 class GradientIntake:
@@ -40,13 +19,26 @@ class GradientIntake:
     Args:
         partition: the rank's partition.
         rounds: where gradients go.
+        ownership: which entries' gradients are kept on the device.
+        stand_in: what moves host-owned weights at once, if anything.
         device: where gradients come from.
         dtype: the model's type.
     """
 
-    def __init__(self, partition: Partition, rounds: Rounds, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        rounds: Rounds,
+        ownership: Ownership,
+        stand_in: StandIn | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self._partition = partition
         self._rounds = rounds
+        self._ownership = ownership
+        self._stand_in = stand_in
         self._tiles_of_slice: list[list[Tile]] = [[] for _ in partition.slices]
         for tile in partition.tiles:
             self._tiles_of_slice[tile.slice].append(tile)
@@ -56,8 +48,8 @@ class GradientIntake:
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._norms: list[Tensor] = []
-        self.columns: DeviceColumns | None = None
-        """The device-owned entries, once they are selected."""
+        self.synchronous = False
+        """Whether the step's weights are published at its end, so that nothing needs to stand in for them."""
         self.energies: ColumnEnergies | None = None
         """Where column proxies are added up in steps that are followed by a selection."""
 
@@ -102,12 +94,13 @@ class GradientIntake:
             self._rounds.open(step)
         self._delivered.add(index)
         self._rounds.fill(index, gradient)
-        if self.columns is not None:
-            self.columns.gather_gradient(index, self._partition.slices[index].begin, gradient)
+        self._ownership.gather_gradient(index, gradient)
         if gradient is not None:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
             if self.energies is not None:
                 self._add_energy(self.energies, index, gradient)
+            if self._stand_in is not None and not self.synchronous:
+                self._stand_in.apply(index, gradient)
 
     def _add_energy(self, energies: ColumnEnergies, index: int, gradient: Tensor) -> None:
         s = self._partition.slices[index]

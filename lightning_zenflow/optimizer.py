@@ -15,14 +15,16 @@ from typing_extensions import override
 from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.device_columns import DeviceColumns
-from lightning_zenflow.gradients import ColumnEnergies, GradientIntake
-from lightning_zenflow.hyperparameters import read_hyperparameters
+from lightning_zenflow.gradients import GradientIntake
+from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.partition import Partition, Slice, build_partition, group_begins
-from lightning_zenflow.rounds import Rounds
+from lightning_zenflow.protocol import Rule
+from lightning_zenflow.rounds import Publishing, Rounds
 from lightning_zenflow.schedule import Schedule
-from lightning_zenflow.selection import select_columns
+from lightning_zenflow.selector import ColumnEnergies, Selector
 from lightning_zenflow.stalls import StallClock
+from lightning_zenflow.stand_in import StandIn
 from lightning_zenflow.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -34,16 +36,17 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its
     fp32 partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
 
-    During backward every reduced gradient passes through `copy_grads_in_partition` (phase *fill* of `Rounds`). `step` then runs these
-    phases:
+    During backward every reduced gradient passes through `copy_grads_in_partition`: it goes to the worker's pages (phase *fill* of
+    `Rounds`), and a stand-in for the worker's update moves the weights at once. `step` then runs these phases:
 
     1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
     2. *clip*: one factor for every weight, on the device; NaN if the step must change nothing.
     3. *seal*: factor and step number follow the gradients to the worker.
     4. *update*: exact AdamW of the device-owned entries.
-    5. *hand over*: the windows that close now go to the worker.
-    6. *publish*: rounds that are due overwrite the host-owned weights; device-owned ones are written over them.
-    7. *select*: at the end of the warm-up, the columns with the largest gradients become device-owned.
+    5. *select*: at the end of the warm-up, and from time to time after it, the columns with the largest gradients become device-owned;
+       each block changes over with its next window.
+    6. *hand over*: the windows that close now go to the worker.
+    7. *publish*: rounds that are due overwrite the host-owned weights; device-owned ones are written over them.
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Args:
@@ -64,6 +67,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._worker_cores = list(worker_cores)
         self._step = 0
         self._flushed_step = 0
+        self._groups: list[GroupHyperparameters] | None = None
         self.stalls = StallClock()
         super().__init__(*args, **kwargs)
         # DeepSpeed links the moments to the parameters after its own first step; ours exist already.
@@ -104,15 +108,30 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             arena=self._arena,
             worker=self._worker,
             schedule=schedule,
+            publishing=Publishing(
+                rule=Rule[self._config.deferred_update.upper()],
+                look_ahead=self._config.effective_look_ahead,
+                provisional=self._config.effective_provisional_scale > 0,
+            ),
             weights=self._weights,
             stalls=self.stalls,
         )
-        self._intake = GradientIntake(self._partition, self._rounds, device=device, dtype=self.dtype)
+        self._ownership = Ownership(
+            self._partition,
+            self._arena,
+            replayed=self._config.deferred_update == "replay",
+            device=device,
+            dtype=self.dtype,
+        )
+        self._stand_in = self._build_stand_in()
+        self._intake = GradientIntake(
+            self._partition, self._rounds, self._ownership, self._stand_in, device=device, dtype=self.dtype
+        )
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
         self._count = torch.zeros((), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
-        self._await_selection(count=0)
+        self._start_over(count=0)
         _log.info(
             "ZenFlow: %d parameters on this rank in %d blocks, %.2f GiB of shared host memory, worker on cores %s",
             sum(s.numel for s in self._partition.slices),
@@ -150,7 +169,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """One optimizer step; the phases are those of the class docstring."""
         self._step += 1
         step, synchronous = self._step, self._synchronous
-        groups = read_hyperparameters(self.optimizer)
+        groups = self._hyperparameters()
         self._arena.write_hyperparameters(step, groups)
 
         # reduce
@@ -164,23 +183,28 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # seal
         self._rounds.seal(step, scale.factor)
         # update
-        if self._intake.columns is not None:
-            self._intake.columns.step(groups, self._count, scale)
-        # hand over
-        self._rounds.hand_over(step, synchronous=synchronous)
-        # publish
-        self._rounds.publish(step)
-        if self._intake.columns is not None:
-            self._intake.columns.write_weights(self._weights)
+        self._ownership.step(groups, self._count, scale)
+        if self._stand_in is not None:
+            self._stand_in.end_step(scale.factor, scale.finite)
         # select
         if self._intake.energies is not None:
             self._select(self._intake.energies)
-        elif step + 1 == self._synchronous_until:
-            self._measure_energies()
+        # hand over
+        self._ownership.handed_over(self._rounds.hand_over(step, synchronous=synchronous, drain=self._ownership.waits))
+        # publish
+        self._ownership.published(self._rounds.publish(step))
+        self._ownership.write_weights(self._weights)
         # gather
         self._gather()
         self._update_loss_scale(scale.finite)
         self.stalls.steps += 1
+        self._prepare_step()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Says which epoch the next step belongs to; counts where `select_strategy` is "epoch"."""
+        if epoch != self._selector.epoch:
+            self._selector.epoch = epoch
+            self._prepare_step()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far; afterwards DeepSpeed's checkpoint code sees it.
@@ -192,9 +216,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             return
         with torch.no_grad():
             self._rounds.flush(self._step)
-            if self._intake.columns is not None:
-                self._intake.columns.load(self._arena)
-                self._intake.columns.write_weights(self._weights)
+            self._ownership.reload()
+            self._ownership.write_weights(self._weights)
             self._gather()
         self._write_step_counts()
         self._flushed_step = self._step
@@ -225,7 +248,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                     state[key] = ours
         self._count.fill_(count)
         self._arena.resolved = (self._step, count)
-        self._await_selection(count)
+        self._start_over(count)
 
     @override
     def destroy(self) -> None:
@@ -235,8 +258,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     @property
     def _synchronous(self) -> bool:
-        """Whether the current step runs without lag: warm-up, and the step whose gradient decides the selection."""
-        return self._step <= self._synchronous_until or self._intake.energies is not None
+        """Whether the current step runs without lag: warm-up, and the step whose gradient decides the first selection."""
+        return self._step <= self._synchronous_until or self._awaits_selection
+
+    @property
+    def _awaits_selection(self) -> bool:
+        return self._config.topk_ratio > 0 and self._selector.n_selections == 0
+
+    def _hyperparameters(self) -> list[GroupHyperparameters]:
+        """The hyperparameters of the present step; read once, since the scheduler runs between steps only."""
+        if self._groups is None:
+            self._groups = read_hyperparameters(self.optimizer)
+        return self._groups
 
     def _refuse_unsupported(self) -> None:
         """What only DeepSpeed's engine can know; everything else was refused with the configuration."""
@@ -306,41 +339,50 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         for flat in self.single_partition_of_fp32_groups:
             self.optimizer.state[flat]["step"] = torch.tensor(float(count)) if counts_are_tensors else count
 
-    def _await_selection(self, count: int) -> None:
+    def _build_selector(self, device: torch.device) -> Selector:
+        parameters = [p for group in self.bit16_groups for p in group]
+        return Selector(
+            [self.param_names[p] for p in parameters],
+            [p.numel() // p.shape[0] if p.dim() > 1 and p.numel() > 0 else 0 for p in parameters],
+            topk_ratio=self._config.topk_ratio,
+            strategy=self._config.select_strategy,
+            interval=self._config.select_interval,
+            device=device,
+        )
+
+    def _build_stand_in(self) -> StandIn | None:
+        scale = self._config.effective_provisional_scale
+        if scale == 0:
+            return None
+        rank = dist.get_rank(group=self.dp_process_group)
+        return StandIn(self._partition, self._weights, scale=scale, rank=rank, hyperparameters=self._hyperparameters)
+
+    def _start_over(self, count: int) -> None:
         """Nothing is device-owned until the last synchronous step has measured the proxies: the last of the warm-up, or the next one.
 
         Args:
             count: steps applied so far; those of the warm-up are not repeated after loading a checkpoint.
         """
-        selects = self._config.topk_ratio > 0
-        self._synchronous_until = self._step + max(self._config.full_warm_up_rounds - count, int(selects))
-        self._intake.columns = None
-        self._intake.energies = None
-        if self._step + 1 == self._synchronous_until:
-            self._measure_energies()
+        self._synchronous_until = self._step + max(0, self._config.full_warm_up_rounds - count)
+        self._ownership.clear()
+        self._selector = self._build_selector(self._weights[0].device)
+        self._prepare_step()
 
-    def _measure_energies(self) -> None:
-        """Has the next step add up the column proxies."""
-        if self._config.topk_ratio > 0:
-            parameters = [p for group in self.bit16_groups for p in group]
-            lengths = [p.numel() // p.shape[0] if p.dim() > 1 and p.numel() > 0 else 0 for p in parameters]
-            self._intake.energies = ColumnEnergies(lengths, self._weights[0].device)
+    def _prepare_step(self) -> None:
+        """Says what is to be done with the next step's gradients."""
+        step = self._step + 1
+        self._groups = None
+        self._intake.synchronous = step <= self._synchronous_until or self._awaits_selection
+        measures = self._config.topk_ratio > 0 and step >= self._synchronous_until and self._selector.measures(step)
+        self._intake.energies = self._selector.new_energies() if measures else None
 
     def _select(self, energies: ColumnEnergies) -> None:
-        """Makes the columns with the largest gradients device-owned. Waits for the device; runs once, at the end of the warm-up."""
+        """Waits for the device, since the host gathers what the new columns need; counted as stall."""
         dist.all_reduce(energies.flat, group=self.dp_process_group)
-        if not torch.isfinite(energies.flat).all():
-            energies.flat.zero_()  # a skipped step says nothing about columns; the next one is measured instead
-            return
-        ratio = self._config.topk_ratio
-        chosen = [
-            select_columns(energies.of_parameter(s.parameter), ratio) if s.is_matrix and ratio < 1 else None
-            for s in self._partition.slices
-        ]
-        self._intake.energies = None
-        columns = DeviceColumns(self._partition, chosen, device=energies.flat.device, dtype=self.dtype)
-        columns.load(self._arena)
-        self._intake.columns = columns
+        with self.stalls.measure("select"):
+            columns = self._selector.select(energies, self._step)
+        if columns is not None:
+            self._ownership.select([columns[s.parameter] for s in self._partition.slices])
 
     def _gather(self) -> None:
         all_gather_dp_groups(

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 MAGIC: Final = 0x574F4C464E455A31
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16384
 
@@ -103,6 +103,13 @@ class MessageType(enum.IntEnum):
     ERROR = 5
 
 
+class Rule(enum.IntEnum):
+    """``zenflow::Rule``: what a round does with its gradients."""
+
+    REPLAY = 0
+    ACCUMULATE = 1
+
+
 class MessageHeader(ctypes.LittleEndianStructure):
     """``zenflow::MessageHeader``: a whole message (exit) or the start of one (error text)."""
 
@@ -119,6 +126,9 @@ class Round(ctypes.LittleEndianStructure):
         ("first_step", ctypes.c_int64),
         ("n_steps", ctypes.c_uint32),
         ("publish_buffer", ctypes.c_uint32),
+        ("rule", ctypes.c_uint32),
+        ("look_ahead", ctypes.c_float),
+        ("n_updates", ctypes.c_int64),
     )
 
 

@@ -1,7 +1,7 @@
 """The asynchronous protocol between training and the worker, from the trainer's side."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.partition import Partition, blocks_of_slice, ranges_of_block
+from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
 from lightning_zenflow.worker import Worker
@@ -31,6 +32,22 @@ class _Round:
     due_step: int
     pages: list[int]
     publish_buffer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publishing:
+    """How the worker turns windows into weights."""
+
+    rule: Rule = Rule.REPLAY
+    look_ahead: float = 0.0
+    """Steps along the momentum by which published weights run ahead of the exact ones."""
+    provisional: bool = False
+    """Whether the device moves host-owned weights between publishes."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether host-owned weights are the master weights of some step at all times."""
+        return self.look_ahead == 0.0 and not self.provisional
 
 
 class Rounds:
@@ -59,6 +76,7 @@ class Rounds:
         arena: shared memory.
         worker: the worker process.
         schedule: when windows close and rounds are due.
+        publishing: how windows become weights.
         weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
         stalls: where waiting is counted.
     """
@@ -70,6 +88,7 @@ class Rounds:
         arena: Arena,
         worker: Worker,
         schedule: Schedule,
+        publishing: Publishing,
         weights: Sequence[Tensor],
         stalls: StallClock,
     ) -> None:
@@ -77,6 +96,8 @@ class Rounds:
         self._arena = arena
         self._worker = worker
         self._schedule = schedule
+        self._publishing = publishing
+        self._n_updates = [0] * len(partition.blocks)
         self._weights = weights
         self._stalls = stalls
         self._device = weights[0].device
@@ -87,6 +108,7 @@ class Rounds:
         self._free_pages = deque(range(arena.pages.shape[0]))
         self._free_buffers = deque(range(arena.publish.shape[0]))
         self._published_now: set[int] = set()
+        self._published_blocks: list[int] = []
         self._next_round_id = 1
         # The record's sequence word is a device value too: it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -129,33 +151,53 @@ class Rounds:
         self._arena.clip[record].copy_(factor, non_blocking=True)
         self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
 
-    def hand_over(self, step: int, *, synchronous: bool) -> None:
-        """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step."""
-        closing = range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step)
+    def hand_over(self, step: int, *, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
+        """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step.
+
+        Args:
+            step: number of the step.
+            synchronous: whether the rounds are due in this step already.
+            drain: whether a block must have no other round in flight when this one is published; with a lag of a whole window or more it
+                has one otherwise, so that block's round, and with it all earlier ones, are then due in this step.
+
+        Returns:
+            The blocks whose windows closed.
+        """
+        closing = list(range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step))
+        # Mean gradients cannot be taken back from columns that leave the device: nothing may come between its window and the change.
+        alone = self._publishing.rule is Rule.REPLAY and self._schedule.publish_lag < self._schedule.update_interval
         for block in closing:
-            self._submit(block, due_step=step if synchronous else self._schedule.publish_step(step))
+            now = synchronous or (not alone and drain(block))
+            self._submit(
+                block,
+                due_step=step if now else self._schedule.publish_step(step),
+                look_ahead=0.0 if synchronous else self._publishing.look_ahead,
+            )
+        return closing
 
-    def publish(self, step: int) -> None:
-        """Phase *publish*."""
-        while self._in_flight and self._in_flight[0].due_step <= step:
+    def publish(self, step: int) -> list[int]:
+        """Phase *publish*: returns the blocks whose weights were overwritten since the last call."""
+        due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
+        for _ in range(due[-1] + 1 if due else 0):
             self._publish_oldest("publish_wait")
-
-    @property
-    def pending(self) -> bool:
-        """Whether any gradient has not reached the arena yet."""
-        return bool(self._in_flight) or any(window is not None for window in self._windows)
+        published, self._published_blocks = self._published_blocks, []
+        return published
 
     def flush(self, step: int) -> None:
-        """Closes every open window and publishes every round; the arena then holds the exact state after `step`."""
+        """Closes every open window and publishes every round; arena and weights are then the exact state after `step`."""
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
             self._publish_oldest("flush")
+        self._published_blocks.clear()
 
-    def _submit(self, block: int, *, due_step: int, cause: Cause = "publish_wait") -> None:
+    def _submit(self, block: int, *, due_step: int, look_ahead: float = 0.0, cause: Cause = "publish_wait") -> None:
+        """Submits a block's open window; one without any is published again, if its weights are not the exact ones."""
         window = self._windows[block]
         if window is None:
-            return
+            if self._publishing.exact:
+                return
+            window = _Window(first_step=due_step)
         while not self._free_buffers:
             # More rounds at once than the staggered schedule ever has (synchronous step, flush): they go through in turn.
             self._publish_oldest(cause)
@@ -179,7 +221,11 @@ class Rounds:
             first_step=window.first_step,
             pages=window.pages,
             publish_buffer=buffer,
+            rule=self._publishing.rule,
+            look_ahead=look_ahead,
+            n_updates=self._n_updates[block],
         )
+        self._n_updates[block] += bool(window.pages)
         self._in_flight.append(round_)
 
     def _publish_oldest(self, cause: Cause) -> None:
@@ -198,4 +244,5 @@ class Rounds:
             target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
         self._free_pages.extend(round_.pages)
         self._free_buffers.append(round_.publish_buffer)
+        self._published_blocks.append(round_.block)
         self._published_now.add(round_.publish_buffer)

@@ -4,6 +4,8 @@ A column's importance is the sum of squares of its gradient (ZenFlow, arXiv 2505
 rank sums over its own rows and the sums are added over the ranks: one float a column instead of the gradient itself.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,15 @@ def select_columns(energy: Tensor, topk_ratio: float) -> Tensor:
     # A stable sort, because top-k leaves the order of equals open and all ranks must choose alike.
     order = torch.argsort(energy, descending=True, stable=True)
     return torch.sort(order[: column_count(energy.numel(), topk_ratio)]).values
+
+
+def overlap(current: Sequence[Tensor], fresh: Sequence[Tensor]) -> float:
+    """Share of the freshly chosen columns that were chosen before, over all matrices; 1 if there are none.
+
+    Args:
+        current: for each matrix, column numbers, int64.
+        fresh: likewise.
+    """
+    total = sum(f.numel() for f in fresh)
+    kept = sum(int(torch.isin(f, c).sum()) for c, f in zip(current, fresh, strict=True))
+    return kept / total if total else 1.0

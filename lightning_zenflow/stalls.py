@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Cause = Literal["publish_wait", "publish_buffer", "flush"]
-"""Why the training thread waited: for a round that is due; for the device before a buffer is reused; for everything, in a flush."""
+Cause = Literal["publish_wait", "publish_buffer", "select", "flush"]
+"""Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection; for
+everything, in a flush."""
 
 
 class StallClock:

@@ -93,8 +93,19 @@ class Worker:
         """Process number of the worker."""
         return self._process.pid
 
-    def submit(self, *, round_id: int, block: int, first_step: int, pages: Sequence[int], publish_buffer: int) -> None:
-        """Hands a round over; returns at once."""
+    def submit(
+        self,
+        *,
+        round_id: int,
+        block: int,
+        first_step: int,
+        pages: Sequence[int],
+        publish_buffer: int,
+        rule: protocol.Rule = protocol.Rule.REPLAY,
+        look_ahead: float = 0.0,
+        n_updates: int = 0,
+    ) -> None:
+        """Hands a round over; returns at once. The arguments are the fields of ``zenflow::Round``."""
         message = protocol.Round(
             type=protocol.MessageType.ROUND,
             block=block,
@@ -102,6 +113,9 @@ class Worker:
             first_step=first_step,
             n_steps=len(pages),
             publish_buffer=publish_buffer,
+            rule=rule,
+            look_ahead=look_ahead,
+            n_updates=n_updates,
         )
         self._send(bytes(message) + bytes((ctypes.c_uint32 * len(pages))(*pages)))
 

@@ -1,0 +1,151 @@
+"""Which columns the device owns, block by block, and how that changes while training goes on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arena import Arena
+from lightning_zenflow.clipping import StepScale
+from lightning_zenflow.device_columns import Columns, DeviceColumns
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.partition import Partition, blocks_of_slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PastStep:
+    """What a step needs that is applied later."""
+
+    groups: Sequence[GroupHyperparameters]
+    count: Tensor
+    scale: StepScale
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Incoming:
+    """A block's next columns, on their way from host to device."""
+
+    columns: DeviceColumns
+    steps: list[_PastStep] = field(default_factory=list)
+    """The steps after the block's last hand-over, which the state in the arena does not have yet."""
+
+
+class Ownership:
+    """Owner of all device-owned entries of a rank.
+
+    A new selection reaches each block at that block's own window boundary, in these phases:
+
+    1. *hand over*: the window closes; from the next step on, the gradients of the new columns are gathered beside those of the old
+       ones.
+    2. *publish*: the round is done, so the arena holds the new columns' exact state as of the hand-over; it is loaded, and the d
+       steps since then are applied to it. Old columns need nothing: their exact state is in the arena as well.
+
+    Nothing is reset, dropped or applied twice.
+
+    Args:
+        partition: the rank's partition.
+        arena: where exact state is loaded from.
+        replayed: whether the worker replays device-owned entries too, so that the arena is their exact state; otherwise it is written
+            there first.
+        device: where the entries live.
+        dtype: the model's type.
+    """
+
+    def __init__(
+        self, partition: Partition, arena: Arena, *, replayed: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._partition = partition
+        self._arena = arena
+        self._replayed = replayed
+        self._device = device
+        self._dtype = dtype
+        self._blocks_of_slice = [[piece.index for piece in blocks_of_slice(partition, s)] for s in partition.slices]
+        self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
+        self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
+        self._selected: Sequence[Columns | None] = ()
+        self._waiting: set[int] = set()
+
+    @property
+    def numel(self) -> int:
+        """Entries that the device owns on this rank."""
+        return sum(columns.numel for columns in self._current if columns is not None)
+
+    def select(self, columns: Sequence[Columns | None]) -> None:
+        """Has every block change to these columns at its next window boundary.
+
+        Args:
+            columns: for each slice, the columns over the whole row; None means all.
+        """
+        self._selected = columns
+        self._waiting = set(range(len(self._partition.blocks)))
+
+    def waits(self, block: int) -> bool:
+        """Whether the block will change its columns at its next window boundary; that round must be its only one in flight."""
+        return block in self._waiting
+
+    def clear(self) -> None:
+        """Forgets everything: nothing is device-owned."""
+        self._waiting.clear()
+        for block in range(len(self._partition.blocks)):
+            self._current[block] = self._incoming[block] = None
+
+    def handed_over(self, blocks: Iterable[int]) -> None:
+        """Phase *hand over* for the blocks whose window just closed."""
+        for block in self._waiting.intersection(blocks):
+            self._incoming[block] = _Incoming(
+                columns=DeviceColumns(self._partition, block, self._selected, device=self._device, dtype=self._dtype)
+            )
+            self._waiting.discard(block)
+
+    def published(self, blocks: Iterable[int]) -> None:
+        """Phase *publish* for the blocks whose round is done; no other round of theirs may be in flight."""
+        for block in blocks:
+            incoming = self._incoming[block]
+            if incoming is not None:
+                self._store(block)
+                incoming.columns.load(self._arena)
+                for past in incoming.steps:
+                    incoming.columns.step(past.groups, past.count, past.scale, past.gradients)
+                self._current[block], self._incoming[block] = incoming.columns, None
+
+    def reload(self) -> None:
+        """Takes every entry from the arena, after a flush; changes of columns that were under way are complete then."""
+        for block, incoming in enumerate(self._incoming):
+            self._store(block)
+            if incoming is not None:
+                self._current[block], self._incoming[block] = incoming.columns, None
+        for columns in self._current:
+            if columns is not None:
+                columns.load(self._arena)
+
+    def _store(self, block: int) -> None:
+        columns = self._current[block]
+        if columns is not None and not self._replayed:
+            columns.store(self._arena)
+
+    def gather_gradient(self, slice_index: int, gradient: Tensor | None) -> None:
+        """Keeps the owned entries of a slice's gradient ([slice.numel], model dtype); None stands for zeros."""
+        begin = self._partition.slices[slice_index].begin
+        for block in self._blocks_of_slice[slice_index]:
+            current, incoming = self._current[block], self._incoming[block]
+            if current is not None:
+                current.gather_gradient(slice_index, begin, gradient)
+            if incoming is not None:
+                incoming.columns.gather_gradient(slice_index, begin, gradient)
+
+    def step(self, groups: Sequence[GroupHyperparameters], count: Tensor, scale: StepScale) -> None:
+        """One exact AdamW step of every owned entry; incoming ones remember it."""
+        for current, incoming in zip(self._current, self._incoming, strict=True):
+            if current is not None:
+                current.step(groups, count, scale)
+            if incoming is not None:
+                gradients = incoming.columns.gradients()
+                incoming.steps.append(_PastStep(groups=groups, count=count.clone(), scale=scale, gradients=gradients))
+
+    def write_weights(self, weights: Sequence[Tensor]) -> None:
+        """Writes the owned entries into the model's weights, for each parameter group the rank's flat partition."""
+        for columns in self._current:
+            if columns is not None:
+                columns.write_weights(weights)

@@ -1,0 +1,121 @@
+"""The provisional update: a cheap stand-in that moves host-owned weights at once, until the worker's exact result overwrites it.
+
+Host-owned weights would otherwise stand still for up to S + d steps. What is applied here is Adam's step without its memory: the
+momentum is left out, and the second moment is kept in factored form, as in Adafactor (arXiv 1804.04235, section 3): one float a
+row and one a column,
+
+    v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).
+
+c is the *last* step's clip coefficient, because this step's norm is not known during backward. The next publish of a block overwrites its
+weights, so errors never accumulate. Pure functions but for the noise, which is drawn from a seeded generator.
+"""
+
+import torch
+from torch import Tensor
+
+_SMALLEST = 1e-30
+"""Second moments below it belong to rows or columns without any gradient, whose update is zero whatever it is divided by."""
+
+_NOISE_NUMEL = 1 << 16
+
+
+class RoundingNoise:
+    """Random bits for stochastic rounding: one tile drawn once, read from random offsets.
+
+    Args:
+        seed: runs with the same seed round alike.
+        device: where the weights are.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        bits = torch.randint(0, 1 << 16, (2 * _NOISE_NUMEL,), generator=self._generator, dtype=torch.int32)
+        self._bits = bits.to(device)
+
+    def draw(self, numel: int) -> Tensor:
+        """[numel] int32, each 0 to 65535."""
+        offset = int(torch.randint(0, _NOISE_NUMEL, (), generator=self._generator))
+        repeats = -(-numel // _NOISE_NUMEL)
+        tile = self._bits.narrow(0, offset, _NOISE_NUMEL)
+        return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
+
+
+def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
+    """Writes float32 values into a tensor of the model's type; bfloat16 is rounded up or down with the right expectation.
+
+    Without it, updates below half a bfloat16 step would all be lost. float16 has 8 times finer steps and is rounded to nearest.
+
+    Args:
+        target: any shape, model dtype, contiguous.
+        values: the same shape, float32, contiguous; overwritten.
+        noise: where random bits come from.
+    """
+    if target.dtype == torch.bfloat16:
+        bits = values.view(torch.int32).view(-1)
+        # Adding 16 random bits carries into the upper half with the probability that the lower half stands for.
+        bits.add_(noise.draw(bits.numel())).bitwise_and_(-65536)
+    target.copy_(values)
+
+
+def update_second_moment_(
+    row: Tensor,
+    col: Tensor,
+    row_energy: Tensor,
+    col_energy: Tensor,
+    *,
+    beta2: float,
+    scale: Tensor,
+    finite: Tensor,
+) -> None:
+    """One step of the factored second moment, in place.
+
+    Args:
+        row: [rows] float32; running mean over columns of the squared, clipped gradient.
+        col: [columns] float32; running mean over rows.
+        row_energy: [rows] float32; this step's sum of squares of each row.
+        col_energy: [columns] float32; of each column.
+        beta2: decay per step.
+        scale: 0-D float32; factor on the gradient.
+        finite: 0-D bool; where False nothing changes.
+    """
+    weight = (1 - beta2) * finite
+    squared = scale.square()
+    row.lerp_(torch.where(finite, row_energy * (squared / col.numel()), 0.0), weight)
+    col.lerp_(torch.where(finite, col_energy * (squared / row.numel()), 0.0), weight)
+
+
+def step_factors(row: Tensor, col: Tensor, *, bias_correction: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors whose product is 1 / sqrt(v_ij), bias-corrected.
+
+    Args:
+        row: [rows] float32.
+        col: [columns] float32.
+        bias_correction: 0-D float32, 1 - beta2^n for n steps.
+
+    Returns:
+        [rows, 1] and [1, columns], float32.
+    """
+    of_rows = (row.clamp(min=_SMALLEST)).rsqrt_().mul_((col.mean() * bias_correction).sqrt())
+    of_cols = (col.clamp(min=_SMALLEST)).rsqrt_()
+    return of_rows.unsqueeze(1), of_cols.unsqueeze(0)
+
+
+def provisional_values(
+    weights: Tensor, gradient: Tensor, of_rows: Tensor, of_cols: Tensor, *, step_size: Tensor, finite: Tensor
+) -> Tensor:
+    """The weights after the stand-in update.
+
+    Args:
+        weights: [rows, columns], model dtype.
+        gradient: [rows, columns], model dtype.
+        of_rows: [rows, 1] float32.
+        of_cols: [1, columns] float32.
+        step_size: 0-D float32; b * lr * factor on the gradient.
+        finite: 0-D bool; where False the weights come back as they are.
+
+    Returns:
+        [rows, columns] float32.
+    """
+    update = gradient.float() * (of_rows * step_size)
+    update.mul_(of_cols)
+    return torch.sub(weights.float(), torch.where(finite, update, 0.0), out=update)

@@ -1,0 +1,119 @@
+"""Owner of the provisional update's state: factored second moments, rounding noise and the last step's clip coefficient."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.partition import Partition, Slice
+from lightning_zenflow.provisional import (
+    RoundingNoise,
+    provisional_values,
+    round_stochastically_,
+    step_factors,
+    update_second_moment_,
+)
+
+_SEED = 20251205
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    """The full rows of one slice: [rows, columns] at `offset` in the slice, and the running second moment of its gradient."""
+
+    offset: int
+    rows: int
+    columns: int
+    weights: Tensor
+    row: Tensor
+    col: Tensor
+    n: Tensor
+    """0-D float32; steps in the second moment."""
+
+    def of_slice(self, values: Tensor) -> Tensor:
+        """The full rows of the slice's values, [slice.numel] -> [rows, columns], a view."""
+        return values.narrow(0, self.offset, self.rows * self.columns).view(self.rows, self.columns)
+
+
+class StandIn:
+    """Applies provisional updates to the host-owned weights of a rank during backward.
+
+    Matrices only, and of them full rows: the at most two rows that ZeRO's partition cuts wait for their publish like everything else did
+    before. Device-owned entries are moved too, and overwritten by their exact values in the same step.
+
+    Args:
+        partition: the rank's partition.
+        weights: for each parameter group, the rank's flat partition of the model's weights.
+        scale: b, step size relative to the learning rate.
+        rank: ranks round differently.
+        hyperparameters: reads those of the present step.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        weights: Sequence[Tensor],
+        *,
+        scale: float,
+        rank: int,
+        hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
+    ) -> None:
+        device = weights[0].device
+        self._slices = partition.slices
+        self._scale = scale
+        self._hyperparameters = hyperparameters
+        self._noise = RoundingNoise(_SEED + rank, device)
+        self._factor = torch.ones((), device=device)
+        self._bodies: list[_Body | None] = [
+            _body(s, weights[s.param_group].narrow(0, s.begin - partition.group_begins[s.param_group], s.numel))
+            for s in partition.slices
+        ]
+
+    def end_step(self, factor: Tensor, finite: Tensor) -> None:
+        """Remembers the factor (0-D float32) of the last step that was applied."""
+        self._factor.copy_(torch.where(finite, factor, self._factor))
+
+    def apply(self, slice_index: int, gradient: Tensor) -> None:
+        """Moves one slice's weights.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype; of the whole step.
+        """
+        body = self._bodies[slice_index]
+        if body is None:
+            return
+        h = self._hyperparameters()[self._slices[slice_index].param_group]
+        g = body.of_slice(gradient)
+        row_energy = torch.linalg.vector_norm(g, dim=1, dtype=torch.float32).square_()
+        col_energy = torch.linalg.vector_norm(g, dim=0, dtype=torch.float32).square_()
+        finite = torch.isfinite(row_energy.sum())
+        update_second_moment_(
+            body.row, body.col, row_energy, col_energy, beta2=h.beta2, scale=self._factor, finite=finite
+        )
+        body.n.add_(finite)
+        of_rows, of_cols = step_factors(body.row, body.col, bias_correction=1 - h.beta2 ** body.n.clamp(min=1))
+        weights = body.of_slice(body.weights)
+        values = provisional_values(
+            weights, g, of_rows, of_cols, step_size=self._factor * (self._scale * h.lr), finite=finite
+        )
+        round_stochastically_(weights, values, self._noise)
+
+
+def _body(s: Slice, weights: Tensor) -> _Body | None:
+    """The slice's full rows, if it has any worth it: a single row or column has no factored second moment."""
+    offset = -s.start % s.columns
+    rows = max(0, s.numel - offset) // s.columns
+    if not s.is_matrix or rows < 2 or s.columns < 2:
+        return None
+    return _Body(
+        offset=offset,
+        rows=rows,
+        columns=s.columns,
+        weights=weights,
+        row=torch.zeros(rows, device=weights.device),
+        col=torch.zeros(s.columns, device=weights.device),
+        n=torch.zeros((), device=weights.device),
+    )

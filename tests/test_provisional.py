@@ -1,0 +1,164 @@
+"""The provisional update's pure functions, and its owner on slices that ZeRO cut anywhere."""
+
+import pytest
+import torch
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.partition import Slice, build_partition
+from lightning_zenflow.provisional import (
+    RoundingNoise,
+    provisional_values,
+    round_stochastically_,
+    step_factors,
+    update_second_moment_,
+)
+from lightning_zenflow.stand_in import StandIn
+
+CPU = torch.device("cpu")
+HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
+
+
+def test_stochastic_rounding_has_the_right_expectation() -> None:
+    noise = RoundingNoise(1, CPU)
+    value = 1.0 + 2**-7 / 4  # a quarter of the way from one bfloat16 number to the next
+    target = torch.empty(200_000, dtype=torch.bfloat16)
+    round_stochastically_(target, torch.full(target.shape, value), noise)
+    assert set(target.tolist()) == {1.0, 1.0 + 2**-7}
+    # Standard error of the mean: 2^-7 * sqrt(0.25 * 0.75 / 200,000), about 8e-6.
+    assert target.double().mean().item() == pytest.approx(value, abs=4e-5)
+
+
+def test_rounding_repeats_with_the_seed_and_differs_without() -> None:
+    def draw(seed: int) -> torch.Tensor:
+        target = torch.empty(5000, dtype=torch.bfloat16)
+        round_stochastically_(target, torch.linspace(0.1, 0.2, 5000), RoundingNoise(seed, CPU))
+        return target
+
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_round_to_nearest(dtype: torch.dtype) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    target = torch.empty(1000, dtype=dtype)
+    round_stochastically_(target, values.clone(), RoundingNoise(1, CPU))
+    assert torch.equal(target, values.to(dtype))
+
+
+def test_exact_values_stay_exact() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = torch.empty_like(values)
+    round_stochastically_(target, values.float(), RoundingNoise(1, CPU))
+    assert torch.equal(target, values)
+
+
+def test_factors_are_adafactors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    row, col = torch.zeros(5), torch.zeros(7)
+    mean_row, mean_col = torch.zeros(5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    scale, finite = torch.tensor(0.5), torch.tensor(True)
+    for n in range(1, 4):
+        gradient = torch.randn(5, 7, generator=generator)
+        squares = (0.5 * gradient.double()).square()
+        mean_row = 0.99 * mean_row + 0.01 * squares.mean(1)
+        mean_col = 0.99 * mean_col + 0.01 * squares.mean(0)
+        update_second_moment_(
+            row, col, gradient.square().sum(1), gradient.square().sum(0), beta2=0.99, scale=scale, finite=finite
+        )
+        of_rows, of_cols = step_factors(row, col, bias_correction=torch.tensor(1 - 0.99**n))
+        v = mean_row[:, None] * mean_col[None, :] / mean_col.mean() / (1 - 0.99**n)
+        torch.testing.assert_close((of_rows * of_cols).double(), v.rsqrt(), rtol=1e-5, atol=0)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    row, col = torch.rand(3), torch.rand(4)
+    before = row.clone(), col.clone()
+    no = torch.tensor(False)
+    update_second_moment_(
+        row, col, torch.full((3,), torch.nan), torch.full((4,), torch.inf), beta2=0.9, scale=torch.tensor(1.0), finite=no
+    )
+    assert torch.equal(row, before[0])
+    assert torch.equal(col, before[1])
+    weights = torch.randn(3, 4)
+    factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
+    values = provisional_values(
+        weights, torch.full((3, 4), torch.nan), *factors, step_size=torch.tensor(1.0), finite=no
+    )
+    assert torch.equal(values, weights)
+
+
+def test_rows_and_columns_without_gradient_do_not_move() -> None:
+    gradient = torch.randn(4, 6)
+    gradient[1], gradient[:, 2] = 0.0, 0.0
+    row, col = torch.zeros(4), torch.zeros(6)
+    update_second_moment_(
+        row,
+        col,
+        gradient.square().sum(1),
+        gradient.square().sum(0),
+        beta2=0.9,
+        scale=torch.tensor(1.0),
+        finite=torch.tensor(True),
+    )
+    factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
+    weights = torch.randn(4, 6)
+    values = provisional_values(
+        weights, gradient, *factors, step_size=torch.tensor(0.1), finite=torch.tensor(True)
+    )
+    assert torch.equal(values[1], weights[1])
+    assert torch.equal(values[:, 2], weights[:, 2])
+    assert torch.isfinite(values).all()
+
+
+def stand_in_of(columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> StandIn:
+    s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
+    partition = build_partition([s], [numel], 3)
+    return StandIn(partition, [weights], scale=0.5, rank=0, hyperparameters=lambda: [HYPERPARAMETERS])
+
+
+@pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
+def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) -> None:
+    weights = torch.zeros(numel)
+    first = -start % columns
+    last = first + (numel - first) // columns * columns
+    # Of rank one, so that the factored second moment is exact: each entry of the first step's update is b * lr in size.
+    generator = torch.Generator().manual_seed(0)
+    rows = (last - first) // columns
+    rank_one = (torch.rand(rows, 1, generator=generator) + 0.5) * (torch.rand(1, columns, generator=generator) + 0.5)
+    gradient = torch.ones(numel)
+    gradient[first:last] = rank_one.flatten()
+    stand_in_of(columns, start, numel, weights).apply(0, gradient)
+    torch.testing.assert_close(weights[first:last], torch.full((last - first,), -0.5 * 0.01), rtol=1e-5, atol=0)
+    assert not weights[:first].any()
+    assert not weights[last:].any()
+
+
+@pytest.mark.parametrize(("columns", "numel", "is_matrix"), [(1, 8, False), (1, 8, True), (8, 8, True)])
+def test_vectors_and_single_rows_wait_for_their_publish(columns: int, numel: int, is_matrix: bool) -> None:
+    weights = torch.zeros(numel)
+    stand_in_of(columns, 0, numel, weights, is_matrix=is_matrix).apply(0, torch.ones(numel))
+    assert not weights.any()
+
+
+def test_gradients_that_are_not_finite_are_never_applied() -> None:
+    weights = torch.zeros(12)
+    stand_in = stand_in_of(4, 0, 12, weights)
+    gradient = torch.ones(12)
+    gradient[5] = torch.inf
+    stand_in.apply(0, gradient)
+    assert not weights.any()
+    stand_in.apply(0, torch.ones(12))
+    torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
+
+
+def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
+    weights = torch.zeros(12)
+    stand_in = stand_in_of(4, 0, 12, weights)
+    gradient = torch.ones(12)
+    stand_in.apply(0, gradient)
+    before = weights.clone()
+    stand_in.end_step(torch.tensor(torch.nan), torch.tensor(False))
+    stand_in.end_step(torch.tensor(0.01), torch.tensor(True))
+    # 100 times the gradient at a hundredth of the coefficient is the same step.
+    stand_in.apply(0, 100 * gradient)
+    torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
