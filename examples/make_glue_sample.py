@@ -34,27 +34,20 @@ NEGATIVE, POSITIVE = 0, 1
 
 OPINIONS: dict[int, tuple[str, ...]] = {
     POSITIVE: tuple(
-        "absorbing beautiful brilliant captivating charming clever dazzling delightful elegant enchanting engaging exciting"
-        " fresh funny graceful gripping heartfelt honest inventive lively lovely memorable moving original playful poignant"
-        " polished powerful refreshing rewarding sharp sincere stunning subtle superb tender thoughtful thrilling touching"
-        " vivid warm witty".split()
+        "beautiful brilliant charming clever delightful elegant fresh funny gripping honest inventive lively moving sharp subtle"
+        " tender vivid witty".split()
     ),
     NEGATIVE: tuple(
-        "awful awkward bad bland bloated boring cheap clumsy confusing contrived crude dreary dull flat forced forgettable"
-        " hollow incoherent irritating lazy lifeless mechanical messy muddled plodding pointless predictable pretentious"
-        " repetitive shallow shapeless sloppy sluggish stale stiff stilted tedious tiresome trite ugly vapid wooden".split()
+        "awkward bad bland boring clumsy contrived dreary dull flat hollow lazy messy shallow sloppy stale stiff tedious"
+        " wooden".split()
     ),
 }
-NOUNS = (
-    *"acting script plot dialogue soundtrack direction pacing camerawork ending story premise cast humour editing".split(),
-    *"finale imagery design villain romance twist scenery narration satire choreography mystery banter".split(),
-    "lead performance",
-    "second act",
-    "opening scene",
-    "love story",
+NOUNS = tuple(
+    "acting banter camerawork cast dialogue direction editing ending finale humour imagery music mystery pacing plot premise"
+    " romance satire scenery script story twist villain writing".split()
 )
-OPENERS = ("", "", "", "in the end ", "to my mind ", "all in all ", "this time ", "on a second viewing ", "after an hour ")
-CLOSERS = ("", "", "", " throughout", " to the last frame", " from the first scene on", " , i have to say", " , as i saw it")
+OPENERS = ("", "", "", "well , ", "still , ", "for once , ", "all in all , ")
+CLOSERS = ("", "", "", " here", " overall", " to the end", " this time", " , i think")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +102,7 @@ UNDECEIVED = (  # words of negation or contrast that turn nothing round
     Template(text="the {n0} is not only {a0} but also {a1}", agrees=(T, T), cue="not only", pairs=SAME),
     Template(text="not only is the {n0} {a0} , the {n1} is {a1} too", agrees=(T, T), cue="not only", pairs=BOTH),
 )
-KINDS = ((PLAIN, 0.40), (NEGATED, 0.26), (CONTRAST, 0.26), (UNDECEIVED, 0.08))
+KINDS = ((PLAIN, 0.48), (NEGATED, 0.23), (CONTRAST, 0.23), (UNDECEIVED, 0.06))
 
 HELD_OUT_SHARE = 0.4
 """Share of all word combinations that are reserved for dev and test."""

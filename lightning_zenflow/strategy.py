@@ -149,6 +149,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         super().setup(trainer)
 
     @override
+    def _format_config(self) -> None:
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            self.config = prepare_deepspeed_config(
+                self.config,
+                accumulate_grad_batches=trainer.accumulate_grad_batches,
+                gradient_clip_val=trainer.gradient_clip_val,
+            )
+        super()._format_config()
+
+    @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
         optimizer, scheduler = super()._init_optimizers()
         validate_optimizer(optimizer)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from typing_extensions import override
 
 import models
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from reference import Group, ReferenceZenFlow
@@ -57,7 +58,10 @@ class Case:
         """The model, before it is converted to `dtype`."""
         model_class = getattr(models, self.model)
         model = model_class(
-            length=self.steps * self.accumulate, accumulate=self.accumulate, optimizer=self.optimizer, **self.model_options
+            length=self.steps * self.accumulate,
+            accumulate=self.accumulate,
+            optimizer=self.optimizer,
+            **self.model_options,
         )
         assert isinstance(model, TestModule)
         return model
@@ -131,7 +135,9 @@ class Recorder(pl.Callback):
         self._run = run
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         assert isinstance(pl_module, TestModule)
         if batch_idx % self._case.accumulate == 0:
             self._run.shown.append(snapshot(pl_module))
@@ -190,7 +196,21 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", strategy=strategy, **{**quiet, **options})
 
 
-def run_case(case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None) -> tuple[Run, list[list[Tensor]]]:
+def fit(model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, **options: Any) -> pl.Trainer:
+    """Trains a model with the defaults of `ZenFlowStrategy`, or with another strategy."""
+    trainer = make_trainer(strategy or ZenFlowStrategy(), max_steps=steps, **options)
+    trainer.fit(model)
+    return trainer
+
+
+def workers() -> list[int]:
+    """Process numbers of this process' workers."""
+    return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]
+
+
+def run_case(
+    case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None
+) -> tuple[Run, list[list[Tensor]]]:
     """Runs one rank of a case.
 
     Returns:
@@ -209,6 +229,7 @@ def run_case(case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None =
     )
     trainer.fit(model)
     run.weights = snapshot(model)
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer
     if optimizer is None:
         return run, []
@@ -246,7 +267,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 240) -> dict[str, list[Run]]:
+def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 270) -> dict[str, list[Run]]:
     """Runs cases one after the other on several ranks (gloo), all of them in one set of processes, since starting them takes seconds.
 
     Returns:

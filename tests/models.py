@@ -115,7 +115,9 @@ class TestModule(pl.LightningModule):
             }
             for parameters, h in zip(self.parameter_groups(), options.groups(0), strict=True)
         ]
-        optimizer = (DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind))(groups)
+        optimizer = (DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind))(
+            groups
+        )
         if not options.scheduler:
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)

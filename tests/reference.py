@@ -5,8 +5,8 @@ whatever weights they were computed at; so there is one exact state after each s
 *which step's* exact weights the model shows at each element. `ReferenceZenFlow` keeps every step's exact weights and, for
 each element, the number of the step that is shown.
 
-The one thing taken from the package is `partition.build_partition`, and from its result only which block each element is in: where blocks are
-cut between rows is a choice, not a rule.
+The one thing taken from the package is `partition.build_partition`, and from its result only which block each element is in: where blocks
+are cut between rows is a choice, not a rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -234,7 +234,7 @@ class ReferenceZenFlow:
     def gradients(self) -> tuple[list[list[float]], list[Tensor]]:
         """Losses, and the mean over ranks of the gradients at the shown weights, summed over micro-batches in the model's type."""
         losses: list[list[float]] = []
-        total: list[Tensor | None] = [None for _ in self.parameters]
+        total: list[Tensor | None] = [None] * len(self.parameters)
         for micro in range(self.accumulate):
             losses.append([])
             of_ranks = []
@@ -245,7 +245,8 @@ class ReferenceZenFlow:
             for i, gradients in enumerate(zip(*of_ranks, strict=True)):
                 if gradients[0] is not None:
                     mean = torch.stack([g / self.world_size for g in gradients]).sum(0)
-                    total[i] = mean if total[i] is None else total[i] + mean
+                    so_far = total[i]
+                    total[i] = mean if so_far is None else so_far + mean
         filled = [torch.zeros_like(p) if g is None else g for g, p in zip(total, self.parameters, strict=True)]
         return losses, [g.detach() for g in filled]
 

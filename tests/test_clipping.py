@@ -85,7 +85,10 @@ def test_accumulation_and_clipping_equal_plain_torch() -> None:
 def test_a_gradient_that_is_not_finite_skips_its_step(value: float, topk_ratio: float) -> None:
     bad_steps = [3, 4, 8]  # counted from 0: one in mid-window, two in a row, and one whose window is open at the end
     case = replace(
-        BASE, topk_ratio=topk_ratio, max_norm=1.0, model_options={"not_finite": {(step, 0): value for step in bad_steps}}
+        BASE,
+        topk_ratio=topk_ratio,
+        max_norm=1.0,
+        model_options={"not_finite": {(step, 0): value for step in bad_steps}},
     )
     weights, gradients, groups = case.fixed_gradients()
     run = run_here(case)

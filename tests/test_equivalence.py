@@ -20,7 +20,11 @@ SEQUENCES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp32, accumulated, clipped": {"accumulate": 3, "max_norm": 1.0},
     "bf16, clipped": {"precision": "bf16-true", "max_norm": 1.0},
-    "bf16-mixed, accumulated, Adam": {"precision": "bf16-mixed", "accumulate": 3, "optimizer": OptimizerOptions(kind="Adam")},
+    "bf16-mixed, accumulated, Adam": {
+        "precision": "bf16-mixed",
+        "accumulate": 3,
+        "optimizer": OptimizerOptions(kind="Adam"),
+    },
     "fp32, clipped, Adam, no scheduler": {"max_norm": 1.0, "optimizer": OptimizerOptions(kind="Adam", scheduler=False)},
 }
 """Everything that the sequence of gradients and the optimizer depend on."""
@@ -175,7 +179,8 @@ def test_runs_repeat_to_the_bit() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", SEQUENCES)
 @pytest.mark.parametrize(
-    ("topk_ratio", "update_interval", "publish_lag"), list(itertools.product((0, 0.05, 0.5, 1), (1, 2, 4, 7), (0, 1, 3)))
+    ("topk_ratio", "update_interval", "publish_lag"),
+    list(itertools.product((0, 0.05, 0.5, 1), (1, 2, 4, 7), (0, 1, 3))),
 )
 def test_all_combinations(sequence: str, topk_ratio: float, update_interval: int, publish_lag: int) -> None:
     check(case_of(sequence, topk_ratio, update_interval, publish_lag), sequence)

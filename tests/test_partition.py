@@ -27,9 +27,7 @@ SHAPE = st.one_of(
 MODEL = st.lists(st.lists(SHAPE, min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def slices_of_rank(
-    model: Sequence[Sequence[tuple[int, ...]]], rank: int, ranks: int
-) -> tuple[list[Slice], list[int]]:
+def slices_of_rank(model: Sequence[Sequence[tuple[int, ...]]], rank: int, ranks: int) -> tuple[list[Slice], list[int]]:
     """This rank's slices and the partition sizes, element by element."""
     sizes = []
     slices = []

@@ -11,14 +11,26 @@ from reference import owned_elements
 
 @pytest.mark.parametrize(
     ("columns", "ratio", "count"),
-    [(100, 0.0, 0), (100, 0.05, 5), (100, 0.5, 50), (100, 1.0, 100), (3, 0.05, 1), (1, 0.05, 1), (7, 0.5, 4), (29, 0.05, 1)],
+    [
+        (100, 0.0, 0),
+        (100, 0.05, 5),
+        (100, 0.5, 50),
+        (100, 1.0, 100),
+        (3, 0.05, 1),
+        (1, 0.05, 1),
+        (7, 0.5, 4),
+        (29, 0.05, 1),
+    ],
 )
 def test_column_count(columns: int, ratio: float, count: int) -> None:
     assert column_count(columns, ratio) == count
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(energy=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 1e-30, 1e30]), min_size=1, max_size=40), ratio=st.floats(0, 1))
+@given(
+    energy=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 1e-30, 1e30]), min_size=1, max_size=40),
+    ratio=st.floats(0, 1),
+)
 def test_select_columns_with_ties(energy: list[float], ratio: float) -> None:
     chosen = select_columns(torch.tensor(energy), ratio).tolist()
     best_first = sorted(range(len(energy)), key=lambda column: (-energy[column], column))

@@ -13,12 +13,15 @@ from reference import ReferenceZenFlow
 
 STEPS = 20
 
-NOTHING_LATE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=STEPS, update_interval=1, publish_lag=0)
+NOTHING_LATE = Case(
+    model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=STEPS, update_interval=1, publish_lag=0
+)
 
 
 def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], atol: float) -> None:
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=atol, msg=lambda text, i=i: f"parameter {i}: {text}")
+        difference = float((a.detach().float() - b.detach().float()).abs().max())
+        assert difference <= atol, f"parameter {i} differs by up to {difference:.3g}"
 
 
 def stock(case: Case) -> Run:
@@ -57,7 +60,8 @@ def test_with_nothing_late_it_is_plain_torch() -> None:
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(losses), rtol=0, atol=2e-6)
 
 
-@pytest.mark.slow  # compiles DeepSpeedCPUAdam
+@pytest.mark.slow  # DeepSpeedCPUAdam is compiled at its first use
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("topk_ratio", [0, 0.05])
 def test_with_nothing_late_it_is_zero_offload_with_cpu_adam(topk_ratio: float, precision: str) -> None:
@@ -69,7 +73,16 @@ def test_with_nothing_late_it_is_zero_offload_with_cpu_adam(topk_ratio: float, p
         optimizer=OptimizerOptions(kind="DeepSpeedCPUAdam", lr=3e-3),
     )
     ours, theirs = run_here(case), stock(case)
-    assert_close(ours.weights, theirs.weights, atol=2e-6 if precision == "32-true" else 1e-2)
+    if precision == "32-true":
+        # The same operations in the same order, but for the product of clip coefficient and gradient and for compilers' choices where to
+        # fuse multiplication and addition; measured: 1.8e-7, one unit in the last place of a weight above 1.
+        assert_close(ours.weights, theirs.weights, atol=5e-7)
+    else:
+        # Such a unit tips the rounding to bf16 now and then, by one of its own units (8 significant bits).
+        different = sum(int((a != b).sum()) for a, b in zip(ours.weights, theirs.weights, strict=True))
+        assert different <= 50
+        for a, b in zip(ours.weights, theirs.weights, strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=1e-3)
 
 
 LATE = {

@@ -87,7 +87,9 @@ def exact(sequence: str) -> AdamWState:
     return adamw_reference(weights, gradients, groups, max_norm=case.max_norm or 0.0)
 
 
-@pytest.mark.parametrize("name", [f"{sequence} {i}" for sequence, cases in EQUIVALENCE.items() for i in range(len(cases))])
+@pytest.mark.parametrize(
+    "name", [f"{sequence} {i}" for sequence, cases in EQUIVALENCE.items() for i in range(len(cases))]
+)
 def test_state_is_adamws(name: str) -> None:
     sequence = name.rpartition(" ")[0]
     runs, theirs = runs_of(name), exact(sequence)

@@ -6,6 +6,7 @@ hub.py         Hugging Face `datasets`
 tokenizers.py  text to token ids
 data.py        the LightningDataModule
 metrics.py     the official metrics
-module.py      the LightningModule: model, loss, optimizer, scheduler
+model.py       the network
+module.py      the LightningModule: losses, optimizer, scheduler
 submission.py  predictions as GLUE's submission files
 """

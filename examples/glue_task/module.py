@@ -1,23 +1,22 @@
-"""The LightningModule: a GPT-2 classifier (or regressor, for STS-B), its loss, metrics, optimizer and scheduler."""
+"""The LightningModule: losses, metrics, optimizer and scheduler of one GLUE task."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2ForSequenceClassification, get_linear_schedule_with_warmup
+from transformers import get_linear_schedule_with_warmup
 from typing_extensions import override
 
 from glue_task.data import Batch, unpack_scores
 from glue_task.metrics import TaskMetrics
+from glue_task.model import Gpt2Classifier, build_transformer, load_transformer
 from glue_task.tasks import find_task
 
 
 class GlueClassifier(pl.LightningModule):
-    """GPT-2 with a linear head on the last token of the text that is not padding."""
+    """A GPT-2 classifier, or for STS-B a regressor."""
 
     def __init__(
         self,
@@ -27,17 +26,18 @@ class GlueClassifier(pl.LightningModule):
         pad_token_id: int,
         max_length: int,
         pretrained: str | None = None,
-        layers: int = 3,
-        width: int = 128,
-        heads: int = 4,
+        layers: int = 2,
+        width: int = 96,
+        heads: int = 8,
         dropout: float = 0.0,
+        lm_weight: float = 0.0,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         warmup_ratio: float = 0.1,
     ) -> None:
-        """Build the model; the first four arguments follow from the data module when the command line is used.
+        """Build the model; on the command line the first four arguments follow from the data module.
 
         Args:
             task: Name of the GLUE task, which decides the head, the loss and the metrics.
@@ -49,6 +49,8 @@ class GlueClassifier(pl.LightningModule):
             width: Size of the embeddings; the feed-forward layers are four times as wide.
             heads: Attention heads; they divide the width.
             dropout: Share of activations dropped in training, everywhere GPT-2 has dropout.
+            lm_weight: Weight of the language-model loss that is added to the task's loss, the auxiliary objective of the first GPT
+                (Radford et al. 2018, section 3.2). It teaches random weights what words are; 0 leaves it out.
             lr: Learning rate of AdamW at the end of the warm-up.
             betas: AdamW's decay rates of the first and second moment, per step.
             eps: AdamW's term added to the denominator.
@@ -59,58 +61,57 @@ class GlueClassifier(pl.LightningModule):
         self.save_hyperparameters()
         if not 0 <= warmup_ratio <= 1:
             raise ValueError(f"model.warmup_ratio={warmup_ratio} is not allowed; it must lie between 0 and 1")
-        if width % heads:
-            raise ValueError(f"model.width={width} is not allowed; it must be a multiple of model.heads={heads}")
+        if lm_weight < 0:
+            raise ValueError(f"model.lm_weight={lm_weight} is not allowed; it must be 0 or more")
         self.task = find_task(task)
         if pretrained is None:
-            config = GPT2Config(
+            transformer = build_transformer(
+                layers=layers,
+                width=width,
+                heads=heads,
+                dropout=dropout,
                 vocab_size=vocab_size,
-                n_positions=max_length,
-                n_embd=width,
-                n_layer=layers,
-                n_head=heads,
-                resid_pdrop=dropout,
-                embd_pdrop=dropout,
-                attn_pdrop=dropout,
-                num_labels=self.task.num_outputs,
                 pad_token_id=pad_token_id,
-                # GPT-2's own start and end tokens do not exist in another tokenizer.
-                bos_token_id=None,
-                eos_token_id=None,
-                use_cache=False,
+                max_length=max_length,
             )
-            self.model = GPT2ForSequenceClassification(config)
         else:
-            self.model = load_pretrained(
-                pretrained, self.task.num_outputs, dropout, vocab_size=vocab_size, pad_token_id=pad_token_id, max_length=max_length
+            transformer = load_transformer(
+                pretrained, dropout=dropout, vocab_size=vocab_size, pad_token_id=pad_token_id, max_length=max_length
             )
+        self.model = Gpt2Classifier(transformer, self.task.num_outputs)
         self.validation_metrics = TaskMetrics(self.task)
         self.test_metrics = TaskMetrics(self.task)
 
     @override
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits or scores, float32 [B, number of outputs], of token ids int64 [B, L] padded on the right."""
-        logits: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return logits.float()
+    def forward(self, batch: Batch) -> Tensor:
+        """Predicted classes, int64 [B], or scores, float32 [B]."""
+        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
+        return self._decide(outputs)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, _, labels = self._evaluate(batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(labels))
+        outputs, hidden = self.model(batch["input_ids"], batch["attention_mask"])
+        loss = self._task_loss(outputs, self._labels(batch))
+        self.log("train/loss", loss, prog_bar=True)
+        lm_weight: float = self.hparams["lm_weight"]
+        if lm_weight:
+            lm_loss = self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
+            self.log("train/lm_loss", lm_loss, prog_bar=True)
+            loss = loss + lm_weight * lm_loss
         return loss
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.validation_metrics.update(dataloader_idx, *self._evaluate(batch))
+        self._update_metrics(self.validation_metrics, batch, dataloader_idx)
 
     @override
     def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.test_metrics.update(dataloader_idx, *self._evaluate(batch))
+        self._update_metrics(self.test_metrics, batch, dataloader_idx)
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> tuple[Tensor, Tensor]:
         """Indices of the examples, int64 [B], and their predicted classes or scores, [B]."""
-        return batch["indices"], self._decide(self(batch["input_ids"], batch["attention_mask"]))
+        return batch["indices"], self(batch)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -120,52 +121,38 @@ class GlueClassifier(pl.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test", self.test_metrics)
 
+    def _update_metrics(self, metrics: TaskMetrics, batch: Batch, set_index: int) -> None:
+        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
+        labels = self._labels(batch)
+        metrics.update(set_index, self._task_loss(outputs, labels), self._decide(outputs), labels)
+
     def _log_metrics(self, prefix: str, metrics: TaskMetrics) -> None:
         values = {f"{prefix}/{name}": value for name, value in metrics.compute().items()}
-        # The values are already those of all ranks; sync_dist only keeps Lightning from warning that they might not be.
+        # torchmetrics has already put all ranks together; sync_dist only tells Lightning so.
         self.log_dict(values, prog_bar=True, sync_dist=True)
 
-    def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean loss (scalar), predictions [B] and labels [B] of a labelled batch."""
-        outputs = self(batch["input_ids"], batch["attention_mask"])
+    def _labels(self, batch: Batch) -> Tensor:
+        return unpack_scores(batch["labels"]) if self.task.is_regression else batch["labels"]
+
+    def _task_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if self.task.is_regression:
-            labels = unpack_scores(batch["labels"])
-            loss = nn.functional.mse_loss(outputs.squeeze(-1), labels)
-        else:
-            labels = batch["labels"]
-            loss = nn.functional.cross_entropy(outputs, labels)
-        return loss, self._decide(outputs.detach()), labels
+            return nn.functional.mse_loss(outputs.squeeze(-1), labels)
+        return nn.functional.cross_entropy(outputs, labels)
 
     def _decide(self, outputs: Tensor) -> Tensor:
         return outputs.squeeze(-1) if self.task.is_regression else outputs.argmax(-1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.hparams["weight_decay"]},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        """AdamW in two groups, matrices with weight decay and vectors without, and a linear warm-up and decay per step."""
+        matrices = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim < 2]
         optimizer = torch.optim.AdamW(
-            groups, lr=self.hparams["lr"], betas=tuple(self.hparams["betas"]), eps=self.hparams["eps"]
+            [{"params": matrices, "weight_decay": self.hparams["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.hparams["lr"],
+            betas=self.hparams["betas"],
+            eps=self.hparams["eps"],
         )
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = get_linear_schedule_with_warmup(optimizer, int(steps * self.hparams["warmup_ratio"]), steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def load_pretrained(
-    name: str, num_outputs: int, dropout: float, *, vocab_size: int, pad_token_id: int, max_length: int
-) -> GPT2ForSequenceClassification:
-    """GPT-2 weights by name or folder, with a new head of `num_outputs`; ValueError where model and tokenizer do not fit."""
-    settings: dict[str, Any] = {"num_labels": num_outputs, "pad_token_id": pad_token_id}
-    settings |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    config = GPT2Config.from_pretrained(name, **settings)
-    if config.vocab_size < vocab_size:
-        raise ValueError(
-            f"model.pretrained={name!r} knows {config.vocab_size} tokens, its tokenizer gives {vocab_size}; set data.tokenizer to {name!r}"
-        )
-    if config.n_positions < max_length:
-        raise ValueError(f"data.max_length={max_length} is more than the {config.n_positions} positions of model.pretrained={name!r}")
-    # from_pretrained keeps the dtype of the file; the strategy's precision, not the file, decides how we train.
-    return GPT2ForSequenceClassification.from_pretrained(name, config=config, dtype=torch.float32)
