@@ -134,9 +134,9 @@ struct Round {
     int64_t first_step;
     uint32_t n_steps;
     uint32_t publish_buffer;
-    uint32_t rule;     // Rule
-    float look_ahead;  // in steps, finite, >= 0
-    int64_t n_updates; // kAccumulate: updates of the block before this one, for the bias correction
+    uint32_t rule;      // Rule
+    float look_ahead;   // in steps, finite, >= 0
+    int64_t n_updates;  // kAccumulate: updates of the block before this one, for the bias correction
 };
 
 struct Ready {

@@ -39,7 +39,7 @@ ArenaSpec awkward_spec(DataType type) {
 }
 
 Round round_of(uint32_t block, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer = 0) {
-    return {static_cast<uint32_t>(MessageType::kRound), block, 1, first_step, n_steps, publish_buffer};
+    return {static_cast<uint32_t>(MessageType::kRound), block, 1, first_step, n_steps, publish_buffer, 0, 0.0f, 0};
 }
 
 void check_awkward_spec(DataType type) {

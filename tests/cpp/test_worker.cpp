@@ -29,7 +29,7 @@ constexpr Hyperparameters kGroup1{2e-3, 0.8, 0.99, 1e-6, 0.01, 0, 0};
 constexpr float kSkipped = 0.0f;  // in the table of clip coefficients: the device wrote NaN
 
 Round round_of(uint32_t block, int64_t round_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kRound), block, round_id, first_step, n_steps, publish_buffer};
+    return {static_cast<uint32_t>(MessageType::kRound), block, round_id, first_step, n_steps, publish_buffer, 0, 0.0f, 0};
 }
 
 // A trainer with two blocks over two parameter groups, padding between them, and the state that AdamW should have reached.
@@ -280,8 +280,8 @@ TEST(worker, reports_what_is_wrong_with_a_round) {
         {round_of(0, 1, 0, 1, 0), {0}, "first_step is 0"},
         {round_of(0, 1, 1, 5, 0), {0, 0, 0, 0, 0}, "n_steps is 5"},
         {round_of(0, 1, 4, 2, 0), {0, 0}, "last step is 5"},
-        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 40"},
-        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 36"},
+        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 56"},
+        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 52"},
         {round_of(0, 1, 1, 0xffffffffu, 0), {0, 0}, "n_steps = 4294967295 needs"},
     };
     for (const Case& c : cases) {
@@ -355,7 +355,7 @@ TEST(worker, prints_layout_and_version) {
     int status = -1;
     const std::string layout = output_of_worker({"--layout"}, status);
     CHECK_EQ(status, 0);
-    CHECK_CONTAINS(layout, "sizeof(Round) 32\n");
+    CHECK_CONTAINS(layout, "sizeof(Round) 48\n");
     CHECK_CONTAINS(layout, "ArenaHeader.numel 32\n");
     CHECK_CONTAINS(layout, "kMaxMessageBytes 16384\n");
     CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol 1");
