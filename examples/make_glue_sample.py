@@ -33,21 +33,14 @@ from pathlib import Path
 NEGATIVE, POSITIVE = 0, 1
 
 OPINIONS: dict[int, tuple[str, ...]] = {
-    POSITIVE: tuple(
-        "beautiful brilliant charming clever delightful elegant fresh funny gripping honest inventive lively moving sharp subtle"
-        " tender vivid witty".split()
-    ),
-    NEGATIVE: tuple(
-        "awkward bad bland boring clumsy contrived dreary dull flat hollow lazy messy shallow sloppy stale stiff tedious"
-        " wooden".split()
-    ),
+    POSITIVE: tuple("clever funny lovely moving superb vivid warm witty".split()),
+    NEGATIVE: tuple("awful boring clumsy dull flat hollow stale ugly".split()),
 }
 NOUNS = tuple(
-    "acting banter camerawork cast dialogue direction editing ending finale humour imagery music mystery pacing plot premise"
-    " romance satire scenery script story twist villain writing".split()
+    "acting cast design dialogue editing ending finale humour music mystery pacing plot romance scenery script story".split()
 )
-OPENERS = ("", "", "", "well , ", "still , ", "for once , ", "all in all , ")
-CLOSERS = ("", "", "", " here", " overall", " to the end", " this time", " , i think")
+OPENERS = ("", "", "", "overall ", "to me ", "i think ", "in the end ")
+CLOSERS = ("", "", "", " throughout", " , i have to say")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,43 +64,31 @@ SAME = ((0, 0), (0, 1))  # one noun, two opinion words
 
 PLAIN = (
     Template(text="the {n0} is {a0}", agrees=(T,)),
-    Template(text="the {n0} feels {a0}", agrees=(T,)),
-    Template(text="this is a film whose {n0} is {a0}", agrees=(T,)),
     Template(text="i found the {n0} {a0}", agrees=(T,)),
-    Template(text="its {n0} is {a0} and its {n1} is {a1}", agrees=(T, T), pairs=BOTH),
     Template(text="the {n0} is {a0} and {a1}", agrees=(T, T), pairs=SAME),
-    Template(text="the {n0} is as {a0} as the {n1} is {a1}", agrees=(T, T), pairs=BOTH),
+    Template(text="the {n0} is {a0} and the {n1} is {a1}", agrees=(T, T), pairs=BOTH),
 )
 NEGATED = (
     Template(text="the {n0} is not {a0}", agrees=(F,), cue="not"),
     Template(text="the {n0} is never {a0}", agrees=(F,), cue="never"),
-    Template(text="the {n0} is hardly {a0}", agrees=(F,), cue="hardly"),
     Template(text="the {n0} is far from {a0}", agrees=(F,), cue="far from"),
-    Template(text="the {n0} is anything but {a0}", agrees=(F,), cue="anything but"),
-    Template(text="there is nothing {a0} about the {n0}", agrees=(F,), cue="nothing"),
-    Template(text="nobody could call the {n0} {a0}", agrees=(F,), cue="nobody"),
     Template(text="the {n0} is neither {a0} nor {a1}", agrees=(F, F), cue="neither", pairs=SAME),
 )
 CONTRAST = (
     Template(text="the {n0} is {a0} but {a1}", agrees=(F, T), cue="but", pairs=SAME),
     Template(text="the {n0} is {a0} but the {n1} is {a1}", agrees=(F, T), cue="but", pairs=BOTH),
-    Template(text="the {n0} is {a0} but not {a1}", agrees=(F, F), cue="but not", pairs=SAME),
     Template(text="although the {n0} is {a0} , the {n1} is {a1}", agrees=(F, T), cue="although", pairs=BOTH),
     Template(text="the {n0} is {a0} , although the {n1} is {a1}", agrees=(T, F), cue="although", pairs=BOTH),
-    Template(text="despite its {a0} {n0} , the film is {a1}", agrees=(F, T), cue="despite"),
-    Template(text="the film is {a0} despite its {a1} {n0}", agrees=(T, F), cue="despite", pairs=((0, 1),)),
-    Template(text="for all its {a0} {n0} , the film is {a1}", agrees=(F, T), cue="for all"),
 )
 UNDECEIVED = (  # words of negation or contrast that turn nothing round
     Template(text="the {n0} is not only {a0} but also {a1}", agrees=(T, T), cue="not only", pairs=SAME),
-    Template(text="not only is the {n0} {a0} , the {n1} is {a1} too", agrees=(T, T), cue="not only", pairs=BOTH),
 )
-KINDS = ((PLAIN, 0.48), (NEGATED, 0.23), (CONTRAST, 0.23), (UNDECEIVED, 0.06))
+KINDS = ((PLAIN, 0.48), (NEGATED, 0.26), (CONTRAST, 0.22), (UNDECEIVED, 0.04))
 
 HELD_OUT_SHARE = 0.4
 """Share of all word combinations that are reserved for dev and test."""
-MAX_DRAWS = 100_000
-"""Draws for one sentence before the grammar counts as exhausted."""
+MAX_DRAWS = 2_000
+"""Draws of words for a template before another template is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +131,7 @@ def generate(count: int, *, held_out: bool, seed: int, rng: random.Random, taken
     """
     sentences: list[Sentence] = []
     groups, weights = zip(*KINDS, strict=True)
+    exhausted = 0
     while len(sentences) < count:
         label = len(sentences) % 2
         template = rng.choice(rng.choices(groups, weights)[0])
@@ -158,11 +140,13 @@ def generate(count: int, *, held_out: bool, seed: int, rng: random.Random, taken
             sentence = fill(template, label, rng)
             fits = all(is_held_out(combination, seed) == held_out for combination in sentence.combinations)
             if fits and sentence.text not in taken:
+                taken.add(sentence.text)
+                sentences.append(sentence)
                 break
         else:
+            exhausted += 1
+        if exhausted > count:
             raise ValueError(f"the grammar has too few sentences for {count} in one file; ask for fewer")
-        taken.add(sentence.text)
-        sentences.append(sentence)
     rng.shuffle(sentences)
     return sentences
 

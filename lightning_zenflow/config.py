@@ -49,12 +49,12 @@ class ZenFlowConfig:
     0.05."""
 
     select_strategy: str = "step"
-    """What reselection counts or calls: "step", "epoch", "auto" or the import path of a callable ("pkg.mod:fn" or
-    "pkg.mod.fn"); now only "step", the default."""
+    """What select_interval counts, "step" or "epoch" ("auto" means "step"), or the import path of a callable that chooses the columns
+    ("pkg.mod:fn" or "pkg.mod.fn"; see `lightning_zenflow.selector.SelectStrategy`), every select_interval steps; default "step"."""
 
-    select_interval: int | Literal["auto"] = 0
-    """Steps (or epochs, see select_strategy) between two selections of columns: an integer >= 0 (0: select once, after
-    warm-up) or "auto"; now only 0, the default."""
+    select_interval: int | Literal["auto"] = "auto"
+    """Steps (or epochs, see select_strategy) between two selections of columns: an integer >= 0 (0: select once, after warm-up), or
+    "auto", the default: select anew when the present columns are no longer those with the largest gradients."""
 
     update_interval: int | Literal["auto"] = 4
     """Steps per window S, whose gradients the host replays together: an integer from 1 to max_update_interval or
@@ -76,16 +76,16 @@ class ZenFlowConfig:
     default true."""
 
     deferred_update: Literal["replay", "accumulate"] = "replay"
-    """How the host applies a window: "replay" (each step's gradient in order) or "accumulate" (their mean, once); now
-    only "replay", the default."""
+    """How the host applies a window: "replay", the default (each step's gradient in order: AdamW), or "accumulate" (their mean, once, as
+    in the ZenFlow paper)."""
 
-    look_ahead: float | int | Literal["auto"] = 0.0
-    """Steps along the momentum by which published weights run ahead of the exact ones: a number >= 0 or "auto"; now
-    only 0, the default."""
+    look_ahead: float | int | Literal["auto"] = "auto"
+    """Steps along the momentum by which published weights run ahead of the exact ones: a number >= 0 (0: off), or "auto", the default:
+    publish_lag + update_interval - 1."""
 
-    provisional_scale: float | int | Literal["auto"] = 0.0
-    """Factor on the device's stand-in update of host-owned weights: a number >= 0 (0: off) or "auto"; now only 0, the
-    default."""
+    provisional_scale: float | int | Literal["auto"] = "auto"
+    """Step size, relative to the learning rate, of the device's stand-in update of host-owned weights during backward: a number >= 0
+    (0: off), or "auto", the default: 0.5."""
 
     auto_ratio: float = 0.99
     """Share of the gradient that decides when `update_interval: auto` closes a window early: 0 to 1, default 0.99;
@@ -161,7 +161,12 @@ class ZenFlowConfig:
 
     @property
     def effective_provisional_scale(self) -> float:
-        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means."""
+        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means.
+
+        With windows of one step and no lag the exact update comes in the same step, so nothing stands in for it.
+        """
+        if self.effective_update_interval == 1 and self.effective_publish_lag == 0:
+            return 0.0
         return AUTO_PROVISIONAL_SCALE if self.provisional_scale == "auto" else float(self.provisional_scale)
 
     @property

@@ -248,18 +248,7 @@ def _from_deepspeed_zenflow(block: dict[str, Any], given: Mapping[str, Any], ori
 
 
 def _is_for_deepspeed_only(key: str, value: object) -> bool:
-    is_positive_integer = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    match key:
-        case "select_strategy":
-            return value in ("auto", "epoch")
-        case "select_interval":
-            return value == "auto" or is_positive_integer
-        case "update_interval":
-            return value == "auto"
-        case "offload":
-            return value is True
-        case _:
-            return False
+    return (key == "update_interval" and value == "auto") or (key == "offload" and value is True)
 
 
 @rank_zero_only

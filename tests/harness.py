@@ -74,7 +74,8 @@ class Case:
             publish_lag=self.publish_lag,
             full_warm_up_rounds=self.warm_up,
             worker_timeout=60,
-            **{"worker_cores": 1, **self.strategy_options},
+            # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
+            **{"look_ahead": 0, "provisional_scale": 0, "select_interval": 0, "worker_cores": 1, **self.strategy_options},
         )
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:

@@ -16,15 +16,15 @@ from lightning_zenflow.config import ConfigValueError, ZenFlowConfig, default_va
 DEFAULTS = {
     "topk_ratio": 0.05,
     "select_strategy": "step",
-    "select_interval": 0,
+    "select_interval": "auto",
     "update_interval": 4,
     "max_update_interval": 16,
     "publish_lag": 1,
     "full_warm_up_rounds": 0,
     "overlap_step": True,
     "deferred_update": "replay",
-    "look_ahead": 0.0,
-    "provisional_scale": 0.0,
+    "look_ahead": "auto",
+    "provisional_scale": "auto",
     "auto_ratio": 0.99,
     "offload": False,
     "worker_cores": "auto",
@@ -66,13 +66,8 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 
 # Valid, but the machinery comes with a later version.
 NOT_THERE_YET: list[tuple[str, str, list[Any]]] = [
-    ("select_strategy", "'step' in this version", ["auto", "epoch", "pkg.mod:fn", "pkg.mod.fn", "mod:Class.method"]),
-    ("select_interval", "0 (select once, after warm-up) in this version", ["auto", 1, 100]),
     ("update_interval", "an integer from 1 to max_update_interval in this version", ["auto"]),
     ("publish_lag", "an integer >= 0 in this version", ["auto"]),
-    ("deferred_update", "'replay' in this version", ["accumulate"]),
-    ("look_ahead", "0 in this version", ["auto", 0.5, 4.0]),
-    ("provisional_scale", "0 (off) in this version", ["auto", 0.3, 1.0]),
     ("offload", "false in this version", [True]),
 ]
 
@@ -88,6 +83,15 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("publish_lag", 3, 3),
     ("full_warm_up_rounds", 10, 10),
     ("overlap_step", False, False),
+    *(("select_strategy", value, value) for value in ["auto", "epoch", "pkg.mod:fn", "pkg.mod.fn", "mod:Class.method"]),
+    ("select_interval", "auto", "auto"),
+    ("select_interval", 0, 0),
+    ("select_interval", 100, 100),
+    ("deferred_update", "accumulate", "accumulate"),
+    ("look_ahead", "auto", "auto"),
+    ("look_ahead", 4, 4.0),
+    ("provisional_scale", "auto", "auto"),
+    ("provisional_scale", 0.3, 0.3),
     ("look_ahead", 0, 0.0),
     ("provisional_scale", 0, 0.0),
     ("auto_ratio", 0.5, 0.5),
@@ -153,6 +157,15 @@ def test_update_interval_is_bounded_by_max_update_interval() -> None:
 def test_effective_publish_lag() -> None:
     assert ZenFlowConfig(publish_lag=3).effective_publish_lag == 3
     assert ZenFlowConfig(publish_lag=3, overlap_step=False).effective_publish_lag == 0
+
+
+def test_effective_look_ahead_and_provisional_scale() -> None:
+    assert ZenFlowConfig(update_interval=4, publish_lag=1).effective_look_ahead == 4.0
+    assert ZenFlowConfig(update_interval=1, publish_lag=0).effective_look_ahead == 0.0
+    assert ZenFlowConfig(look_ahead=2.5).effective_look_ahead == 2.5
+    assert ZenFlowConfig().effective_provisional_scale == 0.5
+    assert ZenFlowConfig(provisional_scale=0.3).effective_provisional_scale == 0.3
+    assert ZenFlowConfig(update_interval=1, publish_lag=0).effective_provisional_scale == 0.0
 
 
 def test_replace_validates_again() -> None:
