@@ -60,6 +60,8 @@ class Worker:
         self._stderr_fd = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
+        # A limit that was meant for the trainer's libraries; the worker has as many threads as it has cores.
+        environment.pop("OMP_THREAD_LIMIT", None)
         command = [
             str(worker_executable()),
             "--arena-fd", str(arena.fd),

@@ -3,7 +3,6 @@
 Run as a script it is one rank of such a run (see `run_on_ranks`).
 """
 
-import logging
 import os
 import socket
 import subprocess
@@ -184,7 +183,6 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
     """A Trainer on the CPU that writes nothing."""
     # Advice about workers of data loaders and the like; an error is an error all the same.
     warnings.filterwarnings("ignore", module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet = {
         "devices": 1,
         "logger": False,

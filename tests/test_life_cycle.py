@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import gc
+import io
 import math
 import os
 import traceback
@@ -50,24 +52,39 @@ def parameters_of(model: TestModule) -> list[Tensor]:
     return [p.detach() for group in model.parameter_groups() for p in group]
 
 
-def test_fit_twice_in_one_process() -> None:
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_fit_twice(same_trainer: bool) -> None:
+    """A second fit starts from the weights that the first one left, with fresh moments and hooks."""
     model = linear()
-    for _ in range(2):
-        fit(model)
+    trainer = fit(model, steps=4)
+    middle = [p.clone() for p in parameters_of(model)]
+    if same_trainer:
+        trainer.fit_loop.epoch_loop.max_steps = 10
+        trainer.fit(model)
+    else:
+        fit(model, steps=10)
+    # The data is a function of `global_step`, which goes on in the same trainer.
+    case = Case(steps=10, model_options={"shapes": ((7, 5), (3,))}, optimizer=model.optimizer_options)
+    _, gradients, groups = case.fixed_gradients()
+    first = 4 if same_trainer else 0
+    schedule = groups[: 10 - first]
+    assert_equals(parameters_of(model), adamw_reference(middle, gradients[first:], schedule).weights)
+
+
+def test_fits_leave_no_memory_behind() -> None:
+    """Their arenas and descriptors are gone when nobody holds the trainer any more."""
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            arenas = sum("zenflow-arena" in line for line in maps)
+        return arenas, len(os.listdir("/proc/self/fd"))
+
+    fit(linear())
+    before = held()
     for _ in range(2):
         fit(linear())
-
-
-def test_fit_twice_with_one_trainer() -> None:
-    model = CASE.make_model()
-    trainer = case_trainer(5)
-    trainer.fit(model)
-    first = [p.clone() for p in parameters_of(model)]
-    assert_equals(first, exact_state(CASE, 5).weights)
-    trainer.fit_loop.epoch_loop.max_steps = 8
-    trainer.fit(model)
-    assert trainer.global_step == 8
-    assert not torch.equal(first[0], parameters_of(model)[0])
+    assert held() == before
 
 
 def test_evaluation_after_fit_sees_exact_weights() -> None:
@@ -100,16 +117,26 @@ class WeightsAtValidation(pl.Callback):
         self.seen[trainer.global_step] = [p.clone() for p in parameters_of(pl_module)]
 
 
-def test_validation_in_mid_run_sees_exact_weights() -> None:
-    model = CASE.make_model()
+@pytest.mark.parametrize(("accumulate", "interval"), [(1, 3), (3, 2)])
+def test_validation_in_mid_run_sees_exact_weights(accumulate: int, interval: int) -> None:
+    """Also between the micro-batches of a step."""
+    case = dataclasses.replace(CASE, accumulate=accumulate)
+    model = case.make_model()
     callback = WeightsAtValidation()
-    case_trainer(
-        CASE.steps, limit_val_batches=1, val_check_interval=3, num_sanity_val_steps=1, callbacks=[callback]
-    ).fit(model)
-    assert sorted(callback.seen) == [0, 3, 6, 9]
+    trainer = case_trainer(
+        case.steps,
+        accumulate_grad_batches=accumulate,
+        limit_val_batches=1,
+        val_check_interval=interval,
+        num_sanity_val_steps=1,
+        callbacks=[callback],
+    )
+    trainer.fit(model)
+    batches = range(0, case.steps * accumulate + 1, interval)
+    assert sorted(callback.seen) == sorted({batch // accumulate for batch in batches})
     for step, weights in callback.seen.items():
-        assert_equals(weights, exact_state(CASE, step).weights)
-    assert_equals(parameters_of(model), exact_state(CASE, CASE.steps).weights)
+        assert_equals(weights, exact_state(case, step).weights)
+    assert_equals(parameters_of(model), exact_state(case, case.steps).weights)
 
 
 def zero_state(checkpoint: Path) -> dict[str, Any]:
@@ -120,6 +147,26 @@ def zero_state(checkpoint: Path) -> dict[str, Any]:
     return state["optimizer_state_dict"]  # type: ignore[no-any-return]
 
 
+def assert_state_is_exact(state: dict[str, Any], model: TestModule, steps: int) -> None:
+    """DeepSpeed's ZeRO state of the only rank against AdamW's after `steps` steps of `CASE`."""
+    exact = exact_state(CASE, steps)
+    position = 0
+    for group, parameters in enumerate(model.parameter_groups()):
+        moments = state["base_optimizer_state"]["state"][group]
+        assert float(moments["step"]) == steps
+        begin = 0
+        for p in parameters:
+            for ours, theirs in (
+                (state["single_partition_of_fp32_groups"][group], exact.weights),
+                (moments["exp_avg"], exact.exp_avg),
+                (moments["exp_avg_sq"], exact.exp_avg_sq),
+            ):
+                values = ours[begin : begin + p.numel()].detach().double().view(p.shape)
+                torch.testing.assert_close(values, theirs[position], rtol=1e-6, atol=1e-6)
+            begin += p.numel()
+            position += 1
+
+
 def test_checkpoints_hold_the_exact_state(tmp_path: Path) -> None:
     model = CASE.make_model()
     callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=5, save_top_k=-1)
@@ -127,27 +174,40 @@ def test_checkpoints_hold_the_exact_state(tmp_path: Path) -> None:
     paths = sorted(tmp_path.iterdir(), key=lambda p: int(p.stem.partition("step=")[2]))
     assert [p.stem.partition("step=")[2] for p in paths] == ["5", "10"]
     for steps, path in zip((5, 10), paths, strict=True):
-        exact = exact_state(CASE, steps)
-        state = zero_state(path)
-        position = 0
-        for group, parameters in enumerate(model.parameter_groups()):
-            moments = state["base_optimizer_state"]["state"][group]
-            assert float(moments["step"]) == steps
-            begin = 0
-            for p in parameters:
-                where = slice(begin, begin + p.numel())
-                for ours, theirs in (
-                    (state["single_partition_of_fp32_groups"][group], exact.weights),
-                    (moments["exp_avg"], exact.exp_avg),
-                    (moments["exp_avg_sq"], exact.exp_avg_sq),
-                ):
-                    torch.testing.assert_close(
-                        ours[where].detach().double().view(p.shape), theirs[position], rtol=1e-6, atol=1e-6
-                    )
-                begin += p.numel()
-                position += 1
+        assert_state_is_exact(zero_state(path), model, steps)
     # Saving disturbs nothing.
     assert_equals(parameters_of(model), exact_state(CASE, CASE.steps).weights)
+
+
+def test_the_optimizers_own_state_is_exact() -> None:
+    """Without Lightning's hook: whoever asks DeepSpeed for the optimizer's state."""
+    saved = io.BytesIO()
+
+    class Asks(pl.Callback):
+        @override
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            assert isinstance(trainer.strategy, ZenFlowStrategy)
+            assert trainer.strategy.zenflow_optimizer is not None
+            if trainer.global_step == 6:
+                torch.save(trainer.strategy.zenflow_optimizer.state_dict(), saved)
+
+    model = CASE.make_model()
+    case_trainer(CASE.steps, callbacks=[Asks()]).fit(model)
+    saved.seek(0)
+    assert_state_is_exact(torch.load(saved, weights_only=False), model, 6)
+    assert_equals(parameters_of(model), exact_state(CASE, CASE.steps).weights)
+
+
+def test_evaluation_from_a_checkpoint(tmp_path: Path) -> None:
+    model = CASE.make_model()
+    trainer = case_trainer(6, limit_val_batches=1)
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    for evaluating in (trainer, case_trainer(6, limit_val_batches=1)):
+        other = CASE.make_model()
+        evaluating.test(other, ckpt_path=str(tmp_path / "some.ckpt"), verbose=False)
+        for ours, theirs in zip(parameters_of(other), parameters_of(model), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_default_checkpoints(tmp_path: Path) -> None:
@@ -204,6 +264,17 @@ def test_no_worker_remains_after_an_interrupt() -> None:
     model.error = KeyboardInterrupt
     with pytest.raises(SystemExit):
         fit(model, steps=10)
+    assert workers() == []
+
+
+def test_no_worker_remains_after_an_error_at_setup() -> None:
+    """DeepSpeed's engine refuses the scheduler after it has built the optimizer, and with it the worker."""
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "NoSuchScheduler", "params": {}},
+    }
+    with pytest.raises(AssertionError, match="NoSuchScheduler"):
+        fit(linear(), ZenFlowStrategy(config=config))
     assert workers() == []
 
 
