@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
 import lightning_zenflow  # noqa: F401  registers --trainer.strategy=zenflow
 from glue_task.data import GlueDataModule
 from glue_task.module import GlueClassifier
 from glue_task.submission import SubmissionWriter
 from glue_task.tokenizers import BYTE_TOKENIZER
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from typing_extensions import override
 
 
 class GlueCLI(LightningCLI):

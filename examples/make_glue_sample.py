@@ -15,8 +15,8 @@ Why memorising does not help
 Why a bag of words does not help much
     About a third of the sentences negate their opinion word ("not bad" is praise) and about a third weigh two opposite ones
     ("beautiful but hollow" is not), where only the order tells which one counts. "not only" negates nothing. On dev, the
-    majority label is right for 50.0 % of the sentences, naive Bayes over single words for BAG1 %, naive Bayes over words and
-    neighbouring pairs of words for BAG2 % (`naive_bayes_accuracy`; the tests compute these numbers again).
+    majority label is right for 50.0 % of the sentences, naive Bayes over single words for 66.8 %, naive Bayes over words and
+    neighbouring pairs of words for 67.7 % (`naive_bayes_accuracy`; the tests compute these numbers again).
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from pathlib import Path
 NEGATIVE, POSITIVE = 0, 1
 
 OPINIONS: dict[int, tuple[str, ...]] = {
-    POSITIVE: tuple("clever funny lovely moving superb vivid warm witty".split()),
-    NEGATIVE: tuple("awful boring clumsy dull flat hollow stale ugly".split()),
+    POSITIVE: ("clever", "funny", "lovely", "moving", "superb", "vivid", "warm", "witty"),
+    NEGATIVE: ("awful", "boring", "clumsy", "dull", "flat", "hollow", "stale", "ugly"),
 }
-NOUNS = tuple(
-    "acting cast design dialogue editing ending finale humour music mystery pacing plot romance scenery script story".split()
+NOUNS = (
+    *("acting", "cast", "design", "dialogue", "editing", "ending", "finale", "humour"),
+    *("music", "mystery", "pacing", "plot", "romance", "scenery", "script", "story"),
 )
 OPENERS = ("", "", "", "overall ", "to me ", "i think ", "in the end ")
 CLOSERS = ("", "", "", " throughout", " , i have to say")
@@ -154,7 +155,9 @@ def generate(count: int, *, held_out: bool, seed: int, rng: random.Random, taken
 def make_sample(*, seed: int = 2018, train: int = 4000, dev: int = 600, test: int = 600) -> dict[str, list[Sentence]]:
     """The whole sample, by split; equal arguments give equal sentences."""
     if min(train, dev, test) < 2:
-        raise ValueError(f"every split needs at least 2 sentences, one per label; got train={train}, dev={dev}, test={test}")
+        raise ValueError(
+            f"every split needs at least 2 sentences, one per label; got train={train}, dev={dev}, test={test}"
+        )
     rng = random.Random(seed)
     taken: set[str] = set()
     return {
@@ -206,7 +209,9 @@ def naive_bayes_accuracy(train: Sequence[Sentence], dev: Sequence[Sentence], *, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the bundled GLUE sample (SST-2 layout).")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "data" / "SST-2", help="folder to write to")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "data" / "SST-2", help="folder to write to"
+    )
     parser.add_argument("--seed", type=int, default=2018)
     parser.add_argument("--train", type=int, default=4000, help="sentences in train.tsv")
     parser.add_argument("--dev", type=int, default=600, help="sentences in dev.tsv")
@@ -216,7 +221,9 @@ def main() -> None:
     write_sample(sample, arguments.output)
     words = naive_bayes_accuracy(sample["train"], sample["dev"])
     pairs = naive_bayes_accuracy(sample["train"], sample["dev"], max_words=2)
-    print(f"wrote {arguments.output}; naive Bayes on dev: {words:.1%} with words, {pairs:.1%} with words and pairs of words")
+    print(
+        f"wrote {arguments.output}; naive Bayes on dev: {words:.1%} with words, {pairs:.1%} with words and pairs of words"
+    )
 
 
 if __name__ == "__main__":

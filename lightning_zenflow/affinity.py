@@ -46,8 +46,8 @@ def worker_cores(
     data loaders find the free cores, and nothing changes for the user's other libraries.
 
     Args:
-        request: "auto"; or the number of cores; or the cores themselves (for rank 0 of the host; rank r takes the r-th equal
-            share of the list, if it has as many cores as there are ranks, and the whole list otherwise).
+        request: "auto"; or the number of cores; or the cores themselves, of all ranks of the host: rank r takes the r-th equal share of the
+            list, or one of its cores in turn where there are fewer cores than ranks.
         allowed: logical cores this process may use.
         siblings: see `core_siblings`.
         reserved_share: share of a rank's physical cores left to the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`).
@@ -77,6 +77,16 @@ def worker_cores(
         return sorted([*reversed(mine), *others][:request])
     count = max(1, len(mine) - round(reserved_share * len(mine)))
     return mine[-count:]
+
+
+def trainer_threads(
+    n_worker_cores: int, *, allowed: Sequence[int], siblings: Mapping[int, tuple[int, ...]], local_world_size: int
+) -> int:
+    """Threads of a rank whose model trains on the CPU: one for each physical core that is left beside its worker, at least one.
+
+    More would compete with the worker, and OpenMP's threads wait for the slowest among them.
+    """
+    return max(1, len(_first_of_each(allowed, siblings)) // local_world_size - n_worker_cores)
 
 
 def _first_of_each(allowed: Sequence[int], siblings: Mapping[int, tuple[int, ...]]) -> list[int]:

@@ -25,7 +25,7 @@ from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selector import ColumnEnergies, Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
-from lightning_zenflow.worker import Worker
+from lightning_zenflow.worker import Worker, WorkerError
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._flushed_step = 0
         self._groups: list[GroupHyperparameters] | None = None
         self.stalls = StallClock()
-        super().__init__(*args, **kwargs)
+        self._worker: Worker | None = None
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self._kill_worker()
+            raise
         # DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
 
@@ -101,6 +106,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             ),
             device=device,
         )
+        self._count = torch.zeros((), dtype=torch.float64, device=device)
         self._move_state_into_arena()
         self._worker = Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
         self._rounds = Rounds(
@@ -128,7 +134,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partition, self._rounds, self._ownership, self._stand_in, device=device, dtype=self.dtype
         )
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
-        self._count = torch.zeros((), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
         self._start_over(count=0)
@@ -214,6 +219,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """
         if self._flushed_step == self._step:
             return
+        if self.closed:
+            raise WorkerError(
+                f"training ended before the worker had applied all of its {self._step} steps: the exact optimizer state is lost"
+            )
         with torch.no_grad():
             self._rounds.flush(self._step)
             self._ownership.reload()
@@ -224,8 +233,20 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def close(self) -> None:
         """Ends the worker and unlocks the shared memory. The state stays readable for as long as DeepSpeed's tensors live."""
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
         self._arena.close()
+
+    def _kill_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker has been ended."""
+        return self._worker is None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -252,9 +273,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     @override
     def destroy(self) -> None:
-        """As DeepSpeed's, and ends the worker."""
-        super().destroy()
-        self.close()
+        """As DeepSpeed's, and ends the worker. May be called again."""
+        if not self.closed:
+            self.close()
+            super().destroy()
 
     @property
     def _synchronous(self) -> bool:
@@ -334,7 +356,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def _write_step_counts(self) -> None:
         """AdamW's `step`, as the user's optimizer writes it into checkpoints."""
-        _, count = self._arena.resolved
+        # Not the arena's: on a rank with nothing but padding no round ever counts steps there.
+        count = int(self._count)
         counts_are_tensors = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
         for flat in self.single_partition_of_fp32_groups:
             self.optimizer.state[flat]["step"] = torch.tensor(float(count)) if counts_are_tensors else count

@@ -34,7 +34,8 @@ class SelectionContext:
 
 
 SelectStrategy = Callable[[Tensor, SelectionContext], Tensor]
-"""`(proxies, context) -> indices`: proxies [columns] float32, sums of squares, the same on every rank; indices int64, distinct; on the CPU."""
+"""`(proxies, context) -> indices`, all on the CPU: proxies [columns] float32, sums of squares, the same on every rank; indices int64,
+distinct, at most `context.k`."""
 
 
 class ColumnEnergies:

@@ -1,6 +1,5 @@
 """The Lightning strategy: configuration, life cycle and the hooks at which weights must be exact. No maths."""
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.affinity import allowed_cores, core_siblings, worker_cores
+from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
@@ -96,6 +95,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, deepspeed_config = resolve_config(config, given)
         self._optimizer: ZenFlowZeroOptimizer | None = None
+        self._torch_threads: int | None = None
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -161,7 +161,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
-        optimizer, scheduler = super()._init_optimizers()
+        try:
+            optimizer, scheduler = super()._init_optimizers()
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning advises manual optimization, which is refused as well.
+            raise MisconfigurationException(
+                "ZenFlowStrategy: configure_optimizers returned several optimizers: allowed is one; put the parameters into groups of"
+                " one optimizer"
+            ) from error
         validate_optimizer(optimizer)
         return optimizer, scheduler
 
@@ -171,17 +180,36 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> tuple["DeepSpeedEngine", Optimizer]:
         config = self.zenflow_config
         allowed = allowed_cores()
+        siblings = core_siblings(allowed)
         cores = worker_cores(
             config.worker_cores,
             allowed=allowed,
-            siblings=core_siblings(allowed),
+            siblings=siblings,
             reserved_share=config.pt_reserved_cores_perc,
             local_rank=self.local_rank,
             local_world_size=self.num_processes,
         )
-        with zenflow_optimizer(functools.partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores)):
-            engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-        self._optimizer = optimizer_of(engine)
+        if self.root_device.type == "cpu":
+            self._torch_threads = torch.get_num_threads()
+            threads = trainer_threads(
+                len(cores), allowed=allowed, siblings=siblings, local_world_size=self.num_processes
+            )
+            torch.set_num_threads(min(threads, self._torch_threads))
+        built = []
+
+        def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
+            built.append(ZenFlowZeroOptimizer(*args, zenflow=config, worker_cores=cores, **kwargs))
+            return built[0]
+
+        try:
+            with zenflow_optimizer(build):
+                engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+            self._optimizer = optimizer_of(engine)
+        except BaseException:
+            # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
+            for unused in built:
+                unused.destroy()
+            raise
         return engine, deepspeed_optimizer
 
     @override
@@ -211,18 +239,26 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self._flush()
+        if self._optimizer is not None:
+            self._optimizer.flush()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def teardown(self) -> None:
         if self._optimizer is not None:
-            self._optimizer.close()
+            # Not only `close`: DeepSpeed's engine outlives the fit, and what it is linked to would hold the arena.
+            self._optimizer.destroy()
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+            self._torch_threads = None
         super().teardown()
 
     def _flush(self) -> None:
-        """Closes all open windows, so that whoever looks at the weights or the optimizer states now sees the exact ones."""
-        if self._optimizer is not None:
+        """Closes all open windows, so that whoever looks at the weights or the optimizer states now sees the exact ones.
+
+        After a fit that ended with an exception there is nobody left to do that; weights are then evaluated as they are.
+        """
+        if self._optimizer is not None and not self._optimizer.closed:
             self._optimizer.flush()
 
     @classmethod

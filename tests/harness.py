@@ -74,7 +74,13 @@ class Case:
             full_warm_up_rounds=self.warm_up,
             worker_timeout=60,
             # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
-            **{"look_ahead": 0, "provisional_scale": 0, "select_interval": 0, "worker_cores": 1, **self.strategy_options},
+            **{
+                "look_ahead": 0,
+                "provisional_scale": 0,
+                "select_interval": 0,
+                "worker_cores": 1,
+                **self.strategy_options,
+            },
         )
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:

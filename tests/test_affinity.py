@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zenflow.affinity import allowed_cores, core_siblings, worker_cores
+from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
 
 
 def alone(cores: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -103,8 +103,17 @@ def test_a_list_is_shared_by_the_ranks() -> None:
 
 
 def test_a_list_that_is_too_short_for_the_ranks() -> None:
-    """`worker_cores` says: the whole list, if it has fewer cores than there are ranks."""
-    assert cores_of([0, 2], alone(range(8)), rank=2, ranks=3) == [0, 2]
+    """One core in turn, rather than all of them for every rank."""
+    assert [cores_of([0, 2], alone(range(8)), rank=rank, ranks=3) for rank in range(3)] == [[0], [2], [0]]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "n_worker_cores", "expected"),
+    [(2, 1, 1, 1), (1, 1, 1, 1), (16, 1, 8, 8), (16, 2, 4, 4), (4, 1, 3, 1)],
+)
+def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, n_worker_cores: int, expected: int) -> None:
+    siblings = alone(range(cores))
+    assert trainer_threads(n_worker_cores, allowed=range(cores), siblings=siblings, local_world_size=ranks) == expected
 
 
 @pytest.mark.parametrize("request_", [[0, 9], [4]])

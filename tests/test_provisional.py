@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Slice, build_partition
 from lightning_zenflow.provisional import (
@@ -75,7 +76,13 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     before = row.clone(), col.clone()
     no = torch.tensor(False)
     update_second_moment_(
-        row, col, torch.full((3,), torch.nan), torch.full((4,), torch.inf), beta2=0.9, scale=torch.tensor(1.0), finite=no
+        row,
+        col,
+        torch.full((3,), torch.nan),
+        torch.full((4,), torch.inf),
+        beta2=0.9,
+        scale=torch.tensor(1.0),
+        finite=no,
     )
     assert torch.equal(row, before[0])
     assert torch.equal(col, before[1])
@@ -102,9 +109,7 @@ def test_rows_and_columns_without_gradient_do_not_move() -> None:
     )
     factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
     weights = torch.randn(4, 6)
-    values = provisional_values(
-        weights, gradient, *factors, step_size=torch.tensor(0.1), finite=torch.tensor(True)
-    )
+    values = provisional_values(weights, gradient, *factors, step_size=torch.tensor(0.1), finite=torch.tensor(True))
     assert torch.equal(values[1], weights[1])
     assert torch.equal(values[:, 2], weights[:, 2])
     assert torch.isfinite(values).all()

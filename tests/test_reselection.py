@@ -3,17 +3,17 @@
 import functools
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-import lightning.pytorch as pl
 import random_selection
 from harness import Case, Run, fit, make_trainer, run_here
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.selection import overlap
 from lightning_zenflow.selector import Selector
@@ -77,14 +77,19 @@ def check(case: Case) -> int:
     trainer = make_trainer(case.make_strategy(), max_steps=case.steps, gradient_clip_val=1.0, callbacks=[owned])
     trainer.fit(model)
     run = run_here(case)
-    for ours, theirs in ((run.master, baseline().master), (run.exp_avg, baseline().exp_avg), (run.exp_avg_sq, baseline().exp_avg_sq)):
+    for ours, theirs in (
+        (run.master, baseline().master),
+        (run.exp_avg, baseline().exp_avg),
+        (run.exp_avg_sq, baseline().exp_avg_sq),
+    ):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
     return owned.compared
 
 
 @pytest.mark.parametrize(
-    ("update_interval", "publish_lag", "select_interval"), [(4, 1, 3), (1, 0, 1), (2, 3, 2), (3, 2, 5), (4, 0, 4), (1, 1, 1)]
+    ("update_interval", "publish_lag", "select_interval"),
+    [(4, 1, 3), (1, 0, 1), (2, 3, 2), (3, 2, 5), (4, 0, 4), (1, 1, 1)],
 )
 def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_interval: int) -> None:
     options = {"select_interval": select_interval, "select_strategy": "random_selection:choose"}
@@ -95,7 +100,9 @@ def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_i
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.integers(1, 7), st.integers(0, 4), st.integers(1, 6), st.integers(0, 3), st.sampled_from([0.05, 0.3, 1.0]))
-def test_any_history(update_interval: int, publish_lag: int, select_interval: int, warm_up: int, topk_ratio: float) -> None:
+def test_any_history(
+    update_interval: int, publish_lag: int, select_interval: int, warm_up: int, topk_ratio: float
+) -> None:
     options = {"select_interval": select_interval, "select_strategy": "random_selection:choose"}
     case = case_of(
         update_interval=update_interval,
@@ -137,9 +144,7 @@ def test_a_strategy_that_returns_nonsense_is_refused() -> None:
 
 
 def selector(interval: Any, strategy: str = "step", *, columns: int = 40) -> Selector:
-    return Selector(
-        ["w"], [columns], topk_ratio=0.25, strategy=strategy, interval=interval, device=torch.device("cpu")
-    )
+    return Selector(["w"], [columns], topk_ratio=0.25, strategy=strategy, interval=interval, device=torch.device("cpu"))
 
 
 def steps_measured(s: Selector, proxies: Any, steps: int) -> list[int]:

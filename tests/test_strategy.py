@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "two optimizers": (
         lambda: fit(with_optimizer(lambda ps: [torch.optim.AdamW(ps[:1]), torch.optim.AdamW(ps[1:])])),
-        r"2 optimizers",
+        r"several optimizers: allowed is one",
     ),
     "manual optimization": (lambda: fit(Manual()), r"automatic_optimization=False: allowed is True"),
     "sparse embedding": (lambda: fit(Sparse()), r"words.sparse=True: allowed is False"),

@@ -85,7 +85,9 @@ class Collator:
         )
         labels = [example.label for example in examples if example.label is not None]
         if len(labels) == len(examples):
-            batch["labels"] = pack_scores(labels) if self.task.is_regression else torch.tensor(labels, dtype=torch.int64)
+            batch["labels"] = (
+                pack_scores(labels) if self.task.is_regression else torch.tensor(labels, dtype=torch.int64)
+            )
         return batch
 
 

@@ -148,7 +148,10 @@ class GlueClassifier(pl.LightningModule):
         matrices = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim < 2]
         optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": self.hparams["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
+            [
+                {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
             lr=self.hparams["lr"],
             betas=self.hparams["betas"],
             eps=self.hparams["eps"],

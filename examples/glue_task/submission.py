@@ -43,7 +43,11 @@ class SubmissionWriter(BasePredictionWriter):
 
     @override
     def write_on_epoch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
     ) -> None:
         sets = self.task.evaluation_sets
         # Lightning nests the batches by data loader only where there are several.

@@ -37,11 +37,15 @@ def join_pair(
     if second is None:
         room = max_length - len(start) - len(end)
         if room < 1:
-            raise ValueError(f"max_length={max_length} is too short for one sentence; the least is {max_length - room + 1}")
+            raise ValueError(
+                f"max_length={max_length} is too short for one sentence; the least is {max_length - room + 1}"
+            )
         return [*start, *first[:room], *end]
     room = max_length - len(start) - len(separator) - len(end)
     if room < 2:
-        raise ValueError(f"max_length={max_length} is too short for a pair of sentences; the least is {max_length - room + 2}")
+        raise ValueError(
+            f"max_length={max_length} is too short for a pair of sentences; the least is {max_length - room + 2}"
+        )
     kept_first = min(len(first), max(room - len(second), room // 2))
     kept_second = min(len(second), room - kept_first)
     return [*start, *first[:kept_first], *separator, *second[:kept_second], *end]
@@ -77,11 +81,15 @@ class PretrainedEncoder:
 
     def __init__(self, name: str) -> None:
         """Load the tokenizer `name`; ValueError where it has no special token to start a text with."""
-        from transformers import AutoTokenizer  # here, because importing it takes seconds that the byte tokenizer need not wait
+        from transformers import (
+            AutoTokenizer,
+        )  # here, because importing it takes seconds that the byte tokenizer need not wait
 
         self._tokenizer = AutoTokenizer.from_pretrained(name)
         special = self._tokenizer
-        start = next((i for i in (special.cls_token_id, special.bos_token_id, special.eos_token_id) if i is not None), None)
+        start = next(
+            (i for i in (special.cls_token_id, special.bos_token_id, special.eos_token_id) if i is not None), None
+        )
         if start is None:
             raise ValueError(f"tokenizer={name!r} has no cls, bos or eos token to start a text with; use one that has")
         self._start = [start]

@@ -143,7 +143,9 @@ def parse_label(text: str, task: GlueTask) -> int | float:
 
 
 def _report(path: Path, bad: Sequence[str], count: int, stage: Stage) -> None:
-    summary = f"{path}: {len(bad)} of {count} lines cannot be read ({'; '.join(bad[:3])}{'; ...' if len(bad) > 3 else ''})"
+    summary = (
+        f"{path}: {len(bad)} of {count} lines cannot be read ({'; '.join(bad[:3])}{'; ...' if len(bad) > 3 else ''})"
+    )
     if stage == "test":
         raise ValueError(f"{summary}; a test set is taken whole, so that every example gets its prediction")
     if len(bad) > MAX_BAD_SHARE * count:
