@@ -7,7 +7,7 @@ to the host, and why a flush ends with `load`. Only where the worker does not re
 (`deferred_update: accumulate`) is this copy the exact one, and then `store` comes first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,32 +110,27 @@ class DeviceColumns:
 
     def load(self, arena: Arena) -> None:
         """Takes the entries' exact state from the arena; the block's last round must be done."""
-        for owned in self._all():
-            state = self._states[owned.param_group]
-            for ours, theirs in (
-                (state.master, arena.master),
-                (state.exp_avg, arena.exp_avg),
-                (state.exp_avg_sq, arena.exp_avg_sq),
-            ):
-                values = theirs.narrow(0, owned.tile.begin, owned.tile.numel).view(owned.tile.rows, owned.tile.width)
-                if owned.columns is not None:
-                    values = values.index_select(1, owned.columns.host)
-                owned.of_state(ours).copy_(values)
+        for owned, ours, theirs in self._side_by_side(arena):
+            ours.copy_(theirs if owned.columns is None else theirs.index_select(1, owned.columns.host))
 
     def store(self, arena: Arena) -> None:
         """Writes the entries' state into the arena; the block's last round must be done. The inverse of `load`."""
+        for owned, ours, theirs in self._side_by_side(arena):
+            if owned.columns is None:
+                theirs.copy_(ours)
+            else:
+                theirs.index_copy_(1, owned.columns.host, ours.cpu())
+
+    def _side_by_side(self, arena: Arena) -> Iterator[tuple[_Owned, Tensor, Tensor]]:
+        """Each tile's weights and moments: here [rows, k], and in the arena [rows, width], both views."""
         for owned in self._all():
-            state = self._states[owned.param_group]
+            state, tile = self._states[owned.param_group], owned.tile
             for ours, theirs in (
                 (state.master, arena.master),
                 (state.exp_avg, arena.exp_avg),
                 (state.exp_avg_sq, arena.exp_avg_sq),
             ):
-                values = theirs.narrow(0, owned.tile.begin, owned.tile.numel).view(owned.tile.rows, owned.tile.width)
-                if owned.columns is None:
-                    values.copy_(owned.of_state(ours))
-                else:
-                    values.index_copy_(1, owned.columns.host, owned.of_state(ours).cpu())
+                yield owned, owned.of_state(ours), theirs.narrow(0, tile.begin, tile.numel).view(tile.rows, tile.width)
 
     def gather_gradient(self, slice_index: int, begin: int, gradient: Tensor | None) -> None:
         """Keeps the owned entries of a slice's gradient; None stands for zeros.

@@ -15,10 +15,11 @@ from typing_extensions import override
 from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, row_length
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.ownership import Ownership
-from lightning_zenflow.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.partition import build_partition
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Publishing, Rounds
 from lightning_zenflow.schedule import Schedule
@@ -89,7 +90,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         ]
         device = self._weights[0].device
-        self._partition = self._build_partition()
+        self._partition = build_partition(
+            read_slices(self), self.partition_size, self._config.effective_update_interval
+        )
         schedule = Schedule(
             n_blocks=len(self._partition.blocks),
             update_interval=self._config.effective_update_interval,
@@ -310,29 +313,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.temp_grad_buffer_for_cpu_offload = torch.empty(0)
         self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
 
-    def _build_partition(self) -> Partition:
-        """Translates DeepSpeed's bookkeeping (`grad_position`: parameter group, start in parameter, start in partition, elements)."""
-        begins = group_begins(self.partition_size)
-        slices = []
-        for parameters in self.params_in_partition:
-            for parameter in parameters:
-                number = self.get_param_id(parameter)
-                group, start, begin, numel = self.grad_position[number]
-                is_matrix = parameter.dim() > 1
-                if numel > 0:
-                    slices.append(
-                        Slice(
-                            parameter=number,
-                            param_group=group,
-                            begin=begins[group] + begin,
-                            start=start,
-                            numel=numel,
-                            columns=parameter.numel() // parameter.shape[0] if is_matrix else 1,
-                            is_matrix=is_matrix,
-                        )
-                    )
-        return build_partition(slices, self.partition_size, self._config.effective_update_interval)
-
     def _moments(self, group: int) -> dict[str, Tensor]:
         """Views of the arena: one parameter group's moments under torch's names."""
         begin, numel = self._partition.group_begins[group], self.partition_size[group]
@@ -363,10 +343,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.optimizer.state[flat]["step"] = torch.tensor(float(count)) if counts_are_tensors else count
 
     def _build_selector(self, device: torch.device) -> Selector:
-        parameters = [p for group in self.bit16_groups for p in group]
+        parameters = parameters_in_order(self)
         return Selector(
             [self.param_names[p] for p in parameters],
-            [p.numel() // p.shape[0] if p.dim() > 1 and p.numel() > 0 else 0 for p in parameters],
+            [row_length(p) for p in parameters],
             topk_ratio=self._config.topk_ratio,
             strategy=self._config.select_strategy,
             interval=self._config.select_interval,

@@ -218,6 +218,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        assert self._optimizer is not None
+        self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def on_validation_start(self) -> None:
         self._flush()
         super().on_validation_start()

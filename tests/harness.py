@@ -72,7 +72,7 @@ class Case:
             update_interval=self.update_interval,
             publish_lag=self.publish_lag,
             full_warm_up_rounds=self.warm_up,
-            worker_timeout=60,
+            worker_timeout=250,  # only so that a hang ends before the test runner does
             # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
             **{
                 "look_ahead": 0,

@@ -190,6 +190,16 @@ def test_epochs_are_counted_by_the_trainer() -> None:
     assert measured == [1, 7]
 
 
+def test_the_strategy_says_which_epoch_it_is() -> None:
+    trainer = make_trainer(ZenFlowStrategy(select_strategy="epoch", select_interval=2), max_epochs=5)
+    trainer.fit(SmallNet(length=3))
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    optimizer = trainer.strategy.zenflow_optimizer
+    assert optimizer is not None
+    assert trainer.global_step == 15
+    assert optimizer._selector.n_selections == 3  # epochs 0, 2 and 4
+
+
 def test_overlap() -> None:
     a, b = torch.tensor([1, 2, 3, 4]), torch.tensor([3, 4, 5, 6])
     assert overlap([a], [b]) == 0.5

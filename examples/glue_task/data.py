@@ -188,7 +188,8 @@ class GlueDataModule(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Example]:
-        return self._loader(self._examples["train", self.task.evaluation_sets[0].name], training=True)
+        # DeepSpeed's strategy asks for this loader's batch size before validate, test and predict too, where no training data is read.
+        return self._loader(self._examples.get(("train", self.task.evaluation_sets[0].name), []), training=True)
 
     @override
     def val_dataloader(self) -> list[DataLoader[Example]]:

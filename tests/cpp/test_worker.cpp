@@ -358,7 +358,7 @@ TEST(worker, prints_layout_and_version) {
     CHECK_CONTAINS(layout, "sizeof(Round) 48\n");
     CHECK_CONTAINS(layout, "ArenaHeader.numel 32\n");
     CHECK_CONTAINS(layout, "kMaxMessageBytes 16384\n");
-    CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol 1");
+    CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol " + std::to_string(kVersion));
     CHECK_EQ(status, 0);
 }
 
