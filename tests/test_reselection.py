@@ -97,6 +97,31 @@ def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_i
     assert check(case) > 0
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(("update_interval", "publish_lag"), [(4, 1), (2, 3)])
+def test_approximations_change_no_exact_bit_and_repeat(precision: str, update_interval: int, publish_lag: int) -> None:
+    """Look-ahead, stand-in and random columns at once: another run shows the same weights, and the flush leaves AdamW's."""
+    options = {
+        "look_ahead": "auto",
+        "provisional_scale": "auto",
+        "select_interval": 3,
+        "select_strategy": "random_selection:choose",
+    }
+    case = case_of(
+        precision=precision, update_interval=update_interval, publish_lag=publish_lag, strategy_options=options
+    )
+    first, second = run_here(case), run_here(case)
+    plain = run_here(case_of(precision=precision, topk_ratio=0, update_interval=1, publish_lag=0))
+    for of_step, again in zip(first.shown, second.shown, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of_step, again, strict=True))
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for a, b, c in zip(getattr(first, kind), getattr(second, kind), getattr(plain, kind), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+    # They do move what the model shows.
+    assert any(not torch.equal(a, b) for a, b in zip(first.shown[5], plain.shown[5], strict=True))
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(st.integers(1, 7), st.integers(0, 4), st.integers(1, 6), st.integers(0, 3), st.sampled_from([0.05, 0.3, 1.0]))
