@@ -10,11 +10,11 @@ Everything comes from the grammar and the word lists below, which were written f
 Why memorising does not help
     No sentence of dev or test is in train. Nor are its *combinations*: the pairs (noun, its opinion word), (opinion word, opinion
     word) and (cue, opinion word), where a cue is a construction such as "not" or "although". A hash assigns each pair to train
-    or to the held-out files, and no pair is in both. Who has only read "not dull" must work out "not tedious" from its parts.
+    or to the held-out files, and no pair is in both. Who has only read "not dull" must work out "not boring" from its parts.
 
 Why a bag of words does not help much
-    About a third of the sentences negate their opinion word ("not bad" is praise) and about a third weigh two opposite ones
-    ("beautiful but hollow" is not), where only the order tells which one counts. "not only" negates nothing. On dev, the
+    About a quarter of the sentences negate their opinion word ("not dull" is praise) and nearly a quarter weigh two opposite ones
+    ("lovely but hollow" is not), where only the order tells which one counts. "not only" negates nothing. On dev, the
     majority label is right for 50.0 % of the sentences, naive Bayes over single words for 66.8 %, naive Bayes over words and
     neighbouring pairs of words for 67.7 % (`naive_bayes_accuracy`; the tests compute these numbers again).
 """

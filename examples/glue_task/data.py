@@ -210,7 +210,7 @@ class GlueDataModule(pl.LightningDataModule):
         return DataLoader(
             ExampleDataset(examples),
             batch_size=self.batch_size if training else self.eval_batch_size,
-            shuffle=training,
+            shuffle=training and bool(examples),
             collate_fn=Collator(self.task, self.encoder, self.max_length),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,

@@ -24,7 +24,7 @@ def split_name(stage: Stage, evaluation_set: EvaluationSet) -> str:
 def load_hub(dataset: str, task: GlueTask, stage: Stage, evaluation_set: EvaluationSet) -> list[Example]:
     """Download (or take from the cache) one split of `task` from `dataset`.
 
-    Raises ModuleNotFoundError, saying what to install, without the `datasets` package; ValueError for missing columns.
+    Raises ModuleNotFoundError, saying what to install, without the `datasets` package; ValueError for missing columns and empty splits.
     """
     rows = load_split(dataset, task, split_name(stage, evaluation_set))
     missing = {task.hub.first, task.hub.second or task.hub.first, task.hub.label} - set(rows.column_names)
@@ -33,6 +33,8 @@ def load_hub(dataset: str, task: GlueTask, stage: Stage, evaluation_set: Evaluat
             f"data.dataset={dataset!r}, configuration {task.hub_name!r} lacks {', '.join(map(repr, sorted(missing)))}; "
             f"it has {', '.join(map(repr, rows.column_names))}"
         )
+    if not len(rows):
+        raise ValueError(f"data.dataset={dataset!r}, configuration {task.hub_name!r}, has no examples for {stage}")
     return examples_from_rows(rows, task)
 
 
@@ -42,7 +44,7 @@ def load_split(dataset: str, task: GlueTask, split: str) -> Dataset:
         from datasets import load_dataset
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"data.dataset={dataset!r} needs the package `datasets`: pip install datasets; "
+            f"data.dataset={dataset!r} needs the package `datasets`, which the extra `hub` installs: pip install '.[examples,hub]'; "
             "or set data.data_dir to a folder of GLUE's TSV files"
         ) from error
     return load_dataset(dataset, task.hub_name, split=split)

@@ -33,9 +33,11 @@ class SubmissionWriter(BasePredictionWriter):
     """Writes the files at the end of `predict`, on the first rank, with the predictions of all ranks."""
 
     def __init__(self, *, task: str, output_dir: str = "logs/submission") -> None:
-        """Args:
-        task: Name of the GLUE task.
-        output_dir: Folder for the files; made if missing.
+        """Say what to write where.
+
+        Args:
+            task: Name of the GLUE task.
+            output_dir: Folder for the files; made if missing.
         """
         super().__init__(write_interval="epoch")
         self.task = find_task(task)

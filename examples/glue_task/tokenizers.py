@@ -81,9 +81,8 @@ class PretrainedEncoder:
 
     def __init__(self, name: str) -> None:
         """Load the tokenizer `name`; ValueError where it has no special token to start a text with."""
-        from transformers import (
-            AutoTokenizer,
-        )  # here, because importing it takes seconds that the byte tokenizer need not wait
+        # Imported here, so that the byte tokenizer works without it.
+        from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(name)
         special = self._tokenizer

@@ -1,0 +1,251 @@
+"""The GLUE example's data: tasks, files in GLUE's layout, Hugging Face data, tokenizers, batches."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glue_files import LAYOUTS, stage_of, write
+from glue_task.data import Collator, GlueDataModule, unpack_scores
+from glue_task.hub import examples_from_rows, split_name
+from glue_task.tasks import TASKS, Example, find_task
+from glue_task.tokenizers import ByteEncoder, PretrainedEncoder, build_encoder, join_pair
+from glue_task.tsv import find_folder, read_tsv, split_path
+
+# --- tasks -------------------------------------------------------------------------------------------------------------------
+
+
+def test_table_has_the_nine_tasks_and_their_official_metrics() -> None:
+    assert {name: task.metrics for name, task in TASKS.items()} == {
+        "CoLA": ("matthews",),
+        "SST-2": ("accuracy",),
+        "MRPC": ("f1", "accuracy"),
+        "QQP": ("f1", "accuracy"),
+        "STS-B": ("pearson", "spearman"),
+        "MNLI": ("accuracy",),
+        "QNLI": ("accuracy",),
+        "RTE": ("accuracy",),
+        "WNLI": ("accuracy",),
+    }
+    assert [one.submission for task in TASKS.values() for one in task.evaluation_sets] == [
+        *("CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI")
+    ]
+    assert {name: task.num_outputs for name, task in TASKS.items() if task.num_outputs != 2} == {"STS-B": 1, "MNLI": 3}
+
+
+def test_tasks_are_found_by_either_name() -> None:
+    assert find_task("sst2") is find_task("SST-2") is find_task("sst-2") is TASKS["SST-2"]
+    with pytest.raises(ValueError, match="task='SST2-x' is not a GLUE task; allowed are CoLA, SST-2, MRPC"):
+        find_task("SST2-x")
+
+
+# --- TSV files ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "header", "line", "expected"), LAYOUTS, ids=[f"{x[0]}-{x[1]}" for x in LAYOUTS]
+)
+def test_official_layout_of_every_task(
+    tmp_path: Path,
+    name: str,
+    stem: str,
+    header: str | None,
+    line: str,
+    expected: tuple[int, str, str | None, float | None],
+) -> None:
+    task = TASKS[name]
+    first_lines = [] if header is None else ["\t".join(header.split("|" if "|" in header else " "))]
+    write(tmp_path / name / f"{stem}.tsv", *first_lines, line)
+    evaluation_set = next(one for one in task.evaluation_sets if stem in ("train", one.with_suffix(stage_of(stem))))
+    path = split_path(find_folder(str(tmp_path), task), stage_of(stem), evaluation_set)
+    (example,) = read_tsv(path, task, stage_of(stem))
+    assert (example.index, example.first, example.second, example.label) == expected
+
+
+def test_byte_order_mark_carriage_returns_and_line_separators_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_bytes("\ufeffsentence\tlabel\r\none\u2028sentence\x85here\t1\r\n".encode())
+    (example,) = read_tsv(path, TASKS["SST-2"], "train")
+    assert (example.first, example.label) == ("one\u2028sentence\x85here", 1)
+
+
+def test_few_bad_lines_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = [f"sentence {i}\t{i % 2}" for i in range(400)]
+    lines[10], lines[20] = "only one field", "no such label\t7"
+    path = write(tmp_path / "train.tsv", "sentence\tlabel", *lines)
+    assert len(read_tsv(path, TASKS["SST-2"], "train")) == 398
+    assert "2 of 400 lines cannot be read" in caplog.text
+    assert "line 12: 1 fields instead of 2; line 22: label '7' is none of 0, 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "lines", "message"),
+    [
+        (
+            "SST-2",
+            "train",
+            ["sentence\tlabel", "fine\t1", "bad"],
+            "1 of 2 lines cannot be read (line 3: 1 fields instead",
+        ),
+        ("SST-2", "test", ["index\tsentence", *["1\tfine"] * 500, "x\tfine"], "line 502: index 'x' is not a number"),
+        ("SST-2", "train", ["sentence\tlabel"], "has no examples"),
+        ("SST-2", "train", [], "lacks the columns 'sentence', 'label'"),
+        ("SST-2", "dev", ["text\tlabel", "fine\t1"], "lacks the column 'sentence' that task='SST-2' reads"),
+        ("RTE", "dev", ["index\tquestion\tsentence\tlabel", "0\ta\tb\t1"], "these are the columns of SST-2 or QNLI"),
+        ("CoLA", "train", ["sentence\tlabel", "fine\t1"], "line 1: 2 fields instead of 4"),
+        ("STS-B", "dev", ["sentence1\tsentence2\tscore", "a\tb\tnan"], "score 'nan' is not a number"),
+        (
+            "MNLI",
+            "train",
+            ["sentence1\tsentence2\tgold_label", "a\tb\t-"],
+            "gold_label '-' is none of entailment, neutral",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, stage: Any, lines: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_tsv(write(tmp_path / "file.tsv", *lines), TASKS[name], stage)
+
+
+def test_wrong_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        read_tsv(path, TASKS["SST-2"], "train")
+
+
+def test_wrong_paths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="data.data_dir='nowhere' is no folder"):
+        find_folder("nowhere", TASKS["SST-2"])
+    write(tmp_path / "dev.tsv", "sentence\tlabel")
+    with pytest.raises(FileNotFoundError, match=r"train.tsv does not exist; the folder has dev.tsv"):
+        split_path(tmp_path, "train", TASKS["SST-2"].evaluation_sets[0])
+
+
+# --- Hugging Face ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_hugging_face_become_examples() -> None:
+    rows = [
+        {"premise": "a", "hypothesis": "b", "label": 2, "idx": 4},
+        {"premise": "c", "hypothesis": "d", "label": -1, "idx": 5},
+    ]
+    assert examples_from_rows(rows, TASKS["MNLI"]) == [
+        Example(index=4, first="a", second="b", label=2),
+        Example(index=5, first="c", second="d", label=None),
+    ]
+    assert [split_name("dev", one) for one in TASKS["MNLI"].evaluation_sets] == [
+        "validation_matched",
+        "validation_mismatched",
+    ]
+    assert split_name("test", TASKS["RTE"].evaluation_sets[0]) == "test"
+
+
+def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="the extra `hub` is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for split, labels in (("train", [0, 1, 1]), ("validation", [1, 0]), ("test", [-1, -1])):
+        rows = {
+            "sentence": [f"{split} {i}" for i in range(len(labels))],
+            "label": labels,
+            "idx": list(range(len(labels))),
+        }
+        (tmp_path / "copy" / "sst2").mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "copy" / "sst2" / f"{split}-00000-of-00001.parquet"))
+    files = "".join(f"  - split: {split}\n    path: sst2/{split}-*\n" for split in ("train", "validation", "test"))
+    write(tmp_path / "copy" / "README.md", "---", f"configs:\n- config_name: sst2\n  data_files:\n{files}---")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+    data = GlueDataModule(task="SST-2", dataset=str(tmp_path / "copy"))
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("predict")
+    assert [example.first for example in data.train_dataloader().dataset.examples] == ["train 0", "train 1", "train 2"]
+    (validation,), (prediction,) = data.val_dataloader(), data.predict_dataloader()
+    assert next(iter(validation))["labels"].tolist() == [1, 0]
+    assert "labels" not in next(iter(prediction))
+    with pytest.raises(ValueError, match="the test set of SST-2 has no labels"):
+        data.setup("test")
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match="the extra `hub` installs: pip install"):
+        GlueDataModule(dataset="nyu-mll/glue").prepare_data()
+
+
+# --- tokenizers and batches --------------------------------------------------------------------------------------------------
+
+
+def test_byte_tokenizer() -> None:
+    encoder = ByteEncoder()
+    assert encoder.encode("ab", None, 16) == [257, 97, 98, 259]
+    assert encoder.encode("é", "b", 16) == [257, 0xC3, 0xA9, 258, 98, 259]
+    assert encoder.encode("", "", 16) == [257, 258, 259]
+    assert max(encoder.encode("x", "y", 16)) < encoder.vocab_size
+    assert isinstance(build_encoder("bytes"), ByteEncoder)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [(9, None, (8, 0)), (2, 3, (2, 3)), (9, 2, (5, 2)), (2, 9, (2, 5)), (9, 9, (3, 4)), (1, 1, (1, 1)), (0, 9, (0, 7))],
+)
+def test_the_longer_sentence_is_cut_first(first: int, second: int | None, kept: tuple[int, int]) -> None:
+    ids = join_pair(
+        [1] * first, None if second is None else [2] * second, start=[7], separator=[8], end=[9], max_length=10
+    )
+    assert (ids.count(1), ids.count(2)) == kept
+    assert len(ids) <= 10
+    assert (ids[0], ids[-1], ids.count(8)) == (7, 9, int(second is not None))
+
+
+def test_too_short_a_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_length=4 is too short for a pair of sentences; the least is 5"):
+        join_pair([1], [2], start=[7], separator=[8], end=[9], max_length=4)
+
+
+def test_pretrained_tokenizer_without_separator_uses_its_end_of_text(tiny_gpt2: Path) -> None:
+    encoder = PretrainedEncoder(str(tiny_gpt2))
+    ids = encoder.encode("the plot", "is dull", 32)
+    assert (ids[0], encoder.pad_token_id) == (0, 0)
+    assert ids.count(0) == 2
+    assert encoder._tokenizer.decode([i for i in ids if i]) == "the plotis dull"
+    assert len(encoder.encode("the plot is dull " * 20, "is dull", 12)) == 12
+
+
+def test_batches_are_padded_on_the_right() -> None:
+    collate = Collator(TASKS["SST-2"], ByteEncoder(), max_length=12)
+    batch = collate(
+        [Example(index=3, first="abc", second=None, label=1), Example(index=4, first="z" * 20, second=None, label=0)]
+    )
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 12)
+    assert batch["input_ids"][0].tolist() == [257, 97, 98, 99, 259] + [256] * 7
+    assert batch["attention_mask"].sum(1).tolist() == [5, 12]
+    assert (batch["labels"].tolist(), batch["indices"].tolist()) == ([1, 0], [3, 4])
+
+
+def test_scores_survive_a_cast_of_floating_point_tensors() -> None:
+    examples = [Example(index=i, first="a", second="b", label=label) for i, label in enumerate((3.333, 0.25))]
+    batch = Collator(TASKS["STS-B"], ByteEncoder(), 16)(examples)
+    assert not batch["labels"].is_floating_point()
+    assert torch.equal(unpack_scores(batch["labels"]), torch.tensor([3.333, 0.25]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "set exactly one of data.data_dir (got None) and data.dataset (got None)"),
+        ({"data_dir": "x", "dataset": "y"}, "set exactly one of data.data_dir (got 'x')"),
+        ({"data_dir": "x", "task": "SQuAD"}, "task='SQuAD' is not a GLUE task"),
+        ({"data_dir": "x", "batch_size": 0}, "data.batch_size=0 is not allowed; it must be at least 1"),
+        ({"data_dir": "x", "max_length": 4}, "data.max_length=4 is not allowed; it must be at least 8"),
+    ],
+)
+def test_wrong_data_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GlueDataModule(**arguments)

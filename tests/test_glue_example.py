@@ -1,0 +1,200 @@
+"""The GLUE example's bundled sample and command line; with `-m slow` its whole default training."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import glue
+import make_glue_sample as sample_script
+from glue_files import CONFIG, EXAMPLES, ROOT, SAMPLE
+
+
+@pytest.fixture(scope="module")
+def sample() -> dict[str, list[sample_script.Sentence]]:
+    return sample_script.make_sample()
+
+
+def test_the_script_writes_the_bundled_files_again(tmp_path: Path, sample: dict[str, list[Any]]) -> None:
+    sample_script.write_sample(sample, tmp_path)
+    for split in ("train", "dev", "test"):
+        assert (tmp_path / f"{split}.tsv").read_bytes() == (SAMPLE / f"{split}.tsv").read_bytes(), split
+    assert sum(file.stat().st_size for file in SAMPLE.iterdir()) < 500_000
+
+
+def test_sample_is_balanced_distinct_and_held_out(sample: dict[str, list[Any]]) -> None:
+    for split, size in (("train", 4000), ("dev", 600), ("test", 600)):
+        assert len(sample[split]) == size
+        assert sum(sentence.label for sentence in sample[split]) == size // 2
+    texts = [sentence.text for sentences in sample.values() for sentence in sentences]
+    assert len(set(texts)) == len(texts)
+    seen = frozenset().union(*(sentence.combinations for sentence in sample["train"]))
+    held_out = frozenset().union(*(sentence.combinations for split in ("dev", "test") for sentence in sample[split]))
+    assert not seen & held_out
+    opinions = {word for words in sample_script.OPINIONS.values() for word in words}
+    for split in sample:  # every opinion word itself is known from training
+        assert opinions <= {word for sentence in sample[split] for word in sentence.text.split()}
+
+
+def test_words_alone_do_not_solve_the_sample(sample: dict[str, list[Any]]) -> None:
+    words = sample_script.naive_bayes_accuracy(sample["train"], sample["dev"])
+    pairs = sample_script.naive_bayes_accuracy(sample["train"], sample["dev"], max_words=2)
+    assert max(words, pairs) < 0.75
+    described = re.findall(r"(\d+\.\d) %", sample_script.__doc__ or "")
+    assert described == ["50.0", f"{words:.1%}"[:-1], f"{pairs:.1%}"[:-1]]
+
+
+def test_a_grammar_that_is_used_up_says_so() -> None:
+    with pytest.raises(ValueError, match="at least 2 sentences"):
+        sample_script.make_sample(train=1)
+
+
+# --- command line ------------------------------------------------------------------------------------------------------------
+
+FAST = ["--trainer.strategy=auto", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, subcommand: str, *arguments: str) -> None:
+    """`python examples/glue.py SUBCOMMAND --config conf/glue.yaml ARGUMENTS`, in this process and with its logs in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    data = [f"--data.data_dir={SAMPLE}"] if not any("--data.data_dir" in argument for argument in arguments) else []
+    monkeypatch.setattr(sys, "argv", ["glue.py", subcommand, "--config", str(CONFIG), *data, *FAST, *arguments])
+    glue.main()
+
+
+def test_printed_configuration_resolves_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from omegaconf import OmegaConf
+
+    monkeypatch.setenv("LR", "0.25")
+    with pytest.raises(SystemExit) as exit_status:
+        run_cli(monkeypatch, tmp_path, "fit", "--model.width=64", "--print_config")
+    assert exit_status.value.code in (None, 0)
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert float(printed.model.lr) == 0.25
+    assert printed.model.width == 64
+    assert printed.trainer.gradient_clip_val == 1.0
+
+
+@pytest.mark.parametrize("file", ["glue.yaml", "glue_gpt2.yaml"])
+def test_configurations_build_their_strategy(file: str) -> None:
+    from omegaconf import OmegaConf
+
+    from lightning_zenflow import ZenFlowStrategy
+
+    settings = OmegaConf.load(ROOT / "conf" / file).trainer.strategy
+    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
+    ZenFlowStrategy(**settings.init_args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["--data.data_dir=nowhere"], FileNotFoundError, "data.data_dir='nowhere' is no folder"),
+        (
+            ["--data.task=MRPC"],
+            ValueError,
+            "lacks the columns '#1 String', '#2 String', 'Quality' that task='MRPC' reads",
+        ),
+        (["--data.task=SQuAD"], ValueError, "task='SQuAD' is not a GLUE task"),
+        (["--model.pretrained=gpt2"], ValueError, "set data.tokenizer='gpt2'"),
+    ],
+)
+def test_wrong_commands_end_with_a_clear_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        run_cli(monkeypatch, tmp_path, "fit", *arguments)
+
+
+def test_validate_test_and_predict_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--model.width=16", "--model.heads=2", "--model.layers=1"]
+    run_cli(
+        monkeypatch,
+        tmp_path,
+        "fit",
+        *small,
+        "--trainer.max_steps=4",
+        "--trainer.val_check_interval=2",
+        "--trainer.log_every_n_steps=1",
+    )
+    (checkpoint,) = tmp_path.glob("logs/glue/version_*/checkpoints/last.ckpt")
+    assert list(tmp_path.glob("logs/glue/version_0/events.out.tfevents.*"))
+    for subcommand in ("validate", "test", "predict"):
+        run_cli(monkeypatch, tmp_path, subcommand, *small, f"--ckpt_path={checkpoint}")
+    logged = {name for file in tmp_path.glob("logs/csv/version_*/metrics.csv") for name in csv_rows(file)[0]}
+    assert {"val/accuracy", "test/accuracy", "test/loss", "train/loss", "train/lm_loss", "lr-AdamW/pg1"} <= logged
+    header, *rows = (tmp_path / "logs" / "submission" / "SST-2.tsv").read_text().splitlines()
+    assert header == "index\tprediction"
+    assert [row.split("\t")[0] for row in rows] == [str(i) for i in range(600)]
+    assert {row.split("\t")[1] for row in rows} <= {"0", "1"}
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- under ZenFlow -----------------------------------------------------------------------------------------------------------
+
+
+def run_script(tmp_path: Path, subcommand: str, *arguments: str, timeout: float) -> None:
+    """The command of the README, in a process of its own and with its logs in `tmp_path`."""
+    command = [
+        sys.executable,
+        str(EXAMPLES / "glue.py"),
+        subcommand,
+        "--config",
+        str(CONFIG),
+        f"--data.data_dir={SAMPLE}",
+    ]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [*command, "--trainer.accelerator=cpu", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_twenty_steps_under_zenflow(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        "fit",
+        "--trainer.max_steps=20",
+        "--trainer.val_check_interval=20",
+        "--trainer.limit_val_batches=1",
+        timeout=240,
+    )
+    rows = csv_rows(tmp_path / "logs" / "csv" / "version_0" / "metrics.csv")
+    losses = [float(row["train/lm_loss"]) for row in rows if row["train/lm_loss"]]
+    assert losses[-1] < losses[0]
+    assert any(row["val/accuracy"] for row in rows)
+    assert list((tmp_path / "logs" / "glue" / "version_0").glob("events.out.tfevents.*"))
+    assert (tmp_path / "logs" / "glue" / "version_0" / "checkpoints" / "last.ckpt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_default_training_reaches_ninety_percent(tmp_path: Path) -> None:
+    run_script(tmp_path, "fit", timeout=600)
+    rows = csv_rows(tmp_path / "logs" / "csv" / "version_0" / "metrics.csv")
+    accuracies = [float(row["val/accuracy"]) for row in rows if row["val/accuracy"]]
+    assert accuracies[-1] >= 0.9
+    checkpoint = tmp_path / "logs" / "glue" / "version_0" / "checkpoints" / "last.ckpt"
+    run_script(tmp_path, "test", f"--ckpt_path={checkpoint}", timeout=200)
+    (tested,) = [
+        row for row in csv_rows(tmp_path / "logs" / "csv" / "version_1" / "metrics.csv") if row["test/accuracy"]
+    ]
+    assert float(tested["test/accuracy"]) >= 0.9
