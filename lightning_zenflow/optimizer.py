@@ -205,6 +205,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # gather
         self._gather()
         self._update_loss_scale(scale.finite)
+        # What torch's own Optimizer.step would note; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True
         self.stalls.steps += 1
         self._prepare_step()
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
@@ -158,6 +159,14 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 gradient_clip_val=trainer.gradient_clip_val,
             )
         super()._format_config()
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        assert self.lightning_module is not None
+        # Only DeepSpeed's throughput log reads it, and outside fit there may be no training data to ask.
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return 1
+        return super()._auto_select_batch_size()
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:

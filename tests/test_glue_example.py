@@ -83,12 +83,18 @@ def test_printed_configuration_resolves_the_environment(
 
 
 @pytest.mark.parametrize("file", ["glue.yaml", "glue_gpt2.yaml"])
-def test_configurations_build_their_strategy(file: str) -> None:
+def test_configurations_have_known_keys_and_build_their_strategy(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from omegaconf import OmegaConf
 
     from lightning_zenflow import ZenFlowStrategy
 
-    settings = OmegaConf.load(ROOT / "conf" / file).trainer.strategy
+    monkeypatch.setattr(sys, "argv", ["glue.py", "fit", "--config", str(ROOT / "conf" / file), "--print_config"])
+    with pytest.raises(SystemExit) as exit_status:
+        glue.main()
+    assert exit_status.value.code in (None, 0)
+    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
     assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
     ZenFlowStrategy(**settings.init_args)
 
@@ -168,7 +174,7 @@ def run_script(tmp_path: Path, subcommand: str, *arguments: str, timeout: float)
 
 
 @pytest.mark.usefixtures("no_worker_is_left")
-def test_twenty_steps_under_zenflow(tmp_path: Path) -> None:
+def test_twenty_steps_under_zenflow_and_their_checkpoint(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         "fit",
@@ -182,7 +188,13 @@ def test_twenty_steps_under_zenflow(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
     assert any(row["val/accuracy"] for row in rows)
     assert list((tmp_path / "logs" / "glue" / "version_0").glob("events.out.tfevents.*"))
-    assert (tmp_path / "logs" / "glue" / "version_0" / "checkpoints" / "last.ckpt").exists()
+
+    # The checkpoint holds the weights that were validated, and needs no training data.
+    checkpoint = tmp_path / "logs" / "glue" / "version_0" / "checkpoints" / "last.ckpt"
+    run_script(tmp_path, "validate", f"--ckpt_path={checkpoint}", "--trainer.limit_val_batches=1", timeout=120)
+    (validated,) = csv_rows(tmp_path / "logs" / "csv" / "version_1" / "metrics.csv")
+    (trained,) = [row for row in rows if row["val/loss"]]
+    assert float(validated["val/loss"]) == pytest.approx(float(trained["val/loss"]), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -151,6 +151,7 @@ def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:
     assert torch.equal(module.model.transformer.wte.weight, stored.wte.weight)
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     assert module.model.head.out_features == 3
+    assert all(part.training for part in module.modules())  # or there would be no dropout
     with pytest.raises(ValueError, match="data.max_length=64 exceeds the 32 positions"):
         tiny_module(**settings, max_length=64)
     with pytest.raises(ValueError, match=r"knows \d+ tokens but data.tokenizer has 50257"):

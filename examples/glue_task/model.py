@@ -51,7 +51,8 @@ def load_transformer(name: str, *, dropout: float, vocab_size: int, pad_token_id
             f"data.max_length={max_length} exceeds the {config.n_positions} positions of model.pretrained={name!r}"
         )
     # The strategy's precision decides in which dtype the weights are trained, not the file they come from.
-    return GPT2Model.from_pretrained(name, config=config).float()
+    # It comes in evaluation mode, in which Lightning would leave it: without dropout.
+    return GPT2Model.from_pretrained(name, config=config).float().train()
 
 
 class Gpt2Classifier(nn.Module):
