@@ -228,9 +228,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self.lightning_module is not None
-        assert self._optimizer is not None
-        self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
+        if self._optimizer is not None:
+            assert self.lightning_module is not None
+            self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override

@@ -160,7 +160,10 @@ def run_script(tmp_path: Path, subcommand: str, *arguments: str, timeout: float)
         str(CONFIG),
         f"--data.data_dir={SAMPLE}",
     ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # Fits in this process leave their rendezvous in the environment, and its port is taken.
+    rendezvous = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in rendezvous}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*command, "--trainer.accelerator=cpu", *arguments],
         cwd=tmp_path,
