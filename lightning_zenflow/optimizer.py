@@ -176,7 +176,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One optimizer step; the phases are those of the class docstring."""
         self._step += 1
-        step, synchronous = self._step, self._synchronous
+        step, synchronous = self._step, self._intake.synchronous
         groups = self._hyperparameters()
         self._arena.write_hyperparameters(step, groups)
 
@@ -284,11 +284,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             super().destroy()
 
     @property
-    def _synchronous(self) -> bool:
-        """Whether the current step runs without lag: warm-up, and the step whose gradient decides the first selection."""
-        return self._step <= self._synchronous_until or self._awaits_selection
-
-    @property
     def _awaits_selection(self) -> bool:
         return self._config.topk_ratio > 0 and self._selector.n_selections == 0
 
@@ -377,6 +372,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Says what is to be done with the next step's gradients."""
         step = self._step + 1
         self._groups = None
+        # Without lag: the warm-up, and the step whose gradient decides the first selection.
         self._intake.synchronous = step <= self._synchronous_until or self._awaits_selection
         measures = self._config.topk_ratio > 0 and step >= self._synchronous_until and self._selector.measures(step)
         self._intake.energies = self._selector.new_energies() if measures else None
