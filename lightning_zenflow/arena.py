@@ -83,8 +83,8 @@ class Arena:
         self.sequence = records[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
         # Page-locked memory is what lets the device copy without the host's help.
         self.pinned = device.type == "cuda"
-        if self.pinned:
-            _cuda("cudaHostRegister", self._address(), header.total_bytes, 0)
+        self._reserved: list[tuple[int, int]] = []
+        self._reserve(0, header.pages_offset)
 
     @property
     def fd(self) -> int:
@@ -92,9 +92,28 @@ class Arena:
         return self._fd
 
     @property
-    def total_bytes(self) -> int:
-        """Size of the shared memory."""
-        return int(self._header.total_bytes)
+    def reserved_bytes(self) -> int:
+        """The part of the shared memory that is in use or may be at any time. The rest takes no memory."""
+        return sum(end - begin for begin, end in self._reserved)
+
+    def reserve(self, *, n_pages: int, n_publish_buffers: int) -> None:
+        """Has the first pages and publish buffers ready for use, page-locked for a CUDA device. What is reserved stays so."""
+        row_bytes = self.pages.element_size() * self.pages.shape[1]
+        header = self._header
+        self._reserve(header.pages_offset, header.pages_offset + n_pages * row_bytes)
+        self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
+
+    def _reserve(self, begin: int, end: int) -> None:
+        """Reserves [begin, end), rounded up to whole pages of memory, but for what is reserved at its start."""
+        end = _round_up(end, _PAGE_BYTES)
+        for reserved_begin, reserved_end in self._reserved:
+            if reserved_begin <= begin < reserved_end:
+                begin = reserved_end
+        if begin >= end:
+            return
+        self._reserved.append((begin, end))
+        if self.pinned:
+            _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
 
     @property
     def n_step_records(self) -> int:
@@ -124,7 +143,8 @@ class Arena:
         """Unlocks the memory and closes the file; the mapping itself goes with the last tensor that shows it."""
         if self.pinned:
             self.pinned = False
-            _cuda("cudaHostUnregister", self._address())
+            for begin, _ in self._reserved:
+                _cuda("cudaHostUnregister", self._address() + begin)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

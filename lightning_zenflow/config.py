@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
+from lightning_zenflow.auto_schedule import LARGEST_LAG
+
 AUTO_PROVISIONAL_SCALE = 0.5
 
 
@@ -56,16 +58,16 @@ class ZenFlowConfig:
     """Steps (or epochs, see select_strategy) between two selections of columns: an integer >= 0 (0: select once, after warm-up), or
     "auto", the default: select anew when the present columns are no longer those with the largest gradients."""
 
-    update_interval: int | Literal["auto"] = 4
-    """Steps per window S, whose gradients the host replays together: an integer from 1 to max_update_interval or
-    "auto"; now only an integer, default 4."""
+    update_interval: int | Literal["auto"] = "auto"
+    """Steps per window S, whose gradients the host replays together: an integer from 1 to max_update_interval, or "auto", the default: the
+    fewest whose work hides behind training, a power of two (see `lightning_zenflow.auto_schedule`)."""
 
     max_update_interval: int = 16
     """Largest number of steps per window, hence of gradients kept in host memory: an integer >= 1, default 16."""
 
-    publish_lag: int | Literal["auto"] = 1
-    """Steps between a round's hand-over and the use of its result beyond the next step: an integer >= 0 or "auto"; now
-    only an integer, default 1."""
+    publish_lag: int | Literal["auto"] = "auto"
+    """Steps between a round's hand-over and the use of its result beyond the next step: an integer >= 0, or "auto", the default: the
+    fewest without waiting, 0 to 2."""
 
     full_warm_up_rounds: int = 0
     """Steps at the start that run synchronously, with every weight updated by the host, before columns are selected: an
@@ -88,8 +90,8 @@ class ZenFlowConfig:
     (0: off), or "auto", the default: 0.5."""
 
     auto_ratio: float = 0.99
-    """Share of the gradient that decides when `update_interval: auto` closes a window early: 0 to 1, default 0.99;
-    without effect until that value is there."""
+    """Share of the matrices whose deferred gradient must weigh as much as the gradient applied at once before `update_interval: auto` takes
+    windows for too long: 0 to 1, default 0.99."""
 
     offload: bool = False
     """Whether the moments of device-owned columns live in host memory too: true or false; now only false, the
@@ -147,33 +149,35 @@ class ZenFlowConfig:
         return cls(**{str(key): value for key, value in plain.items()})
 
     @property
-    def effective_update_interval(self) -> int:
-        """Steps per window S as a number."""
-        assert isinstance(self.update_interval, int), "'auto' is refused by __post_init__"
-        return self.update_interval
+    def update_intervals(self) -> list[int]:
+        """Steps per window S that may be used, ascending: `update_interval`, or for "auto" powers of two up to `max_update_interval`."""
+        if self.update_interval == "auto":
+            return [1 << i for i in range(self.max_update_interval.bit_length())]
+        return [self.update_interval]
 
     @property
-    def effective_look_ahead(self) -> float:
-        """Steps along the momentum by which published weights run ahead: `look_ahead`, or for "auto" the age d + S - 1 they reach."""
-        if self.look_ahead == "auto":
-            return float(self.effective_publish_lag + self.effective_update_interval - 1)
-        return float(self.look_ahead)
+    def publish_lags(self) -> list[int]:
+        """Publish lags d that may be used, ascending: `publish_lag`, or those of "auto", or 0 where `overlap_step` is false."""
+        if not self.overlap_step:
+            return [0]
+        return list(range(LARGEST_LAG + 1)) if self.publish_lag == "auto" else [self.publish_lag]
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0), so that nothing is to be approximated."""
+        return self.update_intervals == [1] and self.publish_lags == [0]
+
+    @property
+    def effective_look_ahead(self) -> float | Literal["auto"]:
+        """Steps along the momentum by which published weights run ahead: `look_ahead`; "auto" stands for the age d + S - 1 they reach."""
+        return 0.0 if self.look_ahead == "auto" and self.is_immediate else self.look_ahead
 
     @property
     def effective_provisional_scale(self) -> float:
-        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means.
-
-        With windows of one step and no lag the exact update comes in the same step, so nothing stands in for it.
-        """
-        if self.effective_update_interval == 1 and self.effective_publish_lag == 0:
+        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means."""
+        if self.is_immediate:
             return 0.0
         return AUTO_PROVISIONAL_SCALE if self.provisional_scale == "auto" else float(self.provisional_scale)
-
-    @property
-    def effective_publish_lag(self) -> int:
-        """Publish lag d in steps: `publish_lag`, or 0 where `overlap_step` is false."""
-        assert isinstance(self.publish_lag, int), "'auto' is refused by __post_init__"
-        return self.publish_lag if self.overlap_step else 0
 
 
 def zenflow_keys() -> tuple[str, ...]:
@@ -307,14 +311,5 @@ class _PresentValue:
 
 
 _PRESENT_VALUES = (
-    _PresentValue(
-        key="update_interval",
-        accepts=lambda value: value != "auto",
-        allowed="an integer from 1 to max_update_interval",
-        later="'auto' is",
-    ),
-    _PresentValue(
-        key="publish_lag", accepts=lambda value: value != "auto", allowed="an integer >= 0", later="'auto' is"
-    ),
     _PresentValue(key="offload", accepts=lambda value: value is False, allowed="false", later="true is"),
 )

@@ -48,8 +48,8 @@ class GradientIntake:
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._norms: list[Tensor] = []
-        self.synchronous = False
-        """Whether the step's weights are published at its end, so that nothing needs to stand in for them."""
+        self.stand_in_needed = True
+        """Whether the stand-in moves weights in this step: not if the exact ones are published at its end."""
         self.energies: ColumnEnergies | None = None
         """Where column proxies are added up in steps that are followed by a selection."""
 
@@ -99,7 +99,7 @@ class GradientIntake:
             self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
             if self.energies is not None:
                 self._add_energy(self.energies, index, gradient)
-            if self._stand_in is not None and not self.synchronous:
+            if self._stand_in is not None and self.stand_in_needed:
                 self._stand_in.apply(index, gradient)
 
     def _add_energy(self, energies: ColumnEnergies, index: int, gradient: Tensor) -> None:

@@ -8,17 +8,21 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.arena import Arena, ArenaSizes
+from lightning_zenflow.auto_schedule import AutoSchedule
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, row_length
 from lightning_zenflow.gradients import GradientIntake
+from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.ownership import Ownership
+from lightning_zenflow.pace_control import PaceControl
 from lightning_zenflow.partition import build_partition
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Publishing, Rounds
@@ -57,7 +61,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         **kwargs: as `DeepSpeedZeroOptimizer`.
 
     Attributes:
-        stalls: where the training thread waited.
+        stalls: where training waited.
     """
 
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
@@ -69,7 +73,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._step = 0
         self._flushed_step = 0
         self._groups: list[GroupHyperparameters] | None = None
-        self.stalls = StallClock()
         self._worker: Worker | None = None
         try:
             super().__init__(*args, **kwargs)
@@ -90,33 +93,44 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         ]
         device = self._weights[0].device
-        self._partition = build_partition(
-            read_slices(self), self.partition_size, self._config.effective_update_interval
-        )
-        schedule = Schedule(
-            n_blocks=len(self._partition.blocks),
-            update_interval=self._config.effective_update_interval,
-            publish_lag=self._config.effective_publish_lag,
-        )
+        self.stalls = StallClock(device)
+        intervals, lags = self._config.update_intervals, self._config.publish_lags
+        self._partition = build_partition(read_slices(self), self.partition_size, max(intervals))
+        n_blocks = len(self._partition.blocks)
+        schedules = [Schedule(n_blocks=n_blocks, update_interval=s, publish_lag=d) for s in intervals for d in lags]
         self._arena = Arena(
             self._partition,
             ArenaSizes(
                 n_param_groups=len(self.optimizer.param_groups),
-                n_step_records=schedule.n_step_records,
-                n_pages=schedule.n_pages,
-                n_publish_buffers=schedule.n_publish_buffers,
+                n_step_records=max(schedule.n_step_records for schedule in schedules),
+                n_pages=max(schedule.n_pages for schedule in schedules),
+                n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
                 dtype=self.dtype,
             ),
             device=device,
         )
         self._count = torch.zeros((), dtype=torch.float64, device=device)
-        self._move_state_into_arena()
+        self._host_state = HostState(
+            self.optimizer,
+            self.single_partition_of_fp32_groups,
+            partition=self._partition,
+            partition_sizes=self.partition_size,
+            arena=self._arena,
+        )
+        # Where the stock optimizer keeps its weights on their way to the device.
+        self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
+        auto = AutoSchedule(intervals, lags)
+        self._pace = (
+            PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
+            if len(schedules) > 1
+            else None
+        )
         self._worker = Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
         self._rounds = Rounds(
             self._partition,
             arena=self._arena,
             worker=self._worker,
-            schedule=schedule,
+            pace=auto.pace,
             publishing=Publishing(
                 rule=Rule[self._config.deferred_update.upper()],
                 look_ahead=self._config.effective_look_ahead,
@@ -143,8 +157,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         _log.info(
             "ZenFlow: %d parameters on this rank in %d blocks, %.2f GiB of shared host memory, worker on cores %s",
             sum(s.numel for s in self._partition.slices),
-            len(self._partition.blocks),
-            self._arena.total_bytes / 2**30,
+            n_blocks,
+            self._arena.reserved_bytes / 2**30,
             self._worker_cores,
         )
 
@@ -176,7 +190,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One optimizer step; the phases are those of the class docstring."""
         self._step += 1
-        step, synchronous = self._step, self._intake.synchronous
+        step, synchronous = self._step, self._synchronous
         groups = self._hyperparameters()
         self._arena.write_hyperparameters(step, groups)
 
@@ -195,8 +209,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._stand_in is not None:
             self._stand_in.end_step(scale.factor, scale.finite)
         # select
-        if self._intake.energies is not None:
-            self._select(self._intake.energies)
+        deferral = self._select(self._intake.energies) if self._intake.energies is not None else None
         # hand over
         self._ownership.handed_over(self._rounds.hand_over(step, synchronous=synchronous, drain=self._ownership.waits))
         # publish
@@ -208,6 +221,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # What torch's own Optimizer.step would note; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True
         self.stalls.steps += 1
+        self._change_pace(deferral)
         self._prepare_step()
 
     def start_epoch(self, epoch: int) -> None:
@@ -233,7 +247,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._ownership.reload()
             self._ownership.write_weights(self._weights)
             self._gather()
-        self._write_step_counts()
+        # Not the arena's count: on a rank with nothing but padding no round ever counts steps there.
+        self._host_state.write_count(int(self._count))
+        if self._pace is not None:
+            self._pace.interrupt()
         self._flushed_step = self._step
 
     def close(self) -> None:
@@ -264,14 +281,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Loads DeepSpeed's ZeRO-2 state, and puts it back into the arena where loading replaced tensors."""
         self.flush()
         super().load_state_dict(*args, **kwargs)
-        count = 0
-        for index, flat in enumerate(self.single_partition_of_fp32_groups):
-            state = self.optimizer.state[flat]
-            count = int(state["step"])
-            for key, ours in self._moments(index).items():
-                if state[key] is not ours:
-                    ours.copy_(state[key])
-                    state[key] = ours
+        count = self._host_state.take_back()
         self._count.fill_(count)
         self._arena.resolved = (self._step, count)
         self._start_over(count)
@@ -310,35 +320,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.temp_grad_buffer_for_cpu_offload = torch.empty(0)
         self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
 
-    def _moments(self, group: int) -> dict[str, Tensor]:
-        """Views of the arena: one parameter group's moments under torch's names."""
-        begin, numel = self._partition.group_begins[group], self.partition_size[group]
-        return {
-            "exp_avg": self._arena.exp_avg.narrow(0, begin, numel),
-            "exp_avg_sq": self._arena.exp_avg_sq.narrow(0, begin, numel),
-        }
-
-    def _move_state_into_arena(self) -> None:
-        for index, flat in enumerate(self.single_partition_of_fp32_groups):
-            begin, numel = self._partition.group_begins[index], self.partition_size[index]
-            master = self._arena.master.narrow(0, begin, numel)
-            master.copy_(flat.detach())
-            flat.data = master
-            # DeepSpeed links fragments of `.grad`; gradients live in the pages, so one zero stands for all elements.
-            flat.grad = torch.zeros(1).expand(numel)
-            self.optimizer.state[flat] = self._moments(index)
-        # Where the stock optimizer keeps its weights on their way to the device.
-        self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        self._write_step_counts()
-
-    def _write_step_counts(self) -> None:
-        """AdamW's `step`, as the user's optimizer writes it into checkpoints."""
-        # Not the arena's: on a rank with nothing but padding no round ever counts steps there.
-        count = int(self._count)
-        counts_are_tensors = isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
-        for flat in self.single_partition_of_fp32_groups:
-            self.optimizer.state[flat]["step"] = torch.tensor(float(count)) if counts_are_tensors else count
-
     def _build_selector(self, device: torch.device) -> Selector:
         parameters = parameters_in_order(self)
         return Selector(
@@ -363,6 +344,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Args:
             count: steps applied so far; those of the warm-up are not repeated after loading a checkpoint.
         """
+        self._changing_until = self._step
         self._synchronous_until = self._step + max(0, self._config.full_warm_up_rounds - count)
         self._ownership.clear()
         self._selector = self._build_selector(self._weights[0].device)
@@ -373,17 +355,43 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         step = self._step + 1
         self._groups = None
         # Without lag: the warm-up, and the step whose gradient decides the first selection.
-        self._intake.synchronous = step <= self._synchronous_until or self._awaits_selection
-        measures = self._config.topk_ratio > 0 and step >= self._synchronous_until and self._selector.measures(step)
+        self._synchronous = step <= self._synchronous_until or self._awaits_selection
+        self._intake.stand_in_needed = not self._synchronous and not self._rounds.publishes_at_once
+        # Selections that follow each other closely must not keep the pace from changing.
+        changes_pace = self._pace is not None and self._pace.waits
+        self._selects = step >= self._synchronous_until and self._selector.measures(step) and not changes_pace
+        observes = self._pace is not None and self._pace.observes_next
+        measures = self._config.topk_ratio > 0 and (self._selects or observes)
         self._intake.energies = self._selector.new_energies() if measures else None
 
-    def _select(self, energies: ColumnEnergies) -> None:
-        """Waits for the device, since the host gathers what the new columns need; counted as stall."""
+    def _select(self, energies: ColumnEnergies) -> Tensor | None:
+        """Adds the proxies over the ranks and selects anew where that is due; returns what the gradient rule of `auto` needs."""
         dist.all_reduce(energies.flat, group=self.dp_process_group)
-        with self.stalls.measure("select"):
-            columns = self._selector.select(energies, self._step)
-        if columns is not None:
-            self._ownership.select([columns[s.parameter] for s in self._partition.slices])
+        deferral = self._selector.deferral(energies, self._config.auto_ratio)
+        if self._selects:
+            # The host gathers what the new columns need, so it waits for the device; counted as stall.
+            with self.stalls.measure("select"):
+                columns = self._selector.select(energies, self._step)
+            if columns is not None:
+                self._ownership.select([columns[s.parameter] for s in self._partition.slices])
+                self._changing_until = self._step + self._rounds.age
+        return deferral
+
+    def _change_pace(self, deferral: Tensor | None) -> None:
+        """`auto`: between steps, and not while blocks change their columns, which counts on each block's rounds being far apart."""
+        if self._pace is None:
+            return
+        if self._synchronous:
+            self._pace.interrupt()
+            return
+        before, may_change = self._pace.pace, self._step >= self._changing_until
+        decision = self._pace.end_step(self._step, deferral=deferral, may_change=may_change)
+        if decision is not None:
+            self._rounds.set_pace(decision.pace)
+            rank_zero_info(
+                f"ZenFlow: from step {self._step + 1} on update_interval={decision.pace.update_interval},"
+                f" publish_lag={decision.pace.publish_lag} (before: {before.update_interval}, {before.publish_lag}): {decision.reason}"
+            )
 
     def _gather(self) -> None:
         all_gather_dp_groups(

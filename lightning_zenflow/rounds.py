@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.arena import Arena
+from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.partition import Partition, blocks_of_slice, ranges_of_block
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
@@ -39,8 +41,8 @@ class Publishing:
     """How the worker turns windows into weights."""
 
     rule: Rule = Rule.REPLAY
-    look_ahead: float = 0.0
-    """Steps along the momentum by which published weights run ahead of the exact ones."""
+    look_ahead: float | Literal["auto"] = 0.0
+    """Steps along the momentum by which published weights run ahead of the exact ones; "auto": by the age they reach."""
     provisional: bool = False
     """Whether the device moves host-owned weights between publishes."""
 
@@ -75,7 +77,7 @@ class Rounds:
         partition: the rank's partition.
         arena: shared memory.
         worker: the worker process.
-        schedule: when windows close and rounds are due.
+        pace: S and d at the start.
         publishing: how windows become weights.
         weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
         stalls: where waiting is counted.
@@ -87,7 +89,7 @@ class Rounds:
         *,
         arena: Arena,
         worker: Worker,
-        schedule: Schedule,
+        pace: Pace,
         publishing: Publishing,
         weights: Sequence[Tensor],
         stalls: StallClock,
@@ -95,7 +97,6 @@ class Rounds:
         self._partition = partition
         self._arena = arena
         self._worker = worker
-        self._schedule = schedule
         self._publishing = publishing
         self._n_updates = [0] * len(partition.blocks)
         self._weights = weights
@@ -105,13 +106,42 @@ class Rounds:
         self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
         self._windows: list[_Window | None] = [None] * len(partition.blocks)
         self._in_flight: deque[_Round] = deque()
-        self._free_pages = deque(range(arena.pages.shape[0]))
-        self._free_buffers = deque(range(arena.publish.shape[0]))
+        # The last one freed is taken first, so that no more memory is ever touched than a schedule needs.
+        self._free_pages: list[int] = []
+        self._free_buffers: list[int] = []
+        self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
         self._published_blocks: list[int] = []
         self._next_round_id = 1
         # The record's sequence word is a device value too: it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.set_pace(pace)
+
+    @property
+    def age(self) -> int:
+        """Steps after which every block has had a window closed and its round published: S + d."""
+        return self._schedule.update_interval + self._schedule.publish_lag
+
+    @property
+    def publishes_at_once(self) -> bool:
+        """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
+        return self.age == 1
+
+    def set_pace(self, pace: Pace) -> None:
+        """Uses another S and d from the next hand-over on; S is a power of two times or a power of two'th of the S before.
+
+        Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
+        """
+        n_blocks, s, d = len(self._windows), pace.update_interval, pace.publish_lag
+        self._schedule = Schedule(n_blocks=n_blocks, update_interval=s, publish_lag=d)
+        # Windows of the S before may still be open, and rounds of the d before in flight.
+        self._longest, self._largest_lag = max(self._longest, s), max(self._largest_lag, d)
+        n_pages = Schedule(n_blocks=n_blocks, update_interval=self._longest, publish_lag=self._largest_lag).n_pages
+        n_buffers = self._schedule.n_publish_buffers
+        self._arena.reserve(n_pages=n_pages, n_publish_buffers=n_buffers)
+        self._free_pages[:0] = reversed(range(self._n_pages, n_pages))
+        self._free_buffers[:0] = reversed(range(self._n_buffers, n_buffers))
+        self._n_pages, self._n_buffers = max(self._n_pages, n_pages), max(self._n_buffers, n_buffers)
 
     def open(self, step: int) -> None:
         """Phase *open*."""
@@ -120,7 +150,7 @@ class Rounds:
             if window is None:
                 window = self._windows[block] = _Window(first_step=step)
             assert self._free_pages, "the schedule promised enough pages"
-            window.pages.append(self._free_pages.popleft())
+            window.pages.append(self._free_pages.pop())
 
     def fill(self, slice_index: int, gradient: Tensor | None) -> None:
         """Phase *fill*, for one slice.
@@ -165,13 +195,15 @@ class Rounds:
         """
         closing = list(range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step))
         # Mean gradients cannot be taken back from columns that leave the device: nothing may come between its window and the change.
-        alone = self._publishing.rule is Rule.REPLAY and self._schedule.publish_lag < self._schedule.update_interval
+        s, d = self._schedule.update_interval, self._schedule.publish_lag
+        alone = self._publishing.rule is Rule.REPLAY and d < s
+        look_ahead = float(d + s - 1 if self._publishing.look_ahead == "auto" else self._publishing.look_ahead)
         for block in closing:
             now = synchronous or (not alone and drain(block))
             self._submit(
                 block,
                 due_step=step if now else self._schedule.publish_step(step),
-                look_ahead=0.0 if synchronous else self._publishing.look_ahead,
+                look_ahead=0.0 if synchronous else look_ahead,
             )
         return closing
 
@@ -201,7 +233,7 @@ class Rounds:
         while not self._free_buffers:
             # More rounds at once than the staggered schedule ever has (synchronous step, flush): they go through in turn.
             self._publish_oldest(cause)
-        buffer = self._free_buffers.popleft()
+        buffer = self._free_buffers.pop()
         if buffer in self._published_now and self._device.type == "cuda":
             with self._stalls.measure("publish_buffer"):
                 torch.cuda.current_stream(self._device).synchronize()

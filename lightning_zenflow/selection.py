@@ -4,6 +4,7 @@ A column's importance is the sum of squares of its gradient (ZenFlow, arXiv 2505
 rank sums over its own rows and the sums are added over the ranks: one float a column instead of the gradient itself.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -53,3 +54,31 @@ def overlap(current: Sequence[Tensor], fresh: Sequence[Tensor]) -> float:
     total = sum(f.numel() for f in fresh)
     kept = sum(int(torch.isin(f, c).sum()) for c, f in zip(current, fresh, strict=True))
     return kept / total if total else 1.0
+
+
+def deferral(energies: Sequence[Tensor], owned: Sequence[Tensor], share: float) -> Tensor | None:
+    """After how many steps the gradients that wait weigh as much as those that were applied at once.
+
+    The gradient rule of Zen-auto (arXiv 2505.12242, section 3.3; DeepSpeed's `auto_ratio`): magnitudes are per entry, and what waits adds
+    up over the steps. A matrix is full when the root mean square of its host-owned entries, times the steps, reaches that of its
+    device-owned ones; the answer is when `share` of all matrices are full.
+
+    Args:
+        energies: for each matrix, sums of squares of its columns, float32, on the device.
+        owned: for each matrix, the device-owned columns, int64, on the device; matrices of which all or none are owned do not count.
+        share: 0 to 1.
+
+    Returns:
+        0-D float32 on the device, not finite if the gradients are not; None if no matrix counts.
+    """
+    ratios = []
+    for energy, columns in zip(energies, owned, strict=True):
+        n, k = energy.numel(), columns.numel()
+        if 0 < k < n:
+            at_once = energy.index_select(0, columns).sum()
+            waiting = (energy.sum() - at_once).clamp_(min=0.0)
+            ratios.append((at_once / k / (waiting / (n - k))).sqrt())
+    if not ratios:
+        return None
+    ordered = torch.stack(ratios).sort().values
+    return ordered[max(0, math.ceil(share * len(ratios)) - 1)]

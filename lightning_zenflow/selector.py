@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zenflow.device_columns import Columns
-from lightning_zenflow.selection import column_count, overlap, select_columns
+from lightning_zenflow.selection import column_count, deferral, overlap, select_columns
 
 _SHORTEST_CHECK = 8
 _LONGEST_CHECK = 512
@@ -56,6 +56,10 @@ class ColumnEnergies:
         """[columns], a view."""
         return self._views[parameter]
 
+    def of_parameters(self) -> tuple[Tensor, ...]:
+        """Every parameter's proxies, views."""
+        return self._views
+
     def on_host(self) -> tuple[Tensor, ...]:
         """Every parameter's proxies on the CPU. Waits for the device."""
         return torch.split(self.flat.cpu(), self._columns)
@@ -92,6 +96,7 @@ class Selector:
         self._device = device
         self._check_interval = _SHORTEST_CHECK
         self._current: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in names]
+        self._on_device: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device) for _ in names]
         self._next: int | None = 0  # step or epoch of the next selection
         self.epoch = 0
         """Number of the present epoch, kept up to date by the strategy."""
@@ -104,6 +109,10 @@ class Selector:
     def new_energies(self) -> ColumnEnergies:
         """Where a step's proxies are added up."""
         return ColumnEnergies(self._columns, self._device)
+
+    def deferral(self, energies: ColumnEnergies, share: float) -> Tensor | None:
+        """The gradient rule for the present columns and reduced proxies, see `selection.deferral`. Does not wait for the device."""
+        return deferral(energies.of_parameters(), self._on_device, share)
 
     def select(self, energies: ColumnEnergies, step: int) -> list[Columns | None] | None:
         """Chooses columns by reduced proxies. Waits for the device.
@@ -121,10 +130,11 @@ class Selector:
         if fits:
             return None
         self._current = fresh
+        self._on_device = [c.to(self._device) for c in fresh]
         self.n_selections += 1
         return [
-            None if n == 0 or c.numel() == n else Columns(device=c.to(self._device), host=c)
-            for n, c in zip(self._columns, fresh, strict=True)
+            None if n == 0 or c.numel() == n else Columns(device=d, host=c)
+            for n, c, d in zip(self._columns, fresh, self._on_device, strict=True)
         ]
 
     def _choose(self, parameter: int, proxies: Tensor, step: int) -> Tensor:

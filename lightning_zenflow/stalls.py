@@ -1,10 +1,12 @@
-"""Clocks and counters: where the training thread waited, and what the worker did meanwhile."""
+"""Clocks and counters: where the training thread and the device waited, and what the worker did meanwhile."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
+
+import torch
 
 Cause = Literal["publish_wait", "publish_buffer", "select", "flush"]
 """Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection; for
@@ -12,18 +14,37 @@ everything, in a flush."""
 
 
 class StallClock:
-    """Adds up seconds by cause. Belongs to one rank's training thread."""
+    """Adds up seconds by cause. Belongs to one rank's training thread.
 
-    def __init__(self) -> None:
+    On a CUDA device the training thread runs ahead, so its waiting need not be the device's. What the device waited is the time between an
+    event before the wait and one after it: the first is reached when the work enqueued so far is done, the second is enqueued only
+    when the wait is over. Such times are added once the device has reached them, a step or so later; nothing waits for them.
+
+    Args:
+        device: what trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._worker_busy_s = 0.0
+        self._device_s = 0.0
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self.steps = 0
         """Optimizer steps counted."""
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds waited since the start, by cause."""
+        """Seconds that the training thread waited since the start, by cause."""
         return dict(self._seconds)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds since the start that the device had nothing to do because of waiting, whatever the cause."""
+        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
+            before, after = self._events.popleft()
+            self._device_s += 1e-3 * before.elapsed_time(after)
+        return self._device_s
 
     @property
     def worker_busy_s(self) -> float:
@@ -33,12 +54,26 @@ class StallClock:
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
         """Counts the time spent inside as waiting."""
+        before = self._event()
         begin = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[cause] += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._seconds[cause] += seconds
+            after = self._event()
+            if before is None or after is None:
+                self._device_s += seconds
+            else:
+                self._events.append((before, after))
 
     def add_worker_time(self, busy_s: float) -> None:
         """Counts what the worker reported of one round."""
         self._worker_busy_s += busy_s
+
+    def _event(self) -> torch.cuda.Event | None:
+        if not self._on_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -11,6 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import models
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from reference import Group, ReferenceZenFlow
+from scripted_pace import scripted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Case:
     precision: str = "32-true"
     flush_after: tuple[int, ...] = ()
     """Steps, counted from 1, after which a validation runs, and with it a flush."""
+    paces: tuple[tuple[int, int, int], ...] = ()
+    """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -69,12 +73,12 @@ class Case:
         """The strategy with this case's keys."""
         return ZenFlowStrategy(
             topk_ratio=self.topk_ratio,
-            update_interval=self.update_interval,
-            publish_lag=self.publish_lag,
             full_warm_up_rounds=self.warm_up,
             worker_timeout=250,  # only so that a hang ends before the test runner does
             # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
             **{
+                "update_interval": self.update_interval,
+                "publish_lag": self.publish_lag,
                 "look_ahead": 0,
                 "provisional_scale": 0,
                 "select_interval": 0,
@@ -129,6 +133,8 @@ class Run:
     counts: list[float] = field(default_factory=list)
     """AdamW's step count of each parameter group, as checkpoints hold it."""
     skipped: int = 0
+    paces: list[tuple[int, int]] = field(default_factory=list)
+    """[step]: S and d after it, where they are "auto"."""
     error: str | None = None
     """Traceback of a run that failed."""
 
@@ -153,6 +159,10 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
+        if optimizer is not None and optimizer._pace is not None:
+            pace = optimizer._pace.pace
+            self._run.paces.append((pace.update_interval, pace.publish_lag))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
@@ -232,7 +242,8 @@ def run_case(
         precision=case.precision,
         callbacks=[Recorder(case, run), FlushAfter(case.flush_after)],
     )
-    trainer.fit(model)
+    with scripted(case.paces) if case.paces else nullcontext():
+        trainer.fit(model)
     run.weights = snapshot(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer

@@ -17,9 +17,9 @@ DEFAULTS = {
     "topk_ratio": 0.05,
     "select_strategy": "step",
     "select_interval": "auto",
-    "update_interval": 4,
+    "update_interval": "auto",
     "max_update_interval": 16,
-    "publish_lag": 1,
+    "publish_lag": "auto",
     "full_warm_up_rounds": 0,
     "overlap_step": True,
     "deferred_update": "replay",
@@ -66,8 +66,6 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 
 # Valid, but the machinery comes with a later version.
 NOT_THERE_YET: list[tuple[str, str, list[Any]]] = [
-    ("update_interval", "an integer from 1 to max_update_interval in this version", ["auto"]),
-    ("publish_lag", "an integer >= 0 in this version", ["auto"]),
     ("offload", "false in this version", [True]),
 ]
 
@@ -76,10 +74,12 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("topk_ratio", 1, 1.0),
     ("topk_ratio", np.float32(0.5), 0.5),
     ("update_interval", 1, 1),
+    ("update_interval", "auto", "auto"),
     ("update_interval", 16, 16),
     ("update_interval", np.int64(7), 7),
     ("max_update_interval", 4, 4),
     ("publish_lag", 0, 0),
+    ("publish_lag", "auto", "auto"),
     ("publish_lag", 3, 3),
     ("full_warm_up_rounds", 10, 10),
     ("overlap_step", False, False),
@@ -151,16 +151,22 @@ def test_value_is_accepted_in_the_type_of_its_field(key: str, value: Any, expect
 def test_update_interval_is_bounded_by_max_update_interval() -> None:
     with pytest.raises(ValueError, match="update_interval=5: allowed is an integer from 1 to max_update_interval=4"):
         ZenFlowConfig(update_interval=5, max_update_interval=4)
-    assert ZenFlowConfig(update_interval=32, max_update_interval=32).effective_update_interval == 32
+    assert ZenFlowConfig(update_interval=32, max_update_interval=32).update_intervals == [32]
 
 
-def test_effective_publish_lag() -> None:
-    assert ZenFlowConfig(publish_lag=3).effective_publish_lag == 3
-    assert ZenFlowConfig(publish_lag=3, overlap_step=False).effective_publish_lag == 0
+def test_update_intervals_and_publish_lags_to_choose_from() -> None:
+    assert ZenFlowConfig().update_intervals == [1, 2, 4, 8, 16]
+    assert ZenFlowConfig(max_update_interval=7).update_intervals == [1, 2, 4]
+    assert ZenFlowConfig(max_update_interval=1).update_intervals == [1]
+    assert ZenFlowConfig(update_interval=6).update_intervals == [6]
+    assert ZenFlowConfig().publish_lags == [0, 1, 2]
+    assert ZenFlowConfig(publish_lag=3).publish_lags == [3]
+    assert ZenFlowConfig(publish_lag=3, overlap_step=False).publish_lags == [0]
+    assert ZenFlowConfig(overlap_step=False).publish_lags == [0]
 
 
 def test_effective_look_ahead_and_provisional_scale() -> None:
-    assert ZenFlowConfig(update_interval=4, publish_lag=1).effective_look_ahead == 4.0
+    assert ZenFlowConfig(update_interval=4, publish_lag=1).effective_look_ahead == "auto"
     assert ZenFlowConfig(update_interval=1, publish_lag=0).effective_look_ahead == 0.0
     assert ZenFlowConfig(look_ahead=2.5).effective_look_ahead == 2.5
     assert ZenFlowConfig().effective_provisional_scale == 0.5
@@ -217,12 +223,11 @@ class TestOmegaConf:
             ZenFlowConfig.from_mapping(structured)
 
     @pytest.mark.parametrize(
-        ("key", "allowed"), [(key, allowed) for key, allowed, values in NOT_THERE_YET if "auto" in values]
+        "key", ["select_interval", "update_interval", "publish_lag", "look_ahead", "provisional_scale", "worker_cores"]
     )
-    def test_auto_passes_the_types_and_is_refused_on_the_way_back(self, key: str, allowed: str) -> None:
+    def test_auto_passes_the_types(self, key: str) -> None:
         merged = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), {key: "auto"})
-        with pytest.raises(ValueError, match="not there yet"):
-            ZenFlowConfig.from_mapping(merged)
+        assert getattr(ZenFlowConfig.from_mapping(merged), key) == "auto"
 
     def test_interpolation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TOPK", "0.25")

@@ -332,7 +332,20 @@ def test_the_state_outlives_worker_and_arena(partition: Partition) -> None:
 
 def test_arena_bytes(partition: Partition, arena: Arena) -> None:
     sizes = ArenaSizes(n_param_groups=2, n_step_records=16, n_pages=16, n_publish_buffers=4, dtype=torch.float32)
-    assert arena_bytes(partition, sizes) == arena.total_bytes == os.fstat(arena.fd).st_size
+    assert arena_bytes(partition, sizes) == os.fstat(arena.fd).st_size
+
+
+def test_pages_and_buffers_are_reserved_as_they_are_needed(arena: Arena) -> None:
+    state = arena.reserved_bytes
+    row_bytes = arena.pages.shape[1] * arena.pages.element_size()
+    sizes = []
+    for n_pages, n_buffers in ((3, 1), (3, 1), (2, 1), (10, 2), (16, 4), (1, 1)):
+        arena.reserve(n_pages=n_pages, n_publish_buffers=n_buffers)
+        sizes.append(arena.reserved_bytes - state)
+    assert sizes == sorted(sizes)
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert 4 * row_bytes <= sizes[0] < 4 * row_bytes + 2 * 4096
+    assert arena.reserved_bytes == os.fstat(arena.fd).st_size, "each byte once"
 
 
 @pytest.mark.parametrize("state", ["idle", "waiting"])

@@ -1,0 +1,81 @@
+"""A run's time line without the run: what steps and rounds of given lengths lead to. Pure Python.
+
+The trainer works for `device_s`, hands over what closes, waits for what is due; the worker does one round after the other. That is all of
+the protocol (`rounds.Rounds`) that takes time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_zenflow.auto_schedule import AutoSchedule, Observation, Pace, observation_step
+from lightning_zenflow.pace_observer import PaceObserver
+from lightning_zenflow.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """One optimizer step."""
+
+    pace: Pace
+    device_s: float
+    """Seconds the device worked."""
+    worker_s: float
+    """Seconds the worker computed for the rounds that were published in this step."""
+    stall_s: float
+    """Seconds the trainer waited."""
+
+
+def simulate(
+    auto: AutoSchedule,
+    *,
+    n_steps: int,
+    n_blocks: int,
+    device_s: Callable[[int], float],
+    round_s: Callable[[int, int], float],
+    deferral: Callable[[int], float | None] = lambda step: None,
+) -> list[SimulatedStep]:
+    """Runs the schedule on given times.
+
+    Args:
+        auto: decides on the pace.
+        n_steps: how many steps.
+        n_blocks: blocks of the partition.
+        device_s: step -> seconds the device needs for it.
+        round_s: (step, number of gradients) -> seconds the worker needs for one block's round that is handed over at the end of the step.
+        deferral: step -> what the gradient rule sees at its end.
+
+    Returns:
+        The steps, counted from 1.
+    """
+    steps: list[SimulatedStep] = []
+    observer = PaceObserver(auto.pace)
+    observed: tuple[int, Observation] | None = None  # when it can be read without waiting, and what
+    opened = [0] * n_blocks  # steps whose gradients the block's last round has taken
+    in_flight: deque[tuple[int, float, float]] = deque()  # due step, seconds of work, time when done
+    now = worker_free = 0.0
+    for step in range(1, n_steps + 1):
+        pace = auto.pace
+        schedule = Schedule(n_blocks=n_blocks, update_interval=pace.update_interval, publish_lag=pace.publish_lag)
+        work = device_s(step)
+        now += work
+        for block in schedule.closing_blocks(step):
+            seconds = round_s(step, step - opened[block])
+            worker_free = max(now, worker_free) + seconds
+            in_flight.append((schedule.publish_step(step), seconds, worker_free))
+            opened[block] = step
+        due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]
+        published = [in_flight.popleft() for _ in range(due[-1] + 1 if due else 0)]
+        stall = max(0.0, published[-1][2] - now) if published else 0.0
+        now += stall
+        worker = sum(seconds for _, seconds, _ in published)
+        steps.append(SimulatedStep(pace=pace, device_s=work, worker_s=worker, stall_s=stall))
+        summary = observer.add(device_s=work, worker_s=worker, stall_s=stall)
+        if summary is not None:
+            load, share = summary
+            observed = observation_step(step, pace), Observation(load=load, stall=share, deferral=deferral(step))
+        if observed is not None and step == observed[0]:
+            if auto.observe(observed[1]) is not None:
+                observer.restart(pace, auto.pace)
+            observed = None
+    return steps

@@ -1,0 +1,177 @@
+"""`update_interval: auto` and `publish_lag: auto`, on simulated time lines."""
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lightning_zenflow.auto_schedule import (
+    AutoSchedule,
+    Observation,
+    Pace,
+    largest_power_of_two,
+    relative_cost,
+)
+from lightning_zenflow.simulation import SimulatedStep, simulate
+
+INTERVALS = [1, 2, 4, 8, 16]
+LAGS = [0, 1, 2]
+N_BLOCKS = 16
+
+
+def constant(seconds: float) -> Callable[[int], float]:
+    return lambda step: seconds
+
+
+def rounds(full_update_s: float, noise: Callable[[int], float] = lambda step: 1.0) -> Callable[[int, int], float]:
+    """A worker that needs `full_update_s` for one AdamW step of all blocks."""
+    return lambda step, n: full_update_s / N_BLOCKS * relative_cost(n) * n * noise(step)
+
+
+def run(
+    device_s: Callable[[int], float],
+    round_s: Callable[[int, int], float],
+    *,
+    n_steps: int = 2000,
+    intervals: list[int] = INTERVALS,
+    lags: list[int] = LAGS,
+    deferral: Callable[[int], float | None] = lambda step: None,
+) -> list[SimulatedStep]:
+    auto = AutoSchedule(intervals, lags)
+    return simulate(auto, n_steps=n_steps, n_blocks=N_BLOCKS, device_s=device_s, round_s=round_s, deferral=deferral)
+
+
+def stall_share(steps: list[SimulatedStep]) -> float:
+    return sum(s.stall_s for s in steps) / sum(s.stall_s + s.device_s for s in steps)
+
+
+def changes(steps: list[SimulatedStep]) -> int:
+    return sum(a.pace != b.pace for a, b in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize(
+    ("full_update_s", "expected"),
+    [
+        (0.005, (1, 0)),  # a very fast CPU: AdamW itself
+        (0.05, (1, 1)),
+        (0.7, (1, 1)),
+        (1.2, (2, 1)),
+        (2.0, (4, 1)),
+        (2.7, (8, 1)),
+        (3.8, (16, 1)),
+        (9.0, (16, 1)),  # hopeless: the largest S stalls least
+    ],
+)
+def test_settles_at_the_least_stale_schedule_that_hides(full_update_s: float, expected: tuple[int, int]) -> None:
+    steps = run(constant(1.0), rounds(full_update_s))
+    last = steps[-500:]
+    assert {(s.pace.update_interval, s.pace.publish_lag) for s in last} == {expected}
+    if full_update_s < 4:
+        assert stall_share(last) <= 0.02
+    assert changes(steps) <= 3
+
+
+@pytest.mark.parametrize("full_update_s", [0.01 * 1.3**i for i in range(24)])
+def test_never_oscillates_whatever_the_speed(full_update_s: float) -> None:
+    steps = run(constant(1.0), rounds(full_update_s), n_steps=6000)
+    assert changes(steps[1000:]) == 0
+
+
+def test_a_cpu_that_becomes_slow_is_answered_at_once_and_one_that_recovers_after_a_while() -> None:
+    slow = range(1000, 2000)
+    steps = run(constant(1.0), rounds(0.6, lambda step: 4.0 if step in slow else 1.0), n_steps=4000)
+    assert steps[990].pace == Pace(update_interval=1, publish_lag=1)
+    assert steps[1060].pace.update_interval >= 4
+    assert stall_share(steps[1060:1990]) <= 0.02
+    assert steps[-1].pace == Pace(update_interval=1, publish_lag=1)
+    assert changes(steps) <= 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("full_update_s", [0.5, 1.0, 2.0])
+def test_jitter_of_both_sides(seed: int, full_update_s: float) -> None:
+    device, worker = random.Random(seed), random.Random(seed + 100)
+    factors = [worker.lognormvariate(0, 0.3) for _ in range(8001)]
+    times = [device.lognormvariate(0, 0.1) for _ in range(8001)]
+    steps = run(lambda step: times[step], rounds(full_update_s, lambda step: factors[step]), n_steps=8000)
+    assert stall_share(steps[2000:]) <= 0.03
+    assert changes(steps[2000:]) <= 12
+
+
+def test_single_slow_steps_of_the_trainer_change_nothing() -> None:
+    steps = run(lambda step: 20.0 if step % 50 == 0 else 1.0, rounds(1.2))
+    assert {s.pace for s in steps[-1000:]} == {Pace(update_interval=2, publish_lag=1)}
+
+
+def test_rare_hiccups_of_the_worker_change_nothing() -> None:
+    steps = run(constant(1.0), rounds(0.6, lambda step: 12.0 if step % 400 == 0 else 1.0), n_steps=4000)
+    assert steps[-1].pace.update_interval == 1
+    assert stall_share(steps[200:]) <= 0.02
+
+
+def test_without_lag_to_choose_from_the_interval_alone_is_adapted() -> None:
+    steps = run(constant(1.0), rounds(2.0), lags=[1])
+    assert steps[-1].pace == Pace(update_interval=4, publish_lag=1)
+    steps = run(constant(1.0), rounds(2.0), lags=[0])
+    assert steps[-1].pace == Pace(update_interval=16, publish_lag=0), "nothing hides, so the cheapest"
+
+
+def test_with_a_fixed_interval_the_lag_alone_is_adapted() -> None:
+    assert run(constant(1.0), rounds(0.001), intervals=[3])[-1].pace == Pace(update_interval=3, publish_lag=0)
+    assert run(constant(1.0), rounds(1.0), intervals=[3])[-1].pace == Pace(update_interval=3, publish_lag=1)
+    spiky = rounds(1.0, lambda step: 3.0 if step % 4 == 0 else 0.5)
+    assert run(constant(1.0), spiky, intervals=[3])[-1].pace == Pace(update_interval=3, publish_lag=2)
+
+
+def test_the_gradient_rule_bounds_the_interval_and_noise_does_not_move_it() -> None:
+    noise = random.Random(1)
+    steps = run(constant(1.0), rounds(9.0), deferral=lambda step: 8 + noise.uniform(-1, 1))
+    assert {s.pace.update_interval for s in steps[-1000:]} == {8}
+    assert changes(steps[200:]) == 0
+
+
+def test_the_gradient_rule_never_asks_for_less_than_four_steps() -> None:
+    assert run(constant(1.0), rounds(9.0), deferral=lambda step: 1.0)[-1].pace.update_interval == 4
+
+
+def test_the_gradient_rule_follows_training() -> None:
+    steps = run(constant(1.0), rounds(9.0), deferral=lambda step: 20.0 if step < 1000 else 5.0)
+    assert steps[900].pace.update_interval == 16
+    assert steps[-1].pace.update_interval == 4
+
+
+def test_coming_back_takes_longer_each_time_it_fails() -> None:
+    """A CPU that is fast for some time again and again: the pauses between attempts grow."""
+    auto = AutoSchedule(INTERVALS, [1])
+    attempts = []
+    for i in range(3000):
+        fast = auto.pace.update_interval > 1
+        decision = auto.observe(Observation(load=0.2 if fast else 1.5, stall=0.0))
+        if decision is not None and decision.pace.update_interval == 1:
+            attempts.append(i)
+    pauses = [b - a for a, b in itertools.pairwise(attempts)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 60
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(0.5, 1), (1, 1), (1.9, 1), (2, 2), (7.99, 4), (8, 8), (16, 16), (100, 64)]
+)
+def test_largest_power_of_two(limit: float, expected: int) -> None:
+    assert largest_power_of_two(limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("intervals", "lags", "expected"),
+    [
+        (INTERVALS, LAGS, (4, 1)),
+        ([1, 2], LAGS, (2, 1)),
+        ([8], LAGS, (8, 1)),
+        (INTERVALS, [0], (4, 0)),
+        ([1], [3], (1, 3)),
+    ],
+)
+def test_where_it_starts(intervals: list[int], lags: list[int], expected: tuple[int, int]) -> None:
+    pace = AutoSchedule(intervals, lags).pace
+    assert (pace.update_interval, pace.publish_lag) == expected
