@@ -80,5 +80,6 @@ def deferral(energies: Sequence[Tensor], owned: Sequence[Tensor], share: float) 
             ratios.append((at_once / k / (waiting / (n - k))).sqrt())
     if not ratios:
         return None
-    ordered = torch.stack(ratios).sort().values
-    return ordered[max(0, math.ceil(share * len(ratios)) - 1)]
+    full_at = torch.stack(ratios).sort().values[max(0, math.ceil(share * len(ratios)) - 1)]
+    total = torch.stack([energy.sum() for energy in energies]).sum()
+    return torch.where(torch.isfinite(total), full_at, torch.nan)

@@ -127,8 +127,8 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     cases = {
         "fixed": fixed,
         "scripted": replace(CASE, strategy_options=EVERYTHING),
-        "measured": replace(CASE, steps=200, paces=(), strategy_options=EVERYTHING),
-        "measured, fixed": replace(fixed, steps=200),
+        "measured": replace(CASE, steps=120, paces=(), strategy_options=EVERYTHING),
+        "measured, fixed": replace(fixed, steps=120),
     }
     runs = run_on_ranks(cases)
     for of_ranks in runs.values():
@@ -138,7 +138,7 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
             assert_same_state(run, runs[expected][0])
     ours, theirs = runs["measured"]
     assert ours.paces == theirs.paces
-    assert len(ours.paces) == 200
+    assert len(ours.paces) == 120
 
 
 class TestObserver:
