@@ -39,9 +39,6 @@ class ConfigValueError(ValueError):
 class ZenFlowConfig:
     """What ZenFlow updates where, when, and with which resources.
 
-    Some keys name values whose machinery is not part of this version. Those are refused with an error that says so; the
-    value that is allowed now is given at the key.
-
     Raises:
         ValueError: a value is not allowed; the message names key, value and what is allowed.
     """
@@ -94,8 +91,8 @@ class ZenFlowConfig:
     windows for too long: 0 to 1, default 0.99."""
 
     offload: bool = False
-    """Whether the moments of device-owned columns live in host memory too: true or false; now only false, the
-    default."""
+    """Whether the exact state of device-owned columns (weights and moments, 12 bytes an entry) lives in host memory and visits the device
+    for the step: true or false, default false."""
 
     worker_cores: int | list[int] | Literal["auto"] = "auto"
     """Logical CPU cores of the worker process: how many (an integer >= 1), which ones (a list of distinct integers >=
@@ -125,8 +122,6 @@ class ZenFlowConfig:
         self.worker_cores = _worker_cores("worker_cores", self.worker_cores)
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
         self.worker_timeout = _number("worker_timeout", self.worker_timeout, _POSITIVE)
-        for present in _PRESENT_VALUES:
-            present.check(getattr(self, present.key))
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise _refusal("update_interval", self.update_interval, allowed)
@@ -294,22 +289,3 @@ def _worker_cores(key: str, value: Any) -> int | list[int] | Literal["auto"]:
             raise _refusal(key, value, allowed)
         return [int(core) for core in value]
     return _integer(key, value, minimum=1, name=allowed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PresentValue:
-    """What this version has of a key whose further, valid values it does not have yet."""
-
-    key: str
-    accepts: Callable[[Any], bool]
-    allowed: str
-    later: str
-
-    def check(self, value: object) -> None:
-        if not self.accepts(value):
-            raise _refusal(self.key, value, f"{self.allowed} in this version; {self.later} not there yet")
-
-
-_PRESENT_VALUES = (
-    _PresentValue(key="offload", accepts=lambda value: value is False, allowed="false", later="true is"),
-)

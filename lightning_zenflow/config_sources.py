@@ -15,7 +15,6 @@ Where a key is given more than once, keywords win over the ``zenflow:`` section,
 import copy
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,15 +22,12 @@ from typing import Any, TypeAlias
 
 import yaml
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig, default_value, unknown_key_message, zenflow_keys
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
-
-_log = logging.getLogger(__name__)
 
 _SECTIONS = ("zenflow", "deepspeed")
 
@@ -92,7 +88,7 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
     zenflow, deepspeed = _split(content, origin)
     block = _take_zenflow_block(deepspeed, origin) if deepspeed is not None else {}
     given = {**zenflow, **overrides}
-    values = {**_from_deepspeed_zenflow(block, given, origin), **given}
+    values = {**_from_deepspeed_zenflow(block, given), **given}
     try:
         return ZenFlowConfig.from_mapping(values), deepspeed
     except ConfigValueError as error:
@@ -218,39 +214,15 @@ def _take_zenflow_block(deepspeed: dict[str, Any], origin: str) -> dict[str, Any
     return block
 
 
-def _from_deepspeed_zenflow(block: dict[str, Any], given: Mapping[str, Any], origin: str) -> dict[str, Any]:
+def _from_deepspeed_zenflow(block: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a ``zero_optimization.zenflow`` block for ``ZenFlowConfig``, so that a file written for DeepSpeed
     works unchanged.
 
-    Values that DeepSpeed has and this version does not are replaced by the default, and a warning names them. Keys in
-    `given` win over the block and are left out.
+    Keys in `given` win over the block and are left out.
     """
-    values: dict[str, Any] = {}
-    replaced: list[str] = []
-    for key, value in block.items():
-        if key == "steps_per_epoch" or key in given:
-            continue
-        if _is_for_deepspeed_only(key, value):
-            values[key] = default_value(key)
-            replaced.append(f"{key}={value!r} (used instead: {values[key]!r})")
-        else:
-            values[key] = value
+    values = {key: value for key, value in block.items() if key != "steps_per_epoch" and key not in given}
     interval = values.get("update_interval")
     if isinstance(interval, int) and "max_update_interval" not in given:
         # DeepSpeed has no such bound, hence no key by which its file could lift it.
         values["max_update_interval"] = max(interval, default_value("max_update_interval"))
-    if replaced:
-        _warn(
-            f"{origin}: these values of zero_optimization.zenflow are not there yet in this version of lightning_zenflow; "
-            f"they decide when and where work is done, not whether a gradient counts: {', '.join(replaced)}"
-        )
     return values
-
-
-def _is_for_deepspeed_only(key: str, value: object) -> bool:
-    return (key == "update_interval" and value == "auto") or (key == "offload" and value is True)
-
-
-@rank_zero_only
-def _warn(message: str) -> None:
-    _log.warning(message)

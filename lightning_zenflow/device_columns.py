@@ -1,10 +1,11 @@
-"""The entries that the device owns in one block: exact fp32 state on the device, updated at once.
+"""The entries that the device owns in one block: exact fp32 state, updated on the device at once.
 
 The host arena stays complete: the worker replays *every* element, these too (selected columns are scattered over the rows, so leaving them
 out would save no memory traffic), hence the arena alone is the exact AdamW state. What is held here is a copy of the selected
 entries that runs ahead of it, updated at once instead of up to S + d steps later. That is why a new selection moves nothing back
 to the host, and why a flush ends with `load`. Only where the worker does not replay but applies mean gradients
-(`deferred_update: accumulate`) is this copy the exact one, and then `store` comes first.
+(`deferred_update: accumulate`) is this copy the exact one, and then `store` comes first. Whether it lives on the device or visits it for
+the step is the business of `column_states.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from lightning_zenflow.adamw import adamw_step_
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
+from lightning_zenflow.column_states import ColumnState, ResidentState, VisitingState
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition, Tile
 
@@ -32,7 +34,7 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class _Owned:
-    """The selected entries of one tile: rectangle [rows, k] at `begin` in the flat state of the tile's parameter group."""
+    """The selected entries of one tile: rectangle [rows, k] at `begin` in the flat entries of the tile's parameter group."""
 
     tile: Tile
     param_group: int
@@ -45,31 +47,31 @@ class _Owned:
     def numel(self) -> int:
         return self.tile.rows * self.k
 
-    def of_state(self, state: Tensor) -> Tensor:
-        """The tile's part of the group's flat state as [rows, k], a view."""
-        return state.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
+    def of_group(self, values: Tensor) -> Tensor:
+        """The tile's part of the group's values, one an entry, as [rows, k], a view."""
+        return values.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupState:
-    """Flat state of one parameter group's owned entries."""
+class _GroupEntries:
+    """One parameter group's owned entries."""
 
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    gradient: Tensor
-    """Model dtype; filled as the step's gradients arrive."""
+    state: ColumnState
+    exchange: Tensor
+    """[state.numel], model dtype, on the device: what comes from the model and what goes there. The step's gradient, filled as it arrives;
+    after `step` or `load` the new weights, until the next gradient."""
 
 
 class DeviceColumns:
-    """Owner of the device's copy of one block's selected entries.
+    """Owner of the copy of one block's selected entries that the device updates.
 
     Args:
         partition: the rank's partition.
         block: index into `Partition.blocks`.
         columns: for each slice, the columns that the device owns, over the whole row; None where it owns all of them.
-        device: where the copy lives.
-        dtype: the model's type, for gradients.
+        device: where entries are updated.
+        dtype: the model's type.
+        offload: whether their state lives in host memory and visits the device.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class DeviceColumns:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        offload: bool,
     ) -> None:
         self._by_slice: dict[int, list[_Owned]] = {}
         self._group_begins = partition.group_begins
-        self._dtype = dtype
         numel = [0] * len(partition.group_begins)
         for tile in (partition.tiles[t] for t in partition.blocks[block].tiles):
             mine, k = _within(columns[tile.slice], tile)
@@ -93,25 +95,23 @@ class DeviceColumns:
             owned = _Owned(tile=tile, param_group=param_group, begin=numel[param_group], columns=mine, k=k)
             numel[param_group] += owned.numel
             self._by_slice.setdefault(tile.slice, []).append(owned)
-        self._states = [
-            _GroupState(
-                master=torch.empty(n, device=device),
-                exp_avg=torch.empty(n, device=device),
-                exp_avg_sq=torch.empty(n, device=device),
-                gradient=torch.zeros(n, device=device, dtype=dtype),
-            )
+        state_class = VisitingState if offload else ResidentState
+        self._groups = [
+            _GroupEntries(state=state_class(n, device), exchange=torch.zeros(n, device=device, dtype=dtype))
             for n in numel
         ]
 
     @property
     def numel(self) -> int:
         """Entries that the device owns in this block."""
-        return sum(state.master.numel() for state in self._states)
+        return sum(group.state.numel for group in self._groups)
 
     def load(self, arena: Arena) -> None:
         """Takes the entries' exact state from the arena; the block's last round must be done."""
         for owned, ours, theirs in self._side_by_side(arena):
             ours.copy_(theirs if owned.columns is None else theirs.index_select(1, owned.columns.host))
+        for group in self._groups:
+            group.exchange.copy_(group.state.master_on_device())
 
     def store(self, arena: Arena) -> None:
         """Writes the entries' state into the arena; the block's last round must be done. The inverse of `load`."""
@@ -123,14 +123,13 @@ class DeviceColumns:
 
     def _side_by_side(self, arena: Arena) -> Iterator[tuple[_Owned, Tensor, Tensor]]:
         """Each tile's weights and moments: here [rows, k], and in the arena [rows, width], both views."""
+        states = [group.state.where_it_lives() for group in self._groups]
         for owned in self._all():
-            state, tile = self._states[owned.param_group], owned.tile
-            for ours, theirs in (
-                (state.master, arena.master),
-                (state.exp_avg, arena.exp_avg),
-                (state.exp_avg_sq, arena.exp_avg_sq),
+            tile = owned.tile
+            for ours, theirs in zip(
+                states[owned.param_group], (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True
             ):
-                yield owned, owned.of_state(ours), theirs.narrow(0, tile.begin, tile.numel).view(tile.rows, tile.width)
+                yield owned, owned.of_group(ours), theirs.narrow(0, tile.begin, tile.numel).view(tile.rows, tile.width)
 
     def gather_gradient(self, slice_index: int, begin: int, gradient: Tensor | None) -> None:
         """Keeps the owned entries of a slice's gradient; None stands for zeros.
@@ -141,7 +140,7 @@ class DeviceColumns:
             gradient: [slice.numel], model dtype.
         """
         for owned in self._by_slice.get(slice_index, ()):
-            target = owned.of_state(self._states[owned.param_group].gradient)
+            target = owned.of_group(self._groups[owned.param_group].exchange)
             if gradient is None:
                 target.zero_()
                 continue
@@ -151,7 +150,7 @@ class DeviceColumns:
 
     def gradients(self) -> list[Tensor]:
         """A copy of the gathered gradients, for `step` later."""
-        return [state.gradient.clone() for state in self._states]
+        return [group.exchange.clone() for group in self._groups]
 
     def step(
         self,
@@ -161,21 +160,13 @@ class DeviceColumns:
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
         """One exact AdamW step of every owned entry, with the gathered gradients or with earlier ones."""
-        for index, (state, hyperparameters) in enumerate(zip(self._states, groups, strict=True)):
-            if state.master.numel():
-                adamw_step_(
-                    state.master,
-                    state.exp_avg,
-                    state.exp_avg_sq,
-                    state.gradient if gradients is None else gradients[index],
-                    hyperparameters=hyperparameters,
-                    count=count,
-                    factor=scale.factor,
-                    finite=scale.finite,
-                )
+        for index, (group, hyperparameters) in enumerate(zip(self._groups, groups, strict=True)):
+            if group.state.numel:
+                gradient = group.exchange if gradients is None else gradients[index]
+                _step(group, gradient, hyperparameters, count, scale)
 
     def write_weights(self, weights: Sequence[Tensor]) -> None:
-        """Writes the owned entries into the model's weights, over whatever was published there.
+        """Writes the owned entries into the model's weights, over whatever was published there; after `step` or `load` only.
 
         Args:
             weights: for each parameter group, the rank's flat partition of the model's weights.
@@ -186,14 +177,33 @@ class DeviceColumns:
                 0, tile.begin - self._group_begins[owned.param_group], tile.numel
             )
             rectangle = target.view(tile.rows, tile.width)
-            values = owned.of_state(self._states[owned.param_group].master)
+            values = owned.of_group(self._groups[owned.param_group].exchange)
             if owned.columns is None:
                 rectangle.copy_(values)
             else:
-                rectangle.index_copy_(1, owned.columns.device, values.to(self._dtype))
+                rectangle.index_copy_(1, owned.columns.device, values)
 
     def _all(self) -> list[_Owned]:
         return [owned for entries in self._by_slice.values() for owned in entries]
+
+
+def _step(
+    group: _GroupEntries, gradient: Tensor, hyperparameters: GroupHyperparameters, count: Tensor, scale: StepScale
+) -> None:
+    """One exact AdamW step of one parameter group's entries. A function of its own: what visits the device is gone when it returns."""
+    with group.state.on_device() as state:
+        master, exp_avg, exp_avg_sq = state
+        adamw_step_(
+            master,
+            exp_avg,
+            exp_avg_sq,
+            gradient,
+            hyperparameters=hyperparameters,
+            count=count,
+            factor=scale.factor,
+            finite=scale.finite,
+        )
+        group.exchange.copy_(master)
 
 
 def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:

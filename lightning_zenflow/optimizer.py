@@ -143,6 +143,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partition,
             self._arena,
             replayed=self._config.deferred_update == "replay",
+            offload=self._config.offload,
             device=device,
             dtype=self.dtype,
         )

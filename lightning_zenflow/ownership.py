@@ -49,16 +49,25 @@ class Ownership:
         arena: where exact state is loaded from.
         replayed: whether the worker replays device-owned entries too, so that the arena is their exact state; otherwise it is written
             there first.
-        device: where the entries live.
+        offload: whether the entries' state lives in host memory, from where it visits the device block by block.
+        device: where the entries are updated.
         dtype: the model's type.
     """
 
     def __init__(
-        self, partition: Partition, arena: Arena, *, replayed: bool, device: torch.device, dtype: torch.dtype
+        self,
+        partition: Partition,
+        arena: Arena,
+        *,
+        replayed: bool,
+        offload: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._partition = partition
         self._arena = arena
         self._replayed = replayed
+        self._offload = offload
         self._device = device
         self._dtype = dtype
         self._blocks_of_slice = [[piece.index for piece in blocks_of_slice(partition, s)] for s in partition.slices]
@@ -95,7 +104,14 @@ class Ownership:
         """Phase *hand over* for the blocks whose window just closed."""
         for block in self._waiting.intersection(blocks):
             self._incoming[block] = _Incoming(
-                columns=DeviceColumns(self._partition, block, self._selected, device=self._device, dtype=self._dtype)
+                columns=DeviceColumns(
+                    self._partition,
+                    block,
+                    self._selected,
+                    device=self._device,
+                    dtype=self._dtype,
+                    offload=self._offload,
+                )
             )
             self._waiting.discard(block)
 
