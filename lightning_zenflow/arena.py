@@ -7,6 +7,7 @@ lives exactly as long as somebody holds it. The layout is written down in ``csrc
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_zenflow import protocol
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.partition import Partition
+from lightning_zenflow.partition import Partition, Range
 
 _PAGE_BYTES = 4096
 _CACHE_LINE_BYTES = 64
@@ -61,9 +62,7 @@ class Arena:
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = protocol.ArenaHeader.from_buffer(self._memory)
 
-        ranges = (protocol.Range * header.n_ranges).from_buffer(self._memory, header.ranges_offset)
-        for entry, r in zip(ranges, partition.ranges, strict=True):
-            entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
+        self.write_ranges(partition.ranges)
         blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
         for block_entry, block in zip(blocks, partition.blocks, strict=True):
             block_entry.begin, block_entry.end = block.begin, block.end
@@ -139,6 +138,13 @@ class Arena:
             entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
             entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
 
+    def write_ranges(self, ranges: Sequence[Range]) -> None:
+        """Says which elements are updated; for workers that start later. As many ranges as the partition has slices are always allowed."""
+        self._header.n_ranges = len(ranges)
+        table = (protocol.Range * len(ranges)).from_buffer(self._memory, self._header.ranges_offset)
+        for entry, r in zip(table, ranges, strict=True):
+            entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
+
     def close(self) -> None:
         """Unlocks the memory and closes the file; the mapping itself goes with the last tensor that shows it."""
         if self.pinned:
@@ -186,7 +192,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         end = _round_up(begin + n_bytes, _PAGE_BYTES)
         return begin
 
-    header.ranges_offset = reserve(header.n_ranges * ctypes.sizeof(protocol.Range))
+    header.ranges_offset = reserve(len(partition.slices) * ctypes.sizeof(protocol.Range))
     header.blocks_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.Block))
     header.step_record_bytes = _round_up(
         ctypes.sizeof(protocol.StepRecord) + sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),

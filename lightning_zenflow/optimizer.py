@@ -18,6 +18,7 @@ from lightning_zenflow.auto_schedule import AutoSchedule
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, row_length
+from lightning_zenflow.freezing import Freezing
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
@@ -125,7 +126,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if len(schedules) > 1
             else None
         )
-        self._worker = Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
+        self._worker = self._start_worker()
         self._rounds = Rounds(
             self._partition,
             arena=self._arena,
@@ -151,6 +152,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._intake = GradientIntake(
             self._partition, self._rounds, self._ownership, self._stand_in, device=device, dtype=self.dtype
         )
+        self._freezing = Freezing(self._partition, parameters_in_order(self))
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
@@ -231,6 +233,19 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._selector.epoch = epoch
             self._prepare_step()
 
+    def follow_freezing(self) -> None:
+        """Leaves parameters alone that were frozen, and takes those back in that were unfrozen; between steps, alike on all ranks."""
+        if not self._freezing.update():
+            return
+        self.flush()
+        partition = self._freezing.trained_part()
+        assert self._worker is not None, "flush needs it as well"
+        self._worker.close()
+        self._arena.write_ranges(partition.ranges)
+        self._worker = self._start_worker()
+        self._rounds.change_ranges(partition, self._worker)
+        self._start_over(int(self._count))
+
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far; afterwards DeepSpeed's checkpoint code sees it.
 
@@ -260,6 +275,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._worker.close()
             self._worker = None
         self._arena.close()
+
+    def _start_worker(self) -> Worker:
+        return Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
 
     def _kill_worker(self) -> None:
         if self._worker is not None:
@@ -374,7 +392,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             with self.stalls.measure("select"):
                 columns = self._selector.select(energies, self._step)
             if columns is not None:
-                self._ownership.select([columns[s.parameter] for s in self._partition.slices])
+                self._ownership.select(self._freezing.of_slices(columns))
                 self._changing_until = self._step + self._rounds.age
         return deferral
 

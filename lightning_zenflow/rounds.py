@@ -223,6 +223,17 @@ class Rounds:
             self._publish_oldest("flush")
         self._published_blocks.clear()
 
+    def change_ranges(self, partition: Partition, worker: Worker) -> None:
+        """Goes on with a worker that updates and publishes other ranges; right after a flush only.
+
+        Args:
+            partition: as before but for its ranges.
+            worker: one that was started with these ranges in the arena.
+        """
+        assert not self._in_flight, "flush comes before"
+        self._worker = worker
+        self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
+
     def _submit(self, block: int, *, due_step: int, look_ahead: float = 0.0, cause: Cause = "publish_wait") -> None:
         """Submits a block's open window; one without any is published again, if its weights are not the exact ones."""
         window = self._windows[block]

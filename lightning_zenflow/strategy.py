@@ -22,6 +22,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
+from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.hyperparameters import validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
@@ -96,6 +97,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, deepspeed_config = resolve_config(config, given)
         self._optimizer: ZenFlowZeroOptimizer | None = None
+        self._frozen_at_setup: dict[str, Tensor] = {}
         self._torch_threads: int | None = None
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
@@ -204,6 +206,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 len(cores), allowed=allowed, siblings=siblings, local_world_size=self.num_processes
             )
             torch.set_num_threads(min(threads, self._torch_threads))
+        if optimizer is not None:
+            self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         built = []
 
         def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
@@ -230,6 +234,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._optimizer is not None:
             assert self.lightning_module is not None
+            if self.deepspeed_engine.micro_steps % self.deepspeed_engine.gradient_accumulation_steps() == 0:
+                refuse_unfrozen(self._frozen_at_setup)
+                self._optimizer.follow_freezing()
             self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
