@@ -29,6 +29,10 @@ class Freezing:
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         return self._trained != before
 
+    def is_frozen(self, parameter: int) -> bool:
+        """Whether the step leaves a parameter (by its number) alone, as it was when `update` was called."""
+        return not self._trained[parameter]
+
     def trained_part(self) -> Partition:
         """The partition with the ranges of trained parameters only; all else is as it was."""
         trained = [s for s in self._partition.slices if self._trained[s.parameter]]

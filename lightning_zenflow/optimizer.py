@@ -171,8 +171,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         index = self._slice_of_parameter.get(self.get_param_id(param))
         if index is not None:
             s = self._partition.slices[index]
-            gradient = self.get_gradient_for_reduction(param).detach().view(-1).narrow(0, s.start, s.numel)
-            self._intake.receive(index, gradient, step=self._step + 1, last=self.is_gradient_accumulation_boundary())
+            # One that was unfrozen between two micro-batches waits for the next step.
+            if not self._freezing.is_frozen(s.parameter):
+                gradient = self.get_gradient_for_reduction(param).detach().view(-1).narrow(0, s.start, s.numel)
+                last = self.is_gradient_accumulation_boundary()
+                self._intake.receive(index, gradient, step=self._step + 1, last=last)
         self.clear_grad_attribute(param)
 
     @override

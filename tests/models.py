@@ -195,26 +195,32 @@ class FreezingModule(LinearLossModule):
 
     Args:
         frozen_in: steps, counted from 0, in which a parameter is frozen, [begin, end), by its number.
+        micro: the micro-batch of these steps before which it is frozen and unfrozen.
         **options: as `LinearLossModule`.
     """
 
-    def __init__(self, *, frozen_in: dict[int, tuple[int, int]], **options: Any) -> None:
+    def __init__(self, *, frozen_in: dict[int, tuple[int, int]], micro: int = 0, **options: Any) -> None:
         super().__init__(**options)
         self.frozen_in = frozen_in
+        self.micro = micro
 
-    def is_frozen(self, index: int, step: int) -> bool:
+    def is_frozen(self, index: int, step: int, micro: int) -> bool:
         begin, end = self.frozen_in.get(index, (0, 0))
-        return begin <= step < end
+        return (begin, self.micro) <= (step, micro) < (end, self.micro)
+
+    def is_left_alone(self, index: int, step: int) -> bool:
+        """Whether the whole step does without the parameter: what it is when the step begins."""
+        return self.is_frozen(index, step, 0)
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        # In every micro-batch: a step that has begun is not to be disturbed.
+        step, micro = divmod(batch_idx, self.accumulate)
         for i, p in enumerate(self.weights):
-            p.requires_grad_(not self.is_frozen(i, batch_idx // self.accumulate))
+            p.requires_grad_(not self.is_frozen(i, step, micro))
 
     @override
     def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
-        return None if self.is_frozen(index, step) else super().gradient(index, step, micro, rank)
+        return None if self.is_frozen(index, step, micro) else super().gradient(index, step, micro, rank)
 
 
 class SmallNet(TestModule):

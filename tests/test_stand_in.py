@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from harness import Case, Run, fit, run_here, run_on_ranks
-from models import SHAPES, SmallNet
+from models import SHAPES, FreezingModule, SmallNet
 from reference import AdamWState, Group, owned_elements
 
 STEPS = 10
@@ -122,11 +122,12 @@ NEARLY_ALL_FROZEN = replace(FREEZING_CASES["defaults"], model_options={"frozen_i
 
 def check_freezing(case: Case, runs: list[Run]) -> None:
     """As `check`, for fixed gradients; what is frozen neither moves nor changes its moments, whatever momentum it had."""
-    frozen_in = {IN_GROUPS.index(i): steps for i, steps in case.model_options["frozen_in"].items()}
+    model = case.make_model()
+    assert isinstance(model, FreezingModule)
     weights, gradients, groups = case.fixed_gradients(world_size=len(runs))
     state = AdamWState.start(weights, torch.float64)
     for step in range(case.steps):
-        frozen = [i for i, (begin, end) in frozen_in.items() if begin <= step < end]
+        frozen = [i for i, number in enumerate(IN_GROUPS) if model.is_left_alone(number, step)]
         step_without(state, frozen, gradients[step], groups[step], case.max_norm)
     for i, w in enumerate(state.weights):
         torch.testing.assert_close(runs[0].master[i].double(), w, rtol=1e-6, atol=1e-6)
@@ -134,10 +135,11 @@ def check_freezing(case: Case, runs: list[Run]) -> None:
         torch.testing.assert_close(runs[0].exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
     for run in runs:
         assert all(torch.equal(w, m.to(w.dtype)) for w, m in zip(run.weights, runs[0].master, strict=True))
-        for i, (begin, end) in frozen_in.items():
-            # What was shown in the first frozen step was noted before it was frozen.
-            for step in range(begin + 2, min(end + 1, case.steps)):
-                assert torch.equal(run.shown[step][i], run.shown[begin + 1][i])
+        for i, number in enumerate(IN_GROUPS):
+            for step in range(1, case.steps - 1):
+                # What is shown in the first frozen step is noted before it is frozen.
+                if model.is_left_alone(number, step - 1) and model.is_left_alone(number, step):
+                    assert torch.equal(run.shown[step + 1][i], run.shown[step][i])
         for step in range(case.steps):
             assert all(torch.equal(a, b) for a, b in zip(run.shown[step], runs[0].shown[step], strict=True))
 
@@ -248,6 +250,12 @@ def test_layers_frozen_in_turn(precision: str) -> None:
 
 def test_freezing_with_accumulation_and_bf16() -> None:
     case = replace(FREEZING_CASES["defaults"], accumulate=3, precision="bf16-true")
+    check_freezing(case, [run_here(case)])
+
+
+def test_frozen_and_unfrozen_between_micro_batches() -> None:
+    options = {"frozen_in": FROZEN_IN, "micro": 1}
+    case = replace(FREEZING_CASES["defaults"], accumulate=3, model_options=options)
     check_freezing(case, [run_here(case)])
 
 
