@@ -38,6 +38,11 @@ CASES = {
         topk_ratio=0.3, precision="bf16-true", accumulate=3, max_norm=1.0, strategy_options=APPROXIMATE
     ),
     "mean gradients": Case(topk_ratio=0.3, strategy_options={**RESELECTING, "deferred_update": "accumulate"}),
+    "changes of pace": Case(
+        topk_ratio=0.3,
+        paces=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
+        strategy_options={**RESELECTING, **APPROXIMATE, "update_interval": "auto", "publish_lag": "auto"},
+    ),
     "a network": Case(model="SmallNet", topk_ratio=0.3, strategy_options={**RESELECTING, **APPROXIMATE}),
 }
 

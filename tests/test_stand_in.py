@@ -114,6 +114,11 @@ FREEZING_CASES = {
     ),
     "offload": replace(FREEZING, strategy_options={**ON, "offload": True}),
     "everything on the device": replace(FREEZING, topk_ratio=1),
+    "changes of pace": replace(
+        FREEZING,
+        paces=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
+        strategy_options={**ON, "update_interval": "auto", "publish_lag": "auto"},
+    ),
 }
 
 
@@ -133,6 +138,12 @@ def check_freezing(case: Case, runs: list[Run]) -> None:
         torch.testing.assert_close(runs[0].master[i].double(), w, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(runs[0].exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(runs[0].exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+    check_what_is_shown(case, runs)
+
+
+def check_what_is_shown(case: Case, runs: list[Run]) -> None:
+    model = case.make_model()
+    assert isinstance(model, FreezingModule)
     for run in runs:
         assert all(torch.equal(w, m.to(w.dtype)) for w, m in zip(run.weights, runs[0].master, strict=True))
         for i, number in enumerate(IN_GROUPS):
@@ -251,6 +262,11 @@ def test_layers_frozen_in_turn(precision: str) -> None:
 def test_freezing_with_accumulation_and_bf16() -> None:
     case = replace(FREEZING_CASES["defaults"], accumulate=3, precision="bf16-true")
     check_freezing(case, [run_here(case)])
+
+
+def test_frozen_with_mean_gradients() -> None:
+    case = replace(FREEZING, strategy_options={**ON, "deferred_update": "accumulate"})
+    check_what_is_shown(case, [run_here(case)])
 
 
 def test_frozen_and_unfrozen_between_micro_batches() -> None:
