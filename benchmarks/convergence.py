@@ -76,7 +76,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--settings", type=names_of(list(SETTINGS), "setting"), default=list(SETTINGS), metavar="NAME,...")
-    add("--methods", type=names_of(list(METHODS), "method"), default=list(METHODS), metavar="NAME,...")
+    add(
+        "--methods",
+        type=names_of(list(METHODS), "method"),
+        metavar="NAME,...",
+        help="default: all; the main ones in settings whose runs take minutes",
+    )
     add("--lrs", type=numbers_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
     add("--seeds", type=numbers_of(int), default=[1, 2, 3], metavar="SEED,...")
     add("--steps", type=int, help="optimizer steps; default: the setting's; others are left out of the tables")
@@ -94,14 +99,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def grid(options: argparse.Namespace) -> list[Spec]:
-    """All runs that are asked for; each method's first seed comes before any second one, so that there is early something to look at."""
-    return [
-        Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or SETTINGS[name].steps)
-        for name in options.settings
-        for seed in options.seeds
-        for lr in options.lrs or SETTINGS[name].lrs
-        for method in options.methods
-    ]
+    """All runs that are asked for; the first seed of everything in a setting comes before any second one."""
+    specs = []
+    for name in options.settings:
+        setting = SETTINGS[name]
+        methods = options.methods or [key for key, method in METHODS.items() if method.main or setting.all_methods]
+        specs += [
+            Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or setting.steps)
+            for seed in options.seeds
+            for lr in options.lrs or setting.lrs
+            for method in methods
+        ]
+    return specs
 
 
 def run(spec: Spec, cores: list[int], cache: Path, timeout: float) -> Record:

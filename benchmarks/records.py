@@ -1,6 +1,7 @@
 """What is known of a run, and the JSON-lines file that keeps it."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -12,8 +13,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A change of these makes a run another one; results and documents do not.
-_CODE = ("lightning_zenflow", "csrc", "benchmarks/*.py", "examples/glue_task", "examples/data", "conf/glue.yaml")
+# A change of these makes a run another one; of reports, documents and results not.
+_CODE = (
+    "lightning_zenflow",
+    "csrc",
+    *(f"benchmarks/{name}.py" for name in ("corpus", "deepspeed_peers", "glue_sample", "gpt", "methods", "run_one")),
+    "examples/glue_task",
+    "examples/data",
+    "conf/glue.yaml",
+)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -33,7 +41,7 @@ class Record:
 
     spec: Spec
     commit: str = ""
-    """Last commit of the code that ran, with "+changes" if there were any."""
+    """Last commit of the code that ran, and a hash of its changes since then if there were any."""
     versions: dict[str, str] = field(default_factory=dict)
     hardware: str = ""
     seconds: float = 0.0
@@ -88,10 +96,11 @@ def newest(records: Iterable[Record]) -> dict[Spec, Record]:
 
 
 def commit_of_code() -> str:
-    """The last commit that changed the code that runs here; "unknown" outside a git repository."""
+    """The last commit that changed the code that runs here, and "+" and a hash of what is not committed; "unknown" outside git."""
     try:
         commit = _git("log", "-1", "--format=%h", "--abbrev=12", "--", *_CODE)
-        return commit + ("+changes" if _git("status", "--porcelain", "--", *_CODE) else "")
+        changes = _git("diff", "HEAD", "--", *_CODE) + _git("ls-files", "--others", "--exclude-standard", "--", *_CODE)
+        return commit + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

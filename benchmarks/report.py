@@ -122,7 +122,7 @@ def plot(summaries: Sequence[Summary], title: str, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for summary in summaries:
-        if not METHODS[summary.method].in_plot or not summary.best:
+        if not METHODS[summary.method].main or not summary.best:
             continue
         curves = [smooth(record.train_loss, 5) for record in summary.best]
         means = [mean(at_step) for at_step in zip(*curves, strict=True)]

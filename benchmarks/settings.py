@@ -15,6 +15,8 @@ class Setting:
     lrs: tuple[float, ...]
     """Peak learning rates."""
     title: str
+    all_methods: bool = True
+    """False: by default only the main methods."""
 
 
 SETTINGS = {
@@ -35,5 +37,6 @@ SETTINGS = {
         steps=1250,
         lrs=(1e-3, 2e-3, 4e-3),
         title="examples/glue.py on its bundled sample, 5 epochs from random weights",
+        all_methods=False,
     ),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import convergence, corpus, records, report
+from benchmarks.methods import METHODS
 from benchmarks.records import Record, Spec
 from benchmarks.settings import SETTINGS
 
@@ -107,6 +108,14 @@ def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convergence.parse_arguments(["--methods", "adamw,sgd"])
     assert "'sgd' is no method; allowed are adamw," in capsys.readouterr().err
+
+
+def test_the_grid_has_every_method_where_runs_are_short() -> None:
+    specs = convergence.grid(convergence.parse_arguments(["--settings", "fast,glue", "--seeds", "1,2"]))
+    count = {name: sum(spec.setting == name for spec in specs) for name in SETTINGS}
+    main = sum(method.main for method in METHODS.values())
+    assert count == {"fast": len(METHODS) * 4 * 2, "gentle": 0, "glue": main * 3 * 2}
+    assert len(set(specs)) == len(specs)
 
 
 @pytest.mark.slow
