@@ -38,6 +38,17 @@ class SeededGlueData(GlueDataModule):
         return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn)
 
 
+class MeasuredClassifier(GlueClassifier):
+    """The example's model; under bf16-true its own metrics are bfloat16 as well, which is too coarse to compare losses."""
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx, dataloader_idx)
+        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
+        loss = self._task_loss(outputs, self._labels(batch))
+        self.log("held_out_loss", loss, batch_size=len(outputs), add_dataloader_idx=False)
+
+
 def build(*, lr: float, seed: int) -> tuple[pl.LightningModule, SeededGlueData]:
     """Module and data as in conf/glue.yaml, but for the learning rate and the seed of the initial weights."""
     config = OmegaConf.load(ROOT / "conf" / "glue.yaml")
@@ -47,7 +58,7 @@ def build(*, lr: float, seed: int) -> tuple[pl.LightningModule, SeededGlueData]:
     keys = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(keys, dict)
     torch.manual_seed(seed)
-    module = GlueClassifier(
+    module = MeasuredClassifier(
         task=config.data.task,
         vocab_size=data.vocab_size,
         pad_token_id=data.pad_token_id,

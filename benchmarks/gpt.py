@@ -110,7 +110,7 @@ class GptModule(pl.LightningModule):
 
     @override
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val/loss", self._loss(batch), batch_size=len(batch))
+        self.log("held_out_loss", self._loss(batch), batch_size=len(batch))
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

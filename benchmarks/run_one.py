@@ -100,7 +100,7 @@ def train(spec: Spec, record: Record, cache: Path) -> None:
     record.seconds = round(time.perf_counter() - start, 2)
     record.train_loss = [round(mean, 5) for mean in losses.means]
     metrics = trainer.callback_metrics
-    val_loss = float(metrics["val/loss"])
+    val_loss = float(metrics["held_out_loss"])
     if not math.isfinite(val_loss):
         raise FloatingPointError(f"the validation loss is {val_loss}")
     record.val_loss = val_loss
