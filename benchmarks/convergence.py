@@ -210,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     options = parse_arguments(arguments)
     path = options.results / "convergence.jsonl"
+    if not options.report_only:
+        records.check_origin()
     if options.check_repeat:
         return check_repeat(options)
     if not options.report_only:

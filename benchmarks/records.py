@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -108,6 +109,20 @@ def commit_of_code() -> str:
 def _git(*arguments: str) -> str:
     result = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
     return result.stdout.strip()
+
+
+def check_origin() -> None:
+    """Makes sure that the package that runs is the one whose commit is recorded.
+
+    Raises:
+        RuntimeError: another one is imported; an editable install of another checkout comes before PYTHONPATH.
+    """
+    spec = importlib.util.find_spec("lightning_zenflow")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != ROOT / "lightning_zenflow":
+        raise RuntimeError(
+            f"lightning_zenflow is imported from {spec and spec.origin}, not from this repository ({ROOT}), so results would carry a wrong"
+            " commit; install this checkout: pip install --editable '.[benchmarks]'"
+        )
 
 
 def versions() -> dict[str, str]:

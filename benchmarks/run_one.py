@@ -118,6 +118,7 @@ def main(spec: Spec, path: Path, cache: Path) -> None:
         spec=spec, commit=records.commit_of_code(), versions=records.versions(), hardware=records.hardware()
     )
     try:
+        records.check_origin()
         train(spec, record, cache)
     except Exception as error:
         record.error = f"{type(error).__name__}: {error}"
