@@ -1,0 +1,1 @@
+"""Measurements that are too long for tests. `python -m benchmarks.convergence --help`."""

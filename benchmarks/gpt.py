@@ -1,0 +1,201 @@
+"""A byte-level GPT as a LightningModule, and its pre-training on Python's standard library.
+
+Shapes: B windows, T bytes of a window, D width, H heads.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from benchmarks.corpus import c_headers, python_library, sha256, to_tensor
+
+TRAIN_BYTES = 2_000_000
+HELD_OUT_FROM = 2_100_000
+EVALUATION_SEED = 123
+EVALUATION_WINDOWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of the model and of its batches."""
+
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    context: int = 64
+    """Bytes in a window."""
+    batch: int = 16
+    """Windows in a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreTraining:
+    """How the model gets its initial weights; in 32 bits, with torch's AdamW."""
+
+    steps: int = 1500
+    lr: float = 2e-3
+    seed: int = 0
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each after a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = self.qkv(self.norm1(x_BTD)).unflatten(-1, (3, self.heads, -1))
+        q_BHTd, k_BHTd, v_BHTd = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, is_causal=True)
+        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).flatten(2))
+        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte; no dropout, so that a step depends on weights and batch alone."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(shape.context, width)
+        self.blocks = nn.Sequential(*(Block(width, shape.heads) for _ in range(shape.layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, bytes_BT: Tensor) -> Tensor:
+        """Logits, [B, T, 256], of the byte after each one."""
+        x_BTD = self.token(bytes_BT) + self.position.weight[: bytes_BT.shape[1]]
+        return self.head(self.norm(self.blocks(x_BTD)))
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """Factor of the learning rate: up over a tenth of the steps, at most 40, times a cosine that ends at a tenth."""
+    warm_up = min(40, max(1, steps // 10))
+    return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+
+
+class GptModule(pl.LightningModule):
+    """Fine-tunes a GPT with AdamW, all parameters in one group."""
+
+    def __init__(self, model: GPT, *, lr: float, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self.lr = lr
+        self.steps = steps
+
+    def _loss(self, window_BT: Tensor) -> Tensor:
+        logits = self.model(window_BT[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), window_BT[:, 1:].flatten())
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self._loss(batch)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("held_out_loss", self._loss(batch), batch_size=len(batch))
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+        scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Windows(Dataset[Tensor]):
+    """`count` windows at random places that depend on the seed alone: window i, int64 [T + 1], belongs to step i // B."""
+
+    def __init__(self, data: Tensor, *, count: int, context: int, seed: int) -> None:
+        self._data = data
+        self._length = context + 1
+        generator = torch.Generator().manual_seed(seed)
+        self._starts = torch.randint(len(data) - self._length, (count,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        start = self._starts[index]
+        return self._data[start : start + self._length].long()
+
+
+class HeaderData(pl.LightningDataModule):
+    """Training batches of C headers, one epoch of `steps`; validation on fixed windows of a part that is not trained on."""
+
+    def __init__(self, shape: Shape, *, steps: int, seed: int) -> None:
+        super().__init__()
+        data = c_headers()
+        self.sha256 = sha256(data)
+        tensor = to_tensor(data)
+        self._batch = shape.batch
+        self._train = Windows(
+            tensor[:TRAIN_BYTES], count=steps * shape.batch, context=shape.context, seed=seed * 1000 + 7
+        )
+        self._held_out = Windows(
+            tensor[HELD_OUT_FROM:], count=EVALUATION_WINDOWS, context=shape.context, seed=EVALUATION_SEED
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._train, batch_size=self._batch)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._held_out, batch_size=32)
+
+
+def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:
+    """The model trained on Python's standard library, once for each machine: the weights are kept in `cache`."""
+    data = python_library()
+    identity = json.dumps([sha256(data), asdict(shape), asdict(recipe), torch.__version__])
+    path = cache / f"gpt-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pt"
+    model = GPT(shape)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Of runs that start at the same time, one trains and the others wait for it.
+    with open(cache / "pretraining.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _pretrain(model, to_tensor(data), shape, recipe)
+            temporary = path.with_suffix(".part")
+            torch.save(model.state_dict(), temporary)
+            temporary.rename(path)
+    model.load_state_dict(torch.load(path))
+    return model
+
+
+def _pretrain(model: GPT, data: Tensor, shape: Shape, recipe: PreTraining) -> None:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    windows = Windows(data, count=recipe.steps * shape.batch, context=shape.context, seed=recipe.seed)
+    module = GptModule(model, lr=recipe.lr, steps=recipe.steps)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=recipe.steps,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(windows, batch_size=shape.batch))

@@ -1,0 +1,170 @@
+"""Records to tables and plots."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+from tabulate import tabulate
+
+from benchmarks.methods import METHODS
+from benchmarks.records import Record, Spec, newest
+from benchmarks.settings import SETTINGS
+
+BASELINE = "adamw"
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A method in one setting: its runs at the learning rate with the lowest mean validation loss."""
+
+    method: str
+    by_lr: dict[float, list[Record]]
+    """The runs of each learning rate at which none failed."""
+    failed: list[Record] = field(default_factory=list)
+
+    @property
+    def best_lr(self) -> float | None:
+        """None where every learning rate has a run that failed."""
+        return min(self.by_lr, key=self.mean_at, default=None)
+
+    @property
+    def best(self) -> list[Record]:
+        """The runs at the best learning rate, one for each seed."""
+        return [] if self.best_lr is None else self.by_lr[self.best_lr]
+
+    def mean_at(self, lr: float) -> float:
+        """Mean validation loss over the seeds."""
+        return mean(loss_of(record) for record in self.by_lr[lr])
+
+
+def loss_of(record: Record) -> float:
+    """The validation loss of a run that did not fail."""
+    assert record.val_loss is not None
+    return record.val_loss
+
+
+def summarise(records: Iterable[Record]) -> list[Summary]:
+    """One summary a method, in the order of `METHODS`; of several records of the same run the newest counts."""
+    by_method: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for spec, record in sorted(newest(records).items()):
+        by_method[spec.method][spec.lr].append(record)
+    summaries = []
+    for method in sorted(by_method, key=list(METHODS).index):
+        by_lr = by_method[method]
+        failed = [record for runs in by_lr.values() for record in runs if record.error is not None]
+        whole = {lr: runs for lr, runs in by_lr.items() if all(record.error is None for record in runs)}
+        summaries.append(Summary(method=method, by_lr=whole, failed=failed))
+    return summaries
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """A Markdown table of one setting."""
+    baseline = next((s for s in summaries if s.method == BASELINE and s.best), None)
+    with_accuracy = any(record.val_accuracy is not None for s in summaries for record in s.best)
+    rows = []
+    for summary in summaries:
+        row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
+        row |= {"best lr": "", "val. loss": "failed", "min..max": "", "to AdamW": "", "seeds": ""}
+        if with_accuracy:
+            row["accuracy"] = ""
+        if summary.best_lr is not None:
+            losses = [loss_of(record) for record in summary.best]
+            row["best lr"] = f"{summary.best_lr:g}"
+            row["val. loss"] = f"{mean(losses):.4f}"
+            row["min..max"] = f"{min(losses):.4f}..{max(losses):.4f}"
+            row["seeds"] = str(len(losses))
+            if baseline is not None and baseline.best_lr is not None:
+                row["to AdamW"] = f"{100 * (mean(losses) / baseline.mean_at(baseline.best_lr) - 1):+.1f} %"
+            accuracies = [record.val_accuracy for record in summary.best if record.val_accuracy is not None]
+            if accuracies:
+                row["accuracy"] = f"{100 * mean(accuracies):.1f} %"
+        parts = [f"{lr:g}: {summary.mean_at(lr):.4f}" for lr in sorted(summary.by_lr)]
+        parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
+        row["mean at each lr"] = "; ".join(parts)
+        rows.append(row)
+    return str(tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True))
+
+
+def _short(error: str) -> str:
+    """The beginning of an error's message, fit for a table cell."""
+    line = re.sub(r"\s+", " ", error).replace("|", "/")
+    return line if len(line) <= 120 else line[:117] + "..."
+
+
+def provenance(records: Iterable[Record]) -> str:
+    """Code, versions, machine and data that the records come from, as a sentence; more than one of each if they are mixed."""
+    records = list(records)
+
+    def distinct(values: Iterable[str]) -> str:
+        return ", ".join(sorted({value for value in values if value}))
+
+    versions = distinct(", ".join(f"{k} {v}" for k, v in record.versions.items()) for record in records)
+    return (
+        f"Commit {distinct(r.commit for r in records)}; {versions}; {distinct(r.hardware for r in records)};"
+        f" {distinct(f'{r.spec.steps} steps' for r in records)}; data {distinct(r.data for r in records)}."
+    )
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and those before it, `window` of them at most."""
+    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def plot(summaries: Sequence[Summary], title: str, path: Path) -> None:
+    """Training loss over steps of the main methods at their best learning rates, means over the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for summary in summaries:
+        if not METHODS[summary.method].main or not summary.best:
+            continue
+        curves = [smooth(record.train_loss, 5) for record in summary.best]
+        means = [mean(at_step) for at_step in zip(*curves, strict=True)]
+        every = summary.best[0].loss_every
+        steps = [every * (i + 1) for i in range(len(means))]
+        axes.plot(steps, means, label=f"{METHODS[summary.method].title} (lr {summary.best_lr:g})", linewidth=1.2)
+    axes.set(xlabel="step", ylabel="training loss, mean of the last 50 steps", title=title)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
+    """Table and plot of each setting, as files; returns the tables by setting."""
+    by_setting: Mapping[str, list[Record]] = defaultdict(list)
+    for spec, record in newest(records).items():
+        # Shortened trials are another comparison.
+        if spec.steps == SETTINGS[spec.setting].steps:
+            by_setting[spec.setting].append(record)
+    tables = {}
+    for setting in SETTINGS:
+        if setting in by_setting:
+            runs = by_setting[setting]
+            summaries = summarise(runs)
+            tables[setting] = f"{table(summaries)}\n\n{provenance(runs)}"
+            (folder / f"convergence_{setting}.md").write_text(f"{tables[setting]}\n")
+            plot(summaries, SETTINGS[setting].title, folder / f"convergence_{setting}.png")
+    return tables
+
+
+def put_into_document(document: str, tables: Mapping[str, str]) -> str:
+    """The document with each table between its markers, `<!-- table NAME -->` and `<!-- end -->`."""
+    for name, text in tables.items():
+        pattern = re.compile(rf"(?<=<!-- table {re.escape(name)} -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
+        # A table may hold what would be an escape in a replacement, so no template.
+        parts = pattern.split(document)
+        document = f"\n{text}\n\n".join(parts)
+    return document
+
+
+def is_finished(spec: Spec, commit: str, records: Iterable[Record]) -> bool:
+    """Whether the same code has run this and did not fail."""
+    return any(r.spec == spec and r.commit == commit and r.error is None for r in records)

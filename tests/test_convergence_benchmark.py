@@ -1,0 +1,135 @@
+"""The convergence benchmark: its data, its reports, and two short runs from end to end."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import convergence, corpus, records, report
+from benchmarks.methods import METHODS
+from benchmarks.records import Record, Spec
+from benchmarks.settings import SETTINGS
+
+
+def record(method: str, lr: float, seed: int, val_loss: float | None, **fields: object) -> Record:
+    spec = Spec(setting="fast", method=method, lr=lr, seed=seed, steps=SETTINGS["fast"].steps)
+    loss = [2.0, 1.5, 1.0]
+    return Record(spec=spec, commit="abc", versions={"torch": "2"}, val_loss=val_loss, train_loss=loss, **fields)
+
+
+RECORDS = [
+    record("zenflow_s4", 1e-3, 1, 1.01),
+    record("zenflow_s4", 1e-3, 2, 1.03),
+    # Lower in one seed, but not in the mean.
+    record("zenflow_s4", 2e-3, 1, 0.9),
+    record("zenflow_s4", 2e-3, 2, 1.5),
+    record("adamw", 1e-3, 1, 1.1),
+    record("adamw", 1e-3, 2, 1.1),
+    record("adamw", 2e-3, 1, 0.9),
+    record("adamw", 2e-3, 2, 1.1),
+    # A learning rate at which one seed failed does not count, however good the other is.
+    record("deepspeed_zenflow", 1e-3, 1, 0.1),
+    record("deepspeed_zenflow", 1e-3, 2, None, error="RuntimeError: a | b\nc"),
+    record("deepspeed_zenflow", 2e-3, 1, 1.2),
+    record("zenflow_auto", 1e-3, 1, None, error="ValueError: not there yet"),
+]
+
+
+def test_each_method_takes_its_best_learning_rate_over_the_seeds() -> None:
+    best = {summary.method: summary.best_lr for summary in report.summarise(RECORDS)}
+    assert best == {"adamw": 2e-3, "deepspeed_zenflow": 2e-3, "zenflow_s4": 1e-3, "zenflow_auto": None}
+
+
+def test_the_table_holds_means_spread_difference_and_failures() -> None:
+    rows = {row.split("`")[1]: row for row in report.table(report.summarise(RECORDS)).splitlines()[2:]}
+    for text in ("1.0200", "1.0100..1.0300", "+2.0 %", "0.001: 1.0200; 0.002: 1.2000"):
+        assert text in rows["zenflow_s4"]
+    assert "1.0000" in rows["adamw"] and "+0.0 %" in rows["adamw"]
+    assert "RuntimeError: a / b c" in rows["deepspeed_zenflow"] and "1.2000" in rows["deepspeed_zenflow"]
+    assert "failed" in rows["zenflow_auto"] and "not there yet" in rows["zenflow_auto"]
+    assert len({row.count("|") for row in rows.values()}) == 1
+
+
+def test_the_newest_record_of_a_run_counts_but_no_later_failure() -> None:
+    again = record("adamw", 1e-3, 1, 1.3)
+    failed = record("adamw", 1e-3, 1, None, error="killed")
+    assert report.summarise([*RECORDS, again, failed])[0].by_lr[1e-3][0] is again
+
+
+def test_records_survive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "convergence.jsonl"
+    for one in RECORDS:
+        records.append(path, one)
+    assert records.read(path) == RECORDS
+
+
+def test_only_what_the_same_code_finished_is_skipped() -> None:
+    spec = RECORDS[0].spec
+    assert report.is_finished(spec, "abc", RECORDS)
+    assert not report.is_finished(spec, "abd", RECORDS)
+    assert not report.is_finished(RECORDS[-1].spec, "abc", RECORDS)
+
+
+def test_reports_are_written_and_go_into_the_document(tmp_path: Path) -> None:
+    tables = report.write_reports(RECORDS, tmp_path)
+    assert list(tables) == ["fast"]
+    assert (tmp_path / "convergence_fast.md").read_text() == tables["fast"] + "\n"
+    assert (tmp_path / "convergence_fast.png").read_bytes().startswith(b"\x89PNG")
+    document = "before\n<!-- table fast -->\nold\n<!-- end -->\nmiddle\n<!-- table glue -->\nkept\n<!-- end -->\n"
+    once = report.put_into_document(document, tables)
+    assert "old" not in once and "kept" in once and tables["fast"] in once
+    assert report.put_into_document(once, tables) == once
+
+
+def test_shortened_trials_are_in_no_table(tmp_path: Path) -> None:
+    short = Record(spec=Spec(setting="fast", method="adamw", lr=1e-3, seed=1, steps=5), val_loss=3.0)
+    assert report.write_reports([short], tmp_path) == {}
+
+
+def test_the_corpus_depends_on_the_files_alone(tmp_path: Path) -> None:
+    files = []
+    for i in range(20):
+        files.append(tmp_path / f"folder{i % 3}" / f"{i}.h")
+        files[-1].parent.mkdir(exist_ok=True)
+        files[-1].write_bytes(bytes([i]) * 10)
+    data = corpus.read_corpus(tmp_path, files, 150)
+    assert len(data) == 150
+    assert corpus.read_corpus(tmp_path, reversed(files), 150) == data
+    with pytest.raises(RuntimeError, match="200 bytes; 201 are needed"):
+        corpus.read_corpus(tmp_path, files, 201)
+
+
+def test_the_standard_library_is_read_the_same_twice() -> None:
+    data = corpus.python_library(50_000)
+    assert len(data) == 50_000
+    assert corpus.sha256(data) == corpus.sha256(corpus.python_library(50_000))
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        convergence.parse_arguments(["--methods", "adamw,sgd"])
+    assert "'sgd' is no method; allowed are adamw," in capsys.readouterr().err
+
+
+def test_the_grid_has_every_method_where_runs_are_short() -> None:
+    specs = convergence.grid(convergence.parse_arguments(["--settings", "fast,glue", "--seeds", "1,2"]))
+    count = {name: sum(spec.setting == name for spec in specs) for name in SETTINGS}
+    main = sum(method.main for method in METHODS.values())
+    assert count == {"fast": len(METHODS) * 4 * 2, "gentle": 0, "glue": main * 3 * 2}
+    assert len(set(specs)) == len(specs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_five_steps_of_two_methods(tmp_path: Path) -> None:
+    arguments = ["--settings", "fast", "--methods", "adamw,zenflow_s4", "--lrs", "2e-3", "--seeds", "1", "--steps", "5"]
+    folders = ["--results", str(tmp_path / "results"), "--cache", str(tmp_path / "cache")]
+    assert convergence.main([*arguments, *folders]) == 0
+    path = tmp_path / "results" / "convergence.jsonl"
+    runs = records.read(path)
+    assert [run.error for run in runs] == [None, None]
+    assert len({(run.initial_weights, run.data) for run in runs}) == 1
+    assert len({run.final_weights for run in runs}) == 2
+    assert all(run.val_loss is not None and 2 < run.val_loss < 4 for run in runs)
+    # Everything is finished, so nothing runs.
+    assert convergence.main([*arguments, *folders]) == 0
+    assert records.read(path) == runs
