@@ -23,7 +23,7 @@ SETTINGS = {
     "fast": Setting(
         task="gpt",
         steps=400,
-        lrs=(1e-3, 2e-3, 4e-3, 8e-3),
+        lrs=(2e-3, 4e-3, 8e-3),
         title="byte-level GPT, 400 steps at large learning rates",
     ),
     "gentle": Setting(
@@ -31,12 +31,13 @@ SETTINGS = {
         steps=800,
         lrs=(1e-4, 3e-4, 6e-4),
         title="byte-level GPT, 800 steps at learning rates usual in fine-tuning",
+        all_methods=False,
     ),
     "glue": Setting(
         task="glue",
-        steps=1250,
+        steps=600,
         lrs=(1e-3, 2e-3, 4e-3),
-        title="examples/glue.py on its bundled sample, 5 epochs from random weights",
+        title="examples/glue.py on its bundled sample, from random weights",
         all_methods=False,
     ),
 }

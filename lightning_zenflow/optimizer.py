@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.arena import Arena, ArenaSizes
-from lightning_zenflow.auto_schedule import AutoSchedule
+from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, row_length
@@ -286,6 +286,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+
+    @property
+    def pace(self) -> Pace:
+        """S and d of the next steps."""
+        return self._rounds.pace
 
     @property
     def closed(self) -> bool:

@@ -132,6 +132,7 @@ class Rounds:
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
+        self.pace = pace
         n_blocks, s, d = len(self._windows), pace.update_interval, pace.publish_lag
         self._schedule = Schedule(n_blocks=n_blocks, update_interval=s, publish_lag=d)
         # Windows of the S before may still be open, and rounds of the d before in flight.
