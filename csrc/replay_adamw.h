@@ -58,7 +58,7 @@ struct WindowView {
 
 // Applies a window to `n` elements and writes the new weights, moved on by the look-ahead and rounded to nearest even, to
 // `published`; n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
-// gradients may coincide with each other. Thread-safe for disjoint elements.
+// gradients may coincide with each other and with `published`, if their types are the same. Thread-safe for disjoint elements.
 using ReplayKernel = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& window, size_t n,
                               void* published);
 

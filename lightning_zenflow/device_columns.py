@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zenflow.adamw import adamw_step_
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.column_states import ColumnState, ResidentState, VisitingState
 from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import Kernels
 from lightning_zenflow.partition import Partition, Tile
 
 
@@ -72,6 +72,7 @@ class DeviceColumns:
         device: where entries are updated.
         dtype: the model's type.
         offload: whether their state lives in host memory and visits the device.
+        kernels: passes over entries.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class DeviceColumns:
         device: torch.device,
         dtype: torch.dtype,
         offload: bool,
+        kernels: Kernels,
     ) -> None:
+        self._kernels = kernels
         self._by_slice: dict[int, list[_Owned]] = {}
         self._group_begins = partition.group_begins
         numel = [0] * len(partition.group_begins)
@@ -146,7 +149,10 @@ class DeviceColumns:
                 continue
             rectangle = gradient.narrow(0, owned.tile.begin - begin, owned.tile.numel)
             rectangle = rectangle.view(owned.tile.rows, owned.tile.width)
-            target.copy_(rectangle if owned.columns is None else rectangle.index_select(1, owned.columns.device))
+            if owned.columns is None:
+                target.copy_(rectangle)
+            else:
+                self._kernels.gather_columns(rectangle, owned.columns.device, target)
 
     def gradients(self) -> list[Tensor]:
         """A copy of the gathered gradients, for `step` later."""
@@ -163,7 +169,21 @@ class DeviceColumns:
         for index, (group, hyperparameters) in enumerate(zip(self._groups, groups, strict=True)):
             if group.state.numel:
                 gradient = group.exchange if gradients is None else gradients[index]
-                _step(group, gradient, hyperparameters, count, scale)
+                self._step_group(group, gradient, hyperparameters, count, scale)
+
+    def _step_group(
+        self,
+        group: _GroupEntries,
+        gradient: Tensor,
+        hyperparameters: GroupHyperparameters,
+        count: Tensor,
+        scale: StepScale,
+    ) -> None:
+        """One parameter group's step. A method of its own: what visits the device is gone when it returns."""
+        with group.state.on_device() as state:
+            self._kernels.adamw_(
+                state, gradient, group.exchange, hyperparameters=hyperparameters, count=count, scale=scale
+            )
 
     def write_weights(self, weights: Sequence[Tensor]) -> None:
         """Writes the owned entries into the model's weights, over whatever was published there; after `step` or `load` only.
@@ -181,29 +201,10 @@ class DeviceColumns:
             if owned.columns is None:
                 rectangle.copy_(values)
             else:
-                rectangle.index_copy_(1, owned.columns.device, values)
+                self._kernels.scatter_columns(rectangle, owned.columns.device, values)
 
     def _all(self) -> list[_Owned]:
         return [owned for entries in self._by_slice.values() for owned in entries]
-
-
-def _step(
-    group: _GroupEntries, gradient: Tensor, hyperparameters: GroupHyperparameters, count: Tensor, scale: StepScale
-) -> None:
-    """One exact AdamW step of one parameter group's entries. A function of its own: what visits the device is gone when it returns."""
-    with group.state.on_device() as state:
-        master, exp_avg, exp_avg_sq = state
-        adamw_step_(
-            master,
-            exp_avg,
-            exp_avg_sq,
-            gradient,
-            hyperparameters=hyperparameters,
-            count=count,
-            factor=scale.factor,
-            finite=scale.finite,
-        )
-        group.exchange.copy_(master)
 
 
 def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:

@@ -1,4 +1,4 @@
-"""Where the worker's executable is."""
+"""Where what was compiled is: the worker's executable and the library of kernels for the CPU."""
 
 import os
 from contextlib import suppress
@@ -31,6 +31,20 @@ def worker_executable() -> Path:
         "compiler (Debian, Ubuntu: `apt-get install g++`), then run `pip install lightning-zenflow`, or `pip install -e .` in a "
         f"clone of the repository. {_ENVIRONMENT_VARIABLE} can name an executable built elsewhere."
     )
+
+
+def device_library() -> Path:
+    """Path of ``libzenflow-device.so``, beside the worker's executable.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    path = worker_executable().with_name("libzenflow-device.so")
+    if not path.is_file():
+        raise RuntimeError(
+            f"The library {path} is missing; it is built together with the worker's executable: reinstall lightning-zenflow"
+        )
+    return path
 
 
 def _candidates() -> list[Path]:

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from lightning_zenflow.kernels import Kernels
 from lightning_zenflow.ownership import Ownership
-from lightning_zenflow.partition import Partition, Tile
+from lightning_zenflow.partition import Partition, tiles_of_slice
 from lightning_zenflow.rounds import Rounds
-from lightning_zenflow.selection import column_energy
 from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.stand_in import StandIn
 
@@ -21,6 +21,7 @@ class GradientIntake:
         rounds: where gradients go.
         ownership: which entries' gradients are kept on the device.
         stand_in: what moves host-owned weights at once, if anything.
+        kernels: passes over gradients.
         device: where gradients come from.
         dtype: the model's type.
     """
@@ -31,6 +32,7 @@ class GradientIntake:
         rounds: Rounds,
         ownership: Ownership,
         stand_in: StandIn | None,
+        kernels: Kernels,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -39,15 +41,15 @@ class GradientIntake:
         self._rounds = rounds
         self._ownership = ownership
         self._stand_in = stand_in
-        self._tiles_of_slice: list[list[Tile]] = [[] for _ in partition.slices]
-        for tile in partition.tiles:
-            self._tiles_of_slice[tile.slice].append(tile)
+        self._kernels = kernels
+        # Not the partition's tiles: those are cut where blocks end, and statistics must not depend on blocks.
+        self._rectangles = [tiles_of_slice(i, s) for i, s in enumerate(partition.slices)]
         self._device = device
         self._dtype = dtype
         self._accumulated: Tensor | None = None
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
-        self._norms: list[Tensor] = []
+        self._totals: list[Tensor] = []
         self.stand_in_needed = True
         """Whether the stand-in moves weights in this step: not if the exact ones are published at its end."""
         self.energies: ColumnEnergies | None = None
@@ -82,11 +84,11 @@ class GradientIntake:
         for index in range(len(self._partition.slices)):
             if index not in self._delivered:
                 self._deliver(index, None, step)
-        norms = torch.stack(self._norms) if self._norms else torch.zeros(1, device=self._device)
+        totals = torch.stack(self._totals) if self._totals else torch.zeros(1, device=self._device)
         self._partial.clear()
         self._delivered.clear()
-        self._norms.clear()
-        return norms.double().square().sum()
+        self._totals.clear()
+        return totals.double().sum()
 
     def _deliver(self, index: int, gradient: Tensor | None, step: int) -> None:
         """The slice's gradient of the whole step is known; None stands for zeros."""
@@ -96,20 +98,25 @@ class GradientIntake:
         self._rounds.fill(index, gradient)
         self._ownership.gather_gradient(index, gradient)
         if gradient is not None:
-            self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
-            if self.energies is not None:
-                self._add_energy(self.energies, index, gradient)
-            if self._stand_in is not None and self.stand_in_needed:
-                self._stand_in.apply(index, gradient)
+            self._measure(index, gradient)
 
-    def _add_energy(self, energies: ColumnEnergies, index: int, gradient: Tensor) -> None:
+    def _measure(self, index: int, gradient: Tensor) -> None:
+        """The slice's norm, its column proxies if they are wanted, and the stand-in."""
         s = self._partition.slices[index]
-        if not s.is_matrix:
-            return
-        of_parameter = energies.of_parameter(s.parameter)
-        for tile in self._tiles_of_slice[index]:
+        energies = self.energies if s.is_matrix else None
+        stand_in = self._stand_in if self.stand_in_needed else None
+        if stand_in is not None and not stand_in.moves(index):
+            stand_in = None
+        for tile in self._rectangles[index]:
             rectangle = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
-            of_parameter.narrow(0, tile.first_column, tile.width).add_(column_energy(rectangle))
+            moved_by = stand_in if tile.rows > 1 else None
+            directions = energies is not None or moved_by is not None
+            statistics = self._kernels.statistics(rectangle, directions=directions)
+            self._totals.append(statistics.total)
+            if energies is not None and statistics.columns is not None:
+                energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
+            if moved_by is not None:
+                moved_by.apply(index, gradient, statistics)
 
     def _kept(self, index: int) -> Tensor:
         """Where a slice's gradient is added up over micro-batches: on the device, in the model's type, allocated on first use."""

@@ -22,6 +22,7 @@ from lightning_zenflow.freezing import Freezing
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.pace_control import PaceControl
 from lightning_zenflow.partition import build_partition
@@ -140,17 +141,25 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             weights=self._weights,
             stalls=self.stalls,
         )
+        self._kernels = kernels_for(device)
         self._ownership = Ownership(
             self._partition,
             self._arena,
             replayed=self._config.deferred_update == "replay",
             offload=self._config.offload,
+            kernels=self._kernels,
             device=device,
             dtype=self.dtype,
         )
         self._stand_in = self._build_stand_in()
         self._intake = GradientIntake(
-            self._partition, self._rounds, self._ownership, self._stand_in, device=device, dtype=self.dtype
+            self._partition,
+            self._rounds,
+            self._ownership,
+            self._stand_in,
+            self._kernels,
+            device=device,
+            dtype=self.dtype,
         )
         self._freezing = Freezing(self._partition, parameters_in_order(self))
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
@@ -363,7 +372,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if scale == 0:
             return None
         rank = dist.get_rank(group=self.dp_process_group)
-        return StandIn(self._partition, self._weights, scale=scale, rank=rank, hyperparameters=self._hyperparameters)
+        return StandIn(
+            self._partition,
+            self._weights,
+            scale=scale,
+            rank=rank,
+            kernels=self._kernels,
+            hyperparameters=self._hyperparameters,
+        )
 
     def _start_over(self, count: int) -> None:
         """Nothing is device-owned until the last synchronous step has measured the proxies: the last of the warm-up, or the next one.

@@ -10,6 +10,7 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import Kernels
 from lightning_zenflow.partition import Partition, blocks_of_slice
 
 
@@ -50,6 +51,7 @@ class Ownership:
         replayed: whether the worker replays device-owned entries too, so that the arena is their exact state; otherwise it is written
             there first.
         offload: whether the entries' state lives in host memory, from where it visits the device block by block.
+        kernels: passes over gradients and entries.
         device: where the entries are updated.
         dtype: the model's type.
     """
@@ -61,6 +63,7 @@ class Ownership:
         *,
         replayed: bool,
         offload: bool,
+        kernels: Kernels,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -68,6 +71,7 @@ class Ownership:
         self._arena = arena
         self._replayed = replayed
         self._offload = offload
+        self._kernels = kernels
         self._device = device
         self._dtype = dtype
         self._blocks_of_slice = [[piece.index for piece in blocks_of_slice(partition, s)] for s in partition.slices]
@@ -111,6 +115,7 @@ class Ownership:
                     device=self._device,
                     dtype=self._dtype,
                     offload=self._offload,
+                    kernels=self._kernels,
                 )
             )
             self._waiting.discard(block)

@@ -32,11 +32,15 @@ class RoundingNoise:
         bits = torch.randint(0, 1 << 16, (2 * _NOISE_NUMEL,), generator=self._generator, dtype=torch.int32)
         self._bits = bits.to(device)
 
+    def draw_tile(self) -> Tensor:
+        """[65536] int32, each 0 to 65535; to be repeated."""
+        offset = int(torch.randint(0, _NOISE_NUMEL, (), generator=self._generator))
+        return self._bits.narrow(0, offset, _NOISE_NUMEL)
+
     def draw(self, numel: int) -> Tensor:
         """[numel] int32, each 0 to 65535."""
-        offset = int(torch.randint(0, _NOISE_NUMEL, (), generator=self._generator))
         repeats = -(-numel // _NOISE_NUMEL)
-        tile = self._bits.narrow(0, offset, _NOISE_NUMEL)
+        tile = self.draw_tile()
         return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
 
 
@@ -101,21 +105,20 @@ def step_factors(row: Tensor, col: Tensor, *, bias_correction: Tensor) -> tuple[
 
 
 def provisional_values(
-    weights: Tensor, gradient: Tensor, of_rows: Tensor, of_cols: Tensor, *, step_size: Tensor, finite: Tensor
+    weights: Tensor, gradient: Tensor, of_rows: Tensor, of_cols: Tensor, *, finite: Tensor
 ) -> Tensor:
     """The weights after the stand-in update.
 
     Args:
         weights: [rows, columns], model dtype.
         gradient: [rows, columns], model dtype.
-        of_rows: [rows, 1] float32.
+        of_rows: [rows, 1] float32; times the step size b * lr * factor on the gradient.
         of_cols: [1, columns] float32.
-        step_size: 0-D float32; b * lr * factor on the gradient.
         finite: 0-D bool; where False the weights come back as they are.
 
     Returns:
         [rows, columns] float32.
     """
-    update = gradient.float() * (of_rows * step_size)
+    update = gradient.float() * of_rows
     update.mul_(of_cols)
     return torch.sub(weights.float(), torch.where(finite, update, 0.0), out=update)

@@ -11,19 +11,6 @@ import torch
 from torch import Tensor
 
 
-def column_energy(gradient: Tensor) -> Tensor:
-    """Sum of squares of each column, in float32.
-
-    Args:
-        gradient: [rows, columns], any floating-point type, any device.
-
-    Returns:
-        [columns], float32.
-    """
-    norms: Tensor = torch.linalg.vector_norm(gradient, dim=0, dtype=torch.float32)
-    return norms.square_()
-
-
 def column_count(columns: int, topk_ratio: float) -> int:
     """How many columns of a matrix the device owns: the nearest integer to the share, at least one unless the share is 0."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))

@@ -7,14 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import Kernels, Statistics
 from lightning_zenflow.partition import Partition, Slice
-from lightning_zenflow.provisional import (
-    RoundingNoise,
-    provisional_values,
-    round_stochastically_,
-    step_factors,
-    update_second_moment_,
-)
+from lightning_zenflow.provisional import RoundingNoise, step_factors, update_second_moment_
 
 _SEED = 20251205
 
@@ -48,6 +43,7 @@ class StandIn:
         weights: for each parameter group, the rank's flat partition of the model's weights.
         scale: b, step size relative to the learning rate.
         rank: ranks round differently.
+        kernels: passes over the gradient.
         hyperparameters: reads those of the present step.
     """
 
@@ -58,11 +54,13 @@ class StandIn:
         *,
         scale: float,
         rank: int,
+        kernels: Kernels,
         hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
     ) -> None:
         device = weights[0].device
         self._slices = partition.slices
         self._scale = scale
+        self._kernels = kernels
         self._hyperparameters = hyperparameters
         self._noise = RoundingNoise(_SEED + rank, device)
         self._factor = torch.ones((), device=device)
@@ -75,31 +73,37 @@ class StandIn:
         """Remembers the factor (0-D float32) of the last step that was applied."""
         self._factor.copy_(torch.where(finite, factor, self._factor))
 
-    def apply(self, slice_index: int, gradient: Tensor) -> None:
+    def moves(self, slice_index: int) -> bool:
+        """Whether `apply` does anything for a slice."""
+        return self._bodies[slice_index] is not None
+
+    def apply(self, slice_index: int, gradient: Tensor, statistics: Statistics) -> None:
         """Moves one slice's weights.
 
         Args:
-            slice_index: index into `Partition.slices`.
+            slice_index: index into `Partition.slices`; one that it `moves`.
             gradient: [slice.numel], model dtype; of the whole step.
+            statistics: of its full rows.
         """
         body = self._bodies[slice_index]
-        if body is None:
-            return
+        assert body is not None and statistics.rows is not None and statistics.columns is not None
         h = self._hyperparameters()[self._slices[slice_index].param_group]
-        g = body.of_slice(gradient)
-        row_energy = torch.linalg.vector_norm(g, dim=1, dtype=torch.float32).square_()
-        col_energy = torch.linalg.vector_norm(g, dim=0, dtype=torch.float32).square_()
-        finite = torch.isfinite(row_energy.sum())
+        finite = torch.isfinite(statistics.total)
         update_second_moment_(
-            body.row, body.col, row_energy, col_energy, beta2=h.beta2, scale=self._factor, finite=finite
+            body.row,
+            body.col,
+            statistics.rows,
+            statistics.columns,
+            beta2=h.beta2,
+            scale=self._factor,
+            finite=finite,
         )
         body.n.add_(finite)
         of_rows, of_cols = step_factors(body.row, body.col, bias_correction=1 - h.beta2 ** body.n.clamp(min=1))
-        weights = body.of_slice(body.weights)
-        values = provisional_values(
-            weights, g, of_rows, of_cols, step_size=self._factor * (self._scale * h.lr), finite=finite
+        of_rows = of_rows * (self._factor * (self._scale * h.lr))
+        self._kernels.stand_in_(
+            body.of_slice(body.weights), body.of_slice(gradient), of_rows, of_cols, self._noise, finite
         )
-        round_stochastically_(weights, values, self._noise)
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:

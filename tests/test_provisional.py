@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.partition import Slice, build_partition
+from lightning_zenflow.kernels import kernels_for
+from lightning_zenflow.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.provisional import (
     RoundingNoise,
     provisional_values,
@@ -88,9 +89,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert torch.equal(col, before[1])
     weights = torch.randn(3, 4)
     factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
-    values = provisional_values(
-        weights, torch.full((3, 4), torch.nan), *factors, step_size=torch.tensor(1.0), finite=no
-    )
+    values = provisional_values(weights, torch.full((3, 4), torch.nan), *factors, finite=no)
     assert torch.equal(values, weights)
 
 
@@ -109,16 +108,34 @@ def test_rows_and_columns_without_gradient_do_not_move() -> None:
     )
     factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
     weights = torch.randn(4, 6)
-    values = provisional_values(weights, gradient, *factors, step_size=torch.tensor(0.1), finite=torch.tensor(True))
+    of_rows, of_cols = factors
+    values = provisional_values(weights, gradient, 0.1 * of_rows, of_cols, finite=torch.tensor(True))
     assert torch.equal(values[1], weights[1])
     assert torch.equal(values[:, 2], weights[:, 2])
     assert torch.isfinite(values).all()
 
 
-def stand_in_of(columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> StandIn:
-    s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
-    partition = build_partition([s], [numel], 3)
-    return StandIn(partition, [weights], scale=0.5, rank=0, hyperparameters=lambda: [HYPERPARAMETERS])
+class OneSlice:
+    """A stand-in of one slice, fed as `GradientIntake` feeds it."""
+
+    def __init__(self, columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> None:
+        s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
+        self._kernels = kernels_for(CPU)
+        self._rectangles = tiles_of_slice(0, s)
+        self.stand_in = StandIn(
+            build_partition([s], [numel], 3),
+            [weights],
+            scale=0.5,
+            rank=0,
+            kernels=self._kernels,
+            hyperparameters=lambda: [HYPERPARAMETERS],
+        )
+
+    def apply(self, gradient: torch.Tensor) -> None:
+        for tile in self._rectangles:
+            if tile.rows > 1 and self.stand_in.moves(0):
+                rectangle = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
+                self.stand_in.apply(0, gradient, self._kernels.statistics(rectangle, directions=True))
 
 
 @pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
@@ -132,7 +149,7 @@ def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) ->
     rank_one = (torch.rand(rows, 1, generator=generator) + 0.5) * (torch.rand(1, columns, generator=generator) + 0.5)
     gradient = torch.ones(numel)
     gradient[first:last] = rank_one.flatten()
-    stand_in_of(columns, start, numel, weights).apply(0, gradient)
+    OneSlice(columns, start, numel, weights).apply(gradient)
     torch.testing.assert_close(weights[first:last], torch.full((last - first,), -0.5 * 0.01), rtol=1e-5, atol=0)
     assert not weights[:first].any()
     assert not weights[last:].any()
@@ -141,29 +158,29 @@ def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) ->
 @pytest.mark.parametrize(("columns", "numel", "is_matrix"), [(1, 8, False), (1, 8, True), (8, 8, True)])
 def test_vectors_and_single_rows_wait_for_their_publish(columns: int, numel: int, is_matrix: bool) -> None:
     weights = torch.zeros(numel)
-    stand_in_of(columns, 0, numel, weights, is_matrix=is_matrix).apply(0, torch.ones(numel))
+    OneSlice(columns, 0, numel, weights, is_matrix=is_matrix).apply(torch.ones(numel))
     assert not weights.any()
 
 
 def test_gradients_that_are_not_finite_are_never_applied() -> None:
     weights = torch.zeros(12)
-    stand_in = stand_in_of(4, 0, 12, weights)
+    one = OneSlice(4, 0, 12, weights)
     gradient = torch.ones(12)
     gradient[5] = torch.inf
-    stand_in.apply(0, gradient)
+    one.apply(gradient)
     assert not weights.any()
-    stand_in.apply(0, torch.ones(12))
+    one.apply(torch.ones(12))
     torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
 
 
 def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
     weights = torch.zeros(12)
-    stand_in = stand_in_of(4, 0, 12, weights)
+    one = OneSlice(4, 0, 12, weights)
     gradient = torch.ones(12)
-    stand_in.apply(0, gradient)
+    one.apply(gradient)
     before = weights.clone()
-    stand_in.end_step(torch.tensor(torch.nan), torch.tensor(False))
-    stand_in.end_step(torch.tensor(0.01), torch.tensor(True))
+    one.stand_in.end_step(torch.tensor(torch.nan), torch.tensor(False))
+    one.stand_in.end_step(torch.tensor(0.01), torch.tensor(True))
     # 100 times the gradient at a hundredth of the coefficient is the same step.
-    stand_in.apply(0, 100 * gradient)
+    one.apply(100 * gradient)
     torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)

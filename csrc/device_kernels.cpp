@@ -1,0 +1,68 @@
+#include "device_kernels.h"
+
+#include "device_kernels_isa.h"
+#include "replay_adamw.h"
+
+namespace {
+
+using zenflow::DataType;
+
+zenflow::DeviceKernels kernels(uint32_t dtype) {
+    static const zenflow::InstructionSet best = zenflow::best_instruction_set();
+#ifdef ZENFLOW_X86_KERNELS
+    if (best == zenflow::InstructionSet::kAvx512) return zenflow::avx512::select_device_kernels(static_cast<DataType>(dtype));
+    if (best == zenflow::InstructionSet::kAvx2) return zenflow::avx2::select_device_kernels(static_cast<DataType>(dtype));
+#endif
+    return zenflow::baseline::select_device_kernels(static_cast<DataType>(dtype));
+}
+
+template <typename T>
+void gather(const void* matrix, int64_t rows, int64_t width, const int64_t* indices, int64_t n, void* selected) {
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* const source = static_cast<const T*>(matrix) + row * width;
+        T* const target = static_cast<T*>(selected) + row * n;
+        for (int64_t i = 0; i < n; ++i) target[i] = source[indices[i]];
+    }
+}
+
+template <typename T>
+void scatter(void* matrix, int64_t rows, int64_t width, const int64_t* indices, int64_t n, const void* selected) {
+    for (int64_t row = 0; row < rows; ++row) {
+        T* const target = static_cast<T*>(matrix) + row * width;
+        const T* const source = static_cast<const T*>(selected) + row * n;
+        for (int64_t i = 0; i < n; ++i) target[indices[i]] = source[i];
+    }
+}
+
+}  // namespace
+
+void zenflow_statistics(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy,
+                        float* column_energy) {
+    kernels(dtype).statistics(gradient, rows, columns, row_energy, column_energy);
+}
+
+void zenflow_stand_in(void* weights, const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, const float* of_rows,
+                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first) {
+    kernels(dtype).stand_in(weights, gradient, rows, columns, of_rows, of_columns, noise, noise_mask, first);
+}
+
+void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient, void* weights, uint32_t dtype,
+                   int64_t n, const zenflow::Hyperparameters* hyperparameters, int64_t count, float factor) {
+    const DataType type = static_cast<DataType>(dtype);
+    const zenflow::StepCoefficients coefficients = zenflow::step_coefficients(*hyperparameters, count, factor);
+    const zenflow::WindowView window{zenflow::Rule::kReplay, 1, &gradient, &coefficients, 0.0f};
+    zenflow::replay_kernel(type, type, zenflow::best_instruction_set())(master, exp_avg, exp_avg_sq, window,
+                                                                        static_cast<size_t>(n), weights);
+}
+
+void zenflow_gather_columns(const void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,
+                            int64_t n_selected, void* selected) {
+    const auto copy = dtype == static_cast<uint32_t>(DataType::kFloat32) ? gather<uint32_t> : gather<uint16_t>;
+    copy(matrix, rows, width, indices, n_selected, selected);
+}
+
+void zenflow_scatter_columns(void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,
+                             int64_t n_selected, const void* selected) {
+    const auto copy = dtype == static_cast<uint32_t>(DataType::kFloat32) ? scatter<uint32_t> : scatter<uint16_t>;
+    copy(matrix, rows, width, indices, n_selected, selected);
+}

@@ -1,0 +1,26 @@
+// The functions of device_kernels.h that are compiled once per instruction set. Arguments are as there.
+#pragma once
+
+#include <cstdint>
+
+#include "protocol.h"
+
+namespace zenflow {
+
+struct DeviceKernels {
+    void (*statistics)(const void* gradient, int64_t rows, int64_t columns, float* row_energy, float* column_energy);
+    void (*stand_in)(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows,
+                     const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
+};
+
+namespace baseline {
+DeviceKernels select_device_kernels(DataType dtype);
+}
+namespace avx2 {
+DeviceKernels select_device_kernels(DataType dtype);
+}
+namespace avx512 {
+DeviceKernels select_device_kernels(DataType dtype);
+}
+
+}  // namespace zenflow

@@ -1,0 +1,160 @@
+"""What the device does with gradients in every step, as passes over memory; one implementation per kind of device.
+
+The torch implementation runs everywhere and says what each pass means. On a CPU, compiled ones take its place.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.adamw import adamw_step_
+from lightning_zenflow.clipping import StepScale
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.provisional import RoundingNoise, provisional_values, round_stochastically_
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Sums of squares of a gradient, on its device; not finite where the gradient is not."""
+
+    total: Tensor
+    """0-D float64."""
+    rows: Tensor | None
+    """[rows] float32; None if only the total was asked for."""
+    columns: Tensor | None
+    """[columns] float32; likewise."""
+
+
+class Kernels(ABC):
+    """The passes. Matrices are contiguous, [rows, columns]; nothing waits for the device."""
+
+    @abstractmethod
+    def statistics(self, gradient: Tensor, *, directions: bool) -> Statistics:
+        """Sums of squares.
+
+        Args:
+            gradient: [rows, columns], model dtype.
+            directions: whether those of rows and columns are wanted as well; the total has the same bits either way.
+        """
+
+    @abstractmethod
+    def stand_in_(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        of_rows: Tensor,
+        of_columns: Tensor,
+        noise: RoundingNoise,
+        finite: Tensor,
+    ) -> None:
+        """Does w <- round(w - g * of_rows * of_columns), see `provisional`.
+
+        Args:
+            weights: [rows, columns], model dtype; changed in place.
+            gradient: [rows, columns], model dtype.
+            of_rows: [rows, 1] float32, step size included.
+            of_columns: [1, columns] float32.
+            noise: for stochastic rounding.
+            finite: 0-D bool; where False nothing changes.
+        """
+
+    @abstractmethod
+    def adamw_(
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        *,
+        hyperparameters: GroupHyperparameters,
+        count: Tensor,
+        scale: StepScale,
+    ) -> None:
+        """One exact step, see `adamw.adamw_step_`.
+
+        Args:
+            state: [3, n] float32: master weights, first and second moments; changed in place.
+            gradient: [n], model dtype.
+            weights: [n], model dtype; receives the new master weights. May be `gradient`.
+            hyperparameters: of the parameter group.
+            count: 0-D float64; number of applied steps, this one included if it is applied.
+            scale: of the step.
+        """
+
+    @abstractmethod
+    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
+        """Does selected <- matrix[:, columns]; [rows, width], [k] int64, [rows, k]."""
+
+    @abstractmethod
+    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
+        """Does matrix[:, columns] <- selected; shapes as in `gather_columns`."""
+
+
+class TorchKernels(Kernels):
+    """By torch's operations, on any device."""
+
+    @override
+    def statistics(self, gradient: Tensor, *, directions: bool) -> Statistics:
+        # The total from the rows: over long runs torch's sums in float are off by 1e-5.
+        rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
+        total = rows.double().square().sum()
+        if not directions:
+            return Statistics(total=total, rows=None, columns=None)
+        columns = torch.linalg.vector_norm(gradient, dim=0, dtype=torch.float32)
+        return Statistics(total=total, rows=rows.square_(), columns=columns.square_())
+
+    @override
+    def stand_in_(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        of_rows: Tensor,
+        of_columns: Tensor,
+        noise: RoundingNoise,
+        finite: Tensor,
+    ) -> None:
+        values = provisional_values(weights, gradient, of_rows, of_columns, finite=finite)
+        round_stochastically_(weights, values, noise)
+
+    @override
+    def adamw_(
+        self,
+        state: Tensor,
+        gradient: Tensor,
+        weights: Tensor,
+        *,
+        hyperparameters: GroupHyperparameters,
+        count: Tensor,
+        scale: StepScale,
+    ) -> None:
+        master, exp_avg, exp_avg_sq = state
+        adamw_step_(
+            master,
+            exp_avg,
+            exp_avg_sq,
+            gradient,
+            hyperparameters=hyperparameters,
+            count=count,
+            factor=scale.factor,
+            finite=scale.finite,
+        )
+        weights.copy_(master)
+
+    @override
+    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
+        selected.copy_(matrix.index_select(1, columns))
+
+    @override
+    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
+        matrix.index_copy_(1, columns, selected)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The fastest implementation for a device."""
+    if device.type == "cpu":
+        from lightning_zenflow.cpu_kernels import CpuKernels  # loads the library
+
+        return CpuKernels()
+    return TorchKernels()

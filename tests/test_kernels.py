@@ -1,0 +1,158 @@
+"""The compiled passes of the CPU against torch's, on awkward sizes; and training with either."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import Case, run_here
+from lightning_zenflow.adamw import adamw_step_
+from lightning_zenflow.clipping import StepScale
+from lightning_zenflow.cpu_kernels import CpuKernels
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import Kernels, TorchKernels, kernels_for
+from lightning_zenflow.provisional import RoundingNoise
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (31, 17), (7, 515), (2, 70001), (700, 1031)]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
+def test_statistics(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    gradient = random(*shape, dtype=dtype)
+    exact = gradient.double().square()
+    both, total_only = kernels.statistics(gradient, directions=True), kernels.statistics(gradient, directions=False)
+    assert both.rows is not None and both.columns is not None
+    torch.testing.assert_close(both.total, exact.sum(), rtol=5e-6, atol=0)
+    torch.testing.assert_close(both.rows.double(), exact.sum(1), rtol=5e-6, atol=0)
+    # Added up row by row in float.
+    torch.testing.assert_close(both.columns.double(), exact.sum(0), rtol=1e-5, atol=0)
+    assert torch.equal(both.total, total_only.total)
+    assert total_only.rows is None and total_only.columns is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("position", [0, 500, 516])
+@pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
+def test_statistics_of_a_bad_gradient_are_not_finite(kernels: Kernels, value: float, position: int) -> None:
+    gradient = torch.ones(2, 517)
+    gradient[1, position] = value
+    statistics = kernels.statistics(gradient, directions=True)
+    assert statistics.rows is not None and statistics.columns is not None
+    assert not torch.isfinite(statistics.total)
+    assert torch.isfinite(statistics.rows).tolist() == [True, False]
+    assert (~torch.isfinite(statistics.columns)).nonzero().flatten().tolist() == [position]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stand_in_has_torchs_bits(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    rows, columns = shape
+    gradient = random(*shape, seed=1, dtype=dtype)
+    of_rows, of_columns = random(rows, 1, seed=2).abs() * 1e-2, random(1, columns, seed=3).abs()
+    results = []
+    for kernels in (TorchKernels(), CpuKernels()):
+        weights, noise = random(*shape, dtype=dtype), RoundingNoise(7, CPU)
+        for _ in range(2):
+            kernels.stand_in_(weights, gradient, of_rows, of_columns, noise, torch.tensor(True))
+        results.append(weights)
+    assert torch.equal(*results)
+    assert rows * columns < 10 or not torch.equal(results[0], random(*shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
+def test_a_bad_step_moves_nothing(kernels: Kernels) -> None:
+    weights, before, no = random(3, 5), random(3, 5), torch.tensor(False)
+    gradient = torch.full((3, 5), torch.nan)
+    kernels.stand_in_(weights, gradient, torch.ones(3, 1), torch.ones(1, 5), RoundingNoise(1, CPU), no)
+    assert torch.equal(weights, before)
+    state, published = random(3, 15).abs(), torch.zeros(15)
+    expected = state.clone()
+    scale = StepScale(factor=torch.tensor(torch.nan), finite=no, norm=torch.tensor(torch.nan))
+    count = torch.tensor(1.0, dtype=torch.float64)
+    kernels.adamw_(state, gradient.view(-1), published, hyperparameters=group(), count=count, scale=scale)
+    assert torch.equal(state, expected)
+    assert torch.equal(published, expected[0])
+
+
+def group(*, decoupled: bool = True, weight_decay: float = 0.1) -> GroupHyperparameters:
+    return GroupHyperparameters(
+        lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled
+    )
+
+
+@pytest.mark.parametrize("n", [1, 17, 513, 600_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adamw(n: int, dtype: torch.dtype, decoupled: bool, threads: int) -> None:
+    state = random(3, n).abs()
+    expected = state.clone()
+    weights = torch.empty(n, dtype=dtype)
+    scale = StepScale(factor=torch.tensor(0.5), finite=torch.tensor(True), norm=torch.tensor(2.0))
+    for step in range(1, 4):
+        gradient, count = random(n, seed=step, dtype=dtype), torch.tensor(float(step), dtype=torch.float64)
+        h = group(decoupled=decoupled)
+        CpuKernels().adamw_(state, gradient, weights, hyperparameters=h, count=count, scale=scale)
+        adamw_step_(*expected, gradient, hyperparameters=h, count=count, factor=scale.factor, finite=scale.finite)
+    torch.testing.assert_close(state, expected, rtol=2e-6, atol=2e-7)
+    assert torch.equal(weights, state[0].to(dtype))
+
+
+def test_adamw_may_publish_over_the_gradient() -> None:
+    state, gradient = random(3, 1000).abs(), random(1000, seed=1)
+    again, separate = state.clone(), torch.empty(1000)
+    scale = StepScale(factor=torch.tensor(1.0), finite=torch.tensor(True), norm=torch.tensor(1.0))
+    count = torch.tensor(1.0, dtype=torch.float64)
+    CpuKernels().adamw_(again, gradient, separate, hyperparameters=group(), count=count, scale=scale)
+    CpuKernels().adamw_(state, gradient, gradient, hyperparameters=group(), count=count, scale=scale)
+    assert torch.equal(gradient, separate)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
+def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+    matrix, columns = random(900, 701, dtype=dtype), torch.tensor([0, 3, 350, 700])
+    selected = torch.empty(900, 4, dtype=dtype)
+    kernels.gather_columns(matrix, columns, selected)
+    assert torch.equal(selected, matrix[:, columns])
+    target = torch.zeros_like(matrix)
+    kernels.scatter_columns(target, columns, selected)
+    assert torch.equal(target[:, columns], selected)
+    assert int((target != 0).sum()) == int((selected != 0).sum())
+
+
+def test_the_cpu_has_its_own() -> None:
+    assert isinstance(kernels_for(CPU), CpuKernels)
+    assert isinstance(kernels_for(torch.device("meta")), TorchKernels)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_training_by_torchs_passes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU: the state is AdamW's in the same sense, and shown weights hardly differ."""
+    everything = {"look_ahead": "auto", "provisional_scale": "auto", "select_interval": 3}
+    case = Case(topk_ratio=0.3, precision=precision, max_norm=1.0, accumulate=2, strategy_options=everything)
+    ours = run_here(case)
+    monkeypatch.setattr("lightning_zenflow.optimizer.kernels_for", lambda device: TorchKernels())
+    exact = run_here(replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={}))
+    by_torch = run_here(case)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for a, b, c in zip(getattr(by_torch, kind), getattr(exact, kind), getattr(ours, kind), strict=True):
+            assert torch.equal(a, b), kind
+            torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
