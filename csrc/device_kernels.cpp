@@ -3,17 +3,26 @@
 #include "device_kernels_isa.h"
 #include "replay_adamw.h"
 
+namespace zenflow {
+
+DeviceKernels device_kernels(DataType dtype, InstructionSet instruction_set) {
+#ifdef ZENFLOW_X86_KERNELS
+    if (instruction_set == InstructionSet::kAvx512) return avx512::select_device_kernels(dtype);
+    if (instruction_set == InstructionSet::kAvx2) return avx2::select_device_kernels(dtype);
+#endif
+    (void)instruction_set;
+    return baseline::select_device_kernels(dtype);
+}
+
+}  // namespace zenflow
+
 namespace {
 
 using zenflow::DataType;
 
 zenflow::DeviceKernels kernels(uint32_t dtype) {
     static const zenflow::InstructionSet best = zenflow::best_instruction_set();
-#ifdef ZENFLOW_X86_KERNELS
-    if (best == zenflow::InstructionSet::kAvx512) return zenflow::avx512::select_device_kernels(static_cast<DataType>(dtype));
-    if (best == zenflow::InstructionSet::kAvx2) return zenflow::avx2::select_device_kernels(static_cast<DataType>(dtype));
-#endif
-    return zenflow::baseline::select_device_kernels(static_cast<DataType>(dtype));
+    return zenflow::device_kernels(static_cast<DataType>(dtype), best);
 }
 
 template <typename T>

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "protocol.h"
+#include "replay_adamw.h"
 
 namespace zenflow {
 
@@ -12,6 +13,9 @@ struct DeviceKernels {
     void (*stand_in)(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows,
                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
 };
+
+// Those for `instruction_set`, which must be available.
+DeviceKernels device_kernels(DataType dtype, InstructionSet instruction_set);
 
 namespace baseline {
 DeviceKernels select_device_kernels(DataType dtype);
