@@ -8,6 +8,7 @@ from tabulate import tabulate
 from lightning_zenflow.estimate import Cost, Prediction
 
 _HEADERS = ("training", "GPU GB", "host GB", "down GB", "up GB", "CPU ms", "step ms", "speed", "fits")
+_ALIGNMENT = ("left", *["right"] * 7, "left")
 
 
 def as_text(prediction: Prediction) -> str:
@@ -30,9 +31,6 @@ def as_text(prediction: Prediction) -> str:
             f"A fixed S = {fastest.update_interval}, d = {fastest.publish_lag} would be faster: fewer weights are copied a step."
         )
     return "\n".join(lines)
-
-
-_ALIGNMENT = ("left", *["right"] * 7, "left")
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
