@@ -17,7 +17,17 @@ _BUILD_TIMEOUT_S = 900
 _RUN_TIMEOUT_S = 300
 _SANITIZERS = ("plain", "address", "thread")
 """Plain: none, as shipped. Address comes with undefined."""
-_GROUPS = ("half", "replay_adamw", "device_kernels", "arena", "channel", "cores", "step_records", "block_replay", "worker")
+_GROUPS = (
+    "half",
+    "replay_adamw",
+    "device_kernels",
+    "arena",
+    "channel",
+    "cores",
+    "step_records",
+    "block_replay",
+    "worker",
+)
 _GROUPS_WITH_THREADS = ("channel", "cores", "step_records", "block_replay", "worker")
 
 

@@ -1,0 +1,131 @@
+"""The command `lightning-zenflow`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
+from lightning_zenflow.estimate import Machine, Workload, estimate
+from lightning_zenflow.estimate_report import as_dict, as_text
+from lightning_zenflow.model_shapes import shapes_of_count, shapes_of_hugging_face_config
+
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; its result goes to standard output.
+
+    Args:
+        arguments: those of the command line if None.
+
+    Returns:
+        0. Wrong arguments end the process with status 2 and a message on standard error.
+    """
+    parser, estimate_parser = _parsers()
+    options = parser.parse_args(arguments)
+    try:
+        text = _estimate(options)
+    except ConfigValueError as error:
+        option = f"argument --{error.key.replace('_', '-')}: " if error.key else ""
+        estimate_parser.error(f"{option}{error}")
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _estimate(options: argparse.Namespace) -> str:
+    machine = Machine(
+        gpus=options.gpus,
+        gpu_mem=options.gpu_mem,
+        pcie=options.pcie,
+        cpu_bw=options.cpu_bw,
+        gpus_per_host=options.gpus_per_host,
+        host_mem=options.host_mem,
+    )
+    config = ZenFlowConfig(
+        topk_ratio=options.topk_ratio,
+        update_interval=options.update_interval,
+        max_update_interval=options.max_update_interval,
+        publish_lag=options.publish_lag,
+    )
+    by_config = options.hf_config is not None
+    workload = Workload(
+        model=shapes_of_hugging_face_config(options.hf_config) if by_config else shapes_of_count(options.params),
+        step_ms=options.step_ms,
+        dtype_bytes=_DTYPE_BYTES[options.dtype],
+        accumulate_grad_batches=options.accumulate_grad_batches,
+        reduce_bucket_size=options.reduce_bucket_size,
+    )
+    prediction = estimate(workload, machine, config)
+    return json.dumps(as_dict(prediction), indent=2) if options.json else as_text(prediction)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The command's parser and that of `estimate`."""
+    parser = argparse.ArgumentParser(prog="lightning-zenflow", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    summary = "predict memory, traffic and time of a step on a machine that is not at hand"
+    command = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False)
+
+    model = command.add_argument_group("model").add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", type=float, help="number of trained parameters, such as 7e9")
+    model.add_argument(
+        "--hf-config",
+        metavar="PATH_OR_NAME",
+        help="Hugging Face config of a causal language model: a folder, a config.json, or a name on the Hub",
+    )
+
+    machine = command.add_argument_group("machine")
+    machine.add_argument("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
+    machine.add_argument("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
+    machine.add_argument("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s each way")
+    machine.add_argument("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
+    machine.add_argument("--gpus-per-host", type=int, default=8, help="default %(default)s")
+    machine.add_argument("--host-mem", type=float, help="memory of one host, GB; default: not checked")
+
+    training = command.add_argument_group("training")
+    training.add_argument(
+        "--step-ms",
+        type=float,
+        required=True,
+        help="time of an optimizer step without offload, ms: all micro-batches, communication, AdamW",
+    )
+    training.add_argument(
+        "--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="the model's, default %(default)s"
+    )
+    training.add_argument("--accumulate-grad-batches", type=int, default=1, help="default %(default)s")
+    training.add_argument(
+        "--reduce-bucket-size", type=_whole_number, default=200_000_000, help="elements, default %(default)s"
+    )
+
+    zenflow = command.add_argument_group("ZenFlow", "as the keys of ZenFlowStrategy")
+    defaults = ZenFlowConfig()
+    zenflow.add_argument("--topk-ratio", type=float, default=defaults.topk_ratio, help="default %(default)s")
+    zenflow.add_argument("--update-interval", type=_integer_or_auto, default="auto", help="default %(default)s")
+    zenflow.add_argument(
+        "--max-update-interval", type=int, default=defaults.max_update_interval, help="default %(default)s"
+    )
+    zenflow.add_argument("--publish-lag", type=_integer_or_auto, default="auto", help="default %(default)s")
+
+    command.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, instead of a table")
+    return parser, command
+
+
+def _integer_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed is an integer or 'auto'") from None
+
+
+def _whole_number(text: str) -> int:
+    """An integer, 5e8 included."""
+    try:
+        number = float(text)
+        if number.is_integer():
+            return int(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r}: allowed is an integer >= 1")

@@ -1,0 +1,386 @@
+"""What a training costs on a machine that is not at hand: memory, traffic and time, from a model's shapes and four numbers. Pure Python.
+
+Three ways to train are compared: ZeRO-2 without offload, DeepSpeed's ZeRO-Offload (ZeRO-2 with the optimizer on the host), and ZenFlow. P
+is the number of trained parameters, N the number of GPUs; every rank updates a partition of P / N parameters. b is the size of an
+element of the model's type in bytes.
+
+What the cost model takes from where stands at each function; docs/estimate.md says what it leaves out. 1 GB is 1e9 bytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_zenflow.auto_schedule import AutoSchedule, Pace
+from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
+from lightning_zenflow.model_shapes import ModelShapes
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.simulation import simulate
+
+STATE_BYTES = 12
+"""fp32 master weight and two fp32 moments."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of a step's time: a backward pass computes two matrix products for each one of the forward pass."""
+
+_GB = 1e9
+_SIMULATED_STEPS, _SETTLED_STEPS = 1000, 256
+_NEGLIGIBLE = 0.02
+"""Share of a step below which waiting is not called a limit; the one up to which `auto` stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware."""
+
+    gpus: int
+    """Over all hosts, an integer >= 1."""
+    gpu_mem: float
+    """Memory of one GPU in GB, > 0."""
+    pcie: float
+    """What one GPU copies from or to pinned host memory in GB/s, each way, > 0."""
+    cpu_bw: float
+    """Memory bandwidth of one host in GB/s (STREAM triad), shared by its ranks, > 0."""
+    gpus_per_host: int = 8
+    """An integer >= 1."""
+    host_mem: float | None = None
+    """Memory of one host in GB, > 0; None: not known."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not allowed."""
+        _check_integer("gpus", self.gpus)
+        _check_integer("gpus_per_host", self.gpus_per_host)
+        for key, value in (("gpu_mem", self.gpu_mem), ("pcie", self.pcie), ("cpu_bw", self.cpu_bw)):
+            _check_positive(key, value)
+        if self.host_mem is not None:
+            _check_positive("host_mem", self.host_mem)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks that share a host's memory, on the fullest one."""
+        return min(self.gpus, self.gpus_per_host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The training."""
+
+    model: ModelShapes
+    step_ms: float
+    """Time of an optimizer step of ZeRO-2 without offload in ms, > 0: all micro-batches, the ranks' communication, AdamW on the GPU."""
+    dtype_bytes: int = 2
+    """b, bytes of a weight and of a gradient: 2 (bf16, fp16) or 4 (fp32)."""
+    accumulate_grad_batches: int = 1
+    """Micro-batches in an optimizer step, an integer >= 1."""
+    reduce_bucket_size: int = 200_000_000
+    """Elements of one of DeepSpeed's two gradient buckets, an integer >= 1; the default is that of Lightning's DeepSpeedStrategy."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not allowed."""
+        _check_positive("step_ms", self.step_ms)
+        if self.dtype_bytes not in (2, 4):
+            raise ConfigValueError(f"dtype_bytes={self.dtype_bytes!r}: allowed is 2 or 4", "dtype_bytes")
+        _check_integer("accumulate_grad_batches", self.accumulate_grad_batches)
+        _check_integer("reduce_bucket_size", self.reduce_bucket_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one way to train takes."""
+
+    device_bytes: int
+    """Of one GPU, at the highest point but for activations, which are the user's."""
+    host_bytes: int
+    """Of the fullest host, page-locked: all of its ranks."""
+    down_bytes: int
+    """From one GPU to the host in one step."""
+    up_bytes: int
+    """From the host to one GPU in one step."""
+    cpu_s: float
+    """What one rank's part of the CPU works in a step, all ranks of the host working at the same time."""
+    copy_s: float
+    """What a step is longer for copies across PCIe that nothing hides."""
+    wait_s: float
+    """What a step is longer because it waits for the CPU."""
+    step_s: float
+    """Mean time of a step."""
+    fits_device: bool
+    fits_host: bool | None
+    """None: the host's memory is not known."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is no memory known to be too small."""
+        return self.fits_device and self.fits_host is not False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The comparison."""
+
+    machine: Machine
+    workload: Workload
+    none: Cost
+    """ZeRO-2 without offload."""
+    zero_offload: Cost
+    zenflow: Cost
+    pace: Pace
+    """S and d that ZenFlow settles at."""
+    fastest: Cost
+    """ZenFlow under the fastest S and d that the configuration allows, fixed: `auto` takes the least stale whose CPU work hides, whatever
+    is copied."""
+    fastest_pace: Pace
+    """Of those that take no more than 2 % longer than the fastest, the least stale."""
+    limit: Literal["device memory", "host memory", "PCIe", "CPU", "nothing"]
+    """What keeps ZenFlow from training as fast as without offload."""
+
+
+def estimate(workload: Workload, machine: Machine, config: ZenFlowConfig | None = None) -> Prediction:
+    """Predicts memory, traffic and time of a step.
+
+    Args:
+        workload: what is trained.
+        machine: what on.
+        config: ZenFlow's; its defaults if None.
+
+    Raises:
+        ConfigValueError: there are more GPUs than parameters.
+    """
+    config = config or ZenFlowConfig()
+    if workload.model.numel < machine.gpus:
+        allowed = f"an integer from 1 to the number of parameters, {workload.model.numel}"
+        raise ConfigValueError(f"gpus={machine.gpus}: allowed is {allowed}", "gpus")
+    zenflow, pace = _zenflow(workload, machine, config)
+    fixed = [
+        _zenflow(workload, machine, dataclasses.replace(config, update_interval=s, publish_lag=d))
+        for s in config.update_intervals
+        for d in config.publish_lags
+    ]
+    shortest_s = min(cost.step_s for cost, _ in fixed)
+    fastest, fastest_pace = next((c, p) for c, p in fixed if c.step_s <= (1 + _NEGLIGIBLE) * shortest_s)
+    return Prediction(
+        machine=machine,
+        workload=workload,
+        none=_no_offload(workload, machine),
+        zero_offload=_zero_offload(workload, machine),
+        zenflow=zenflow,
+        pace=pace,
+        fastest=fastest,
+        fastest_pace=fastest_pace,
+        limit=_limit(zenflow),
+    )
+
+
+def replay_bytes(n_steps: int, dtype_bytes: int) -> float:
+    """Memory traffic that one round's time corresponds to, in bytes a parameter.
+
+    Master and moments are read and written once, the gradients read, the weights written: 24 + b S + b. With b = 2 arithmetic takes longer
+    than that from S = 4 on: the design's replay loop needed 0.60, 0.67, 0.93 ns a parameter for S = 1, 2, 4 on two cores with 40 GB/s,
+    about 0.5 + 0.1 S (`auto_schedule.relative_cost`), or as long as 20 + 4 S bytes take. It is assumed that a host has as many cores to
+    its bandwidth as that machine, and that the line goes on beyond S = 4, where it was not measured.
+    """
+    return max(24 + dtype_bytes * (n_steps + 1), 20 + 4 * n_steps)
+
+
+def cpu_adamw_bytes(dtype_bytes: int) -> float:
+    """Memory traffic of one step of ZeRO-Offload's CPU part, in bytes a parameter.
+
+    Three passes in DeepSpeed 0.19.8 (`DeepSpeedZeroOptimizer.step`): clipping reads and writes fp32 gradients, 8; AdamW reads four arrays
+    and writes three, 28; the copy to the model's type, 4 + b. With b = 2, 42 bytes: 1.05 ns at 40 GB/s, where 1.01 were measured.
+    """
+    return 8 + 28 + 4 + dtype_bytes
+
+
+def arena_bytes_of(partition_numel: int, *, n_blocks: int, paces: Sequence[Pace], dtype_bytes: int) -> float:
+    """Host memory that one rank's arena has in use, but for headers and alignment: what `rounds.Rounds.set_pace` has the arena reserve.
+
+    Args:
+        partition_numel: parameters of the rank's partition.
+        n_blocks: blocks of the partition, the largest S that may be used.
+        paces: every S and d that the run has used.
+        dtype_bytes: b.
+    """
+    longest, lag = max(p.update_interval for p in paces), max(p.publish_lag for p in paces)
+    n_pages = Schedule(n_blocks=n_blocks, update_interval=longest, publish_lag=lag).n_pages
+    n_buffers = max(
+        Schedule(n_blocks=n_blocks, update_interval=p.update_interval, publish_lag=p.publish_lag).n_publish_buffers
+        for p in paces
+    )
+    page_numel = -(-partition_numel // n_blocks)
+    return STATE_BYTES * partition_numel + dtype_bytes * page_numel * (n_pages + n_buffers)
+
+
+def _no_offload(workload: Workload, machine: Machine) -> Cost:
+    """ZeRO-2: replicated weights; master, moments and reduced gradients of the partition; in the optimizer's step an fp32 copy of these.
+
+    By then the buckets are free (`DeepSpeedZeroOptimizer.step` and `_release_ipg_buffers`, DeepSpeed 0.19.8).
+    """
+    b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
+    in_backward = _bucket_bytes(workload)
+    in_step = 4 * partition if b < 4 else 0
+    return _cost(
+        machine,
+        device_bytes=_weight_bytes(workload) + (STATE_BYTES + b) * partition + max(in_backward, in_step),
+        step_s=workload.step_ms / 1e3,
+    )
+
+
+def _zero_offload(workload: Workload, machine: Machine) -> Cost:
+    """ZeRO-Offload of DeepSpeed 0.19.8 at its best: pinned memory, and gradients copied while backward goes on.
+
+    Down go fp32 gradients (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`), up go weights of the model's type. With accumulation the
+    running sum goes down after each micro-batch and comes back for the next one (`async_accumulate_grad_in_cpu_via_gpu`). The step then
+    waits for the CPU, and for the weights. On the host are master, moments, fp32 gradients and the weights' buffer, and the running
+    sum; on the device, besides weights and buckets, a buffer of the size of the largest parameter.
+    """
+    b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
+    n = workload.accumulate_grad_batches
+    sums_down, sums_up = (b * n, b * (n - 1)) if n > 1 else (0, 0)
+    backward_s = BACKWARD_SHARE * workload.step_ms / 1e3
+    in_backward_s = (4 + sums_down + sums_up) * partition / (machine.pcie * _GB)
+    copy_s = max(0.0, in_backward_s - backward_s) + b * partition / (machine.pcie * _GB)
+    cpu_s = cpu_adamw_bytes(b) * partition / _rank_bandwidth(machine)
+    return _cost(
+        machine,
+        device_bytes=_weight_bytes(workload) + _bucket_bytes(workload) + b * workload.model.largest_numel,
+        rank_host_bytes=(STATE_BYTES + 4 + b + (b if n > 1 else 0)) * partition,
+        down_bytes=(4 + sums_down) * partition,
+        up_bytes=(b + sums_up) * partition,
+        cpu_s=cpu_s,
+        copy_s=copy_s,
+        wait_s=cpu_s,
+        step_s=workload.step_ms / 1e3 + copy_s + cpu_s,
+    )
+
+
+def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tuple[Cost, Pace]:
+    """This package: the time line is simulated with the `auto` that decides in training, and the steps after it has settled are read.
+
+    Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
+    Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
+    host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
+    is taken to need as long as the AdamW of all columns that it replaces.
+    """
+    b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
+    n_blocks = max(config.update_intervals)
+    upload_s = b * partition / (machine.pcie * _GB)
+    last_backward_s = BACKWARD_SHARE * workload.step_ms / 1e3 / workload.accumulate_grad_batches
+    late_s = max(0.0, b * partition / (machine.pcie * _GB) - last_backward_s)
+    auto = AutoSchedule(config.update_intervals, config.publish_lags)
+
+    def copy_s(pace: Pace) -> float:
+        return late_s + upload_s / pace.update_interval
+
+    def round_s(step: int, n_steps: int) -> float:
+        traffic = replay_bytes(n_steps, b) + b * (n_steps + 1)
+        return traffic * partition / n_blocks / _rank_bandwidth(machine)
+
+    steps = simulate(
+        auto,
+        n_steps=_SIMULATED_STEPS,
+        n_blocks=n_blocks,
+        device_s=lambda step: workload.step_ms / 1e3 + copy_s(auto.pace),
+        round_s=round_s,
+    )
+    settled = steps[-_SETTLED_STEPS:]
+    pace = settled[-1].pace
+    cost = _cost(
+        machine,
+        device_bytes=_weight_bytes(workload)
+        + _bucket_bytes(workload)
+        + _zenflow_device_bytes(workload, machine, config),
+        rank_host_bytes=arena_bytes_of(
+            partition, n_blocks=n_blocks, paces=sorted({s.pace for s in steps}), dtype_bytes=b
+        ),
+        down_bytes=b * partition,
+        up_bytes=b * partition / pace.update_interval,
+        cpu_s=sum(s.worker_s for s in settled) / len(settled),
+        copy_s=copy_s(pace),
+        wait_s=sum(s.stall_s for s in settled) / len(settled),
+        step_s=sum(s.device_s + s.stall_s for s in settled) / len(settled),
+    )
+    return cost, pace
+
+
+def _zenflow_device_bytes(workload: Workload, machine: Machine, config: ZenFlowConfig) -> float:
+    """State and gradients of the selected columns, the stand-in's row and column floats and its working memory, accumulated gradients.
+
+    The stand-in works on one matrix at a time with three fp32 arrays of its size (`provisional.provisional_values`).
+    """
+    b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
+    n_bytes = (STATE_BYTES + b) * workload.model.device_owned_numel(config.topk_ratio) / machine.gpus
+    if config.effective_provisional_scale > 0:
+        n_bytes += 4 * workload.model.statistics_numel / machine.gpus
+        n_bytes += 12 * min(workload.model.largest_numel, partition)
+    if workload.accumulate_grad_batches > 1:
+        n_bytes += b * partition
+    return n_bytes
+
+
+def _cost(
+    machine: Machine,
+    *,
+    device_bytes: float,
+    step_s: float,
+    rank_host_bytes: float = 0.0,
+    down_bytes: float = 0.0,
+    up_bytes: float = 0.0,
+    cpu_s: float = 0.0,
+    copy_s: float = 0.0,
+    wait_s: float = 0.0,
+) -> Cost:
+    host_bytes = rank_host_bytes * machine.ranks_per_host
+    return Cost(
+        device_bytes=round(device_bytes),
+        host_bytes=round(host_bytes),
+        down_bytes=round(down_bytes),
+        up_bytes=round(up_bytes),
+        cpu_s=cpu_s,
+        copy_s=copy_s,
+        wait_s=wait_s,
+        step_s=step_s,
+        fits_device=device_bytes <= machine.gpu_mem * _GB,
+        fits_host=None if machine.host_mem is None else host_bytes <= machine.host_mem * _GB,
+    )
+
+
+def _limit(zenflow: Cost) -> Literal["device memory", "host memory", "PCIe", "CPU", "nothing"]:
+    if not zenflow.fits_device:
+        return "device memory"
+    if zenflow.fits_host is False:
+        return "host memory"
+    if max(zenflow.wait_s, zenflow.copy_s) <= _NEGLIGIBLE * zenflow.step_s:
+        return "nothing"
+    return "CPU" if zenflow.wait_s > zenflow.copy_s else "PCIe"
+
+
+def _partition_numel(workload: Workload, machine: Machine) -> int:
+    """P / N, rounded up: ZeRO's partitions are equal but for padding."""
+    return -(-workload.model.numel // machine.gpus)
+
+
+def _weight_bytes(workload: Workload) -> float:
+    """ZeRO-2 replicates the weights, the frozen ones included."""
+    return workload.dtype_bytes * (workload.model.numel + workload.model.frozen_numel)
+
+
+def _bucket_bytes(workload: Workload) -> float:
+    """What ZeRO-2 holds of gradients on their way: two buckets, since communication overlaps (Lightning's default)."""
+    return 2 * workload.dtype_bytes * workload.reduce_bucket_size
+
+
+def _rank_bandwidth(machine: Machine) -> float:
+    """Host memory bandwidth for one rank, in bytes/s, while all ranks of its host use it."""
+    return machine.cpu_bw * _GB / machine.ranks_per_host
+
+
+def _check_positive(key: str, value: float) -> None:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise ConfigValueError(f"{key}={value!r}: allowed is a finite number > 0", key)
+
+
+def _check_integer(key: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigValueError(f"{key}={value!r}: allowed is an integer >= 1", key)
