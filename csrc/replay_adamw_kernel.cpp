@@ -14,6 +14,9 @@ namespace {
 // Elements per tile: master and moments take 6 KB, which leaves a first-level cache of 32 KB room for the gradients on their way.
 constexpr size_t kTile = 512;
 
+// As many windows' steps are read in time by the hardware's own prefetching; with 8 and 16 asking for them takes a quarter off.
+constexpr size_t kStreams = 4;
+
 template <Decay kDecay, typename Gradient>
 void apply_step(float* __restrict master, float* __restrict exp_avg, float* __restrict exp_avg_sq,
                 const Gradient* __restrict gradient, const StepCoefficients& coefficients, size_t n) {
@@ -70,6 +73,13 @@ void publish_ahead(const float* __restrict master, const float* __restrict exp_a
     }
 }
 
+// Asks for the next tile's gradients. Reading beyond the array's end is harmless here: a prefetch never faults.
+template <typename Gradient>
+void prefetch(const Gradient* gradient) {
+    const char* const begin = reinterpret_cast<const char*>(gradient);
+    for (size_t byte = 0; byte < kTile * sizeof(Gradient); byte += 64) __builtin_prefetch(begin + byte);
+}
+
 template <typename Gradient, typename Published>
 void replay(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& window, size_t n, void* published) {
     const size_t n_steps = window.n_steps;
@@ -84,6 +94,7 @@ void replay(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& 
         if (accumulates) __builtin_memset(sum, 0, sizeof(sum));
         for (size_t s = 0; s < n_steps; ++s) {
             const Gradient* const g = static_cast<const Gradient*>(window.gradients[s]) + begin;
+            if (n_steps > kStreams) prefetch(g + kTile);
             if (accumulates) {
                 add_scaled(sum, g, coefficients[s].grad_scale, size);
             } else {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "bench.h"
 #include "block_replay.h"
 #include "channel.h"
 #include "cores.h"
@@ -23,14 +24,16 @@ namespace {
 
 constexpr std::string_view kUsage =
     "usage: zenflow-worker --arena-fd N --socket-fd N --cores 2,3,5 [--word-timeout-ms 600000]\n"
+    "       zenflow-worker --bench --cores 2,3,5 [--elements N] [--repeats N] [--max-steps N]\n"
     "       zenflow-worker --layout | --version\n"
     "\n"
-    "Started by lightning_zenflow, not by hand.\n"
+    "The first is started by lightning_zenflow, not by hand.\n"
     "\n"
     "  --arena-fd          inherited memfd that holds the arena\n"
     "  --socket-fd         inherited end of a SOCK_SEQPACKET socket pair, the other end being the trainer's\n"
     "  --cores             logical cores, one thread pinned to each\n"
     "  --word-timeout-ms   longest wait for a step's clip coefficient, in milliseconds\n"
+    "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on a block of that many elements\n"
     "  --layout            print sizes and offsets of the shared structures\n"
     "  --version           print the protocol's version and the kernel's instruction set\n";
 
@@ -70,6 +73,28 @@ Options parse_options(const std::vector<std::string_view>& arguments) {
     }
     if (options.arena_fd < 0) fail("--arena-fd is missing");
     if (options.socket_fd < 0) fail("--socket-fd is missing");
+    if (options.cores.empty()) fail("--cores is missing");
+    return options;
+}
+
+BenchOptions parse_bench_options(const std::vector<std::string_view>& arguments) {
+    BenchOptions options;
+    for (size_t i = 1; i < arguments.size(); i += 2) {
+        const std::string_view option = arguments[i];
+        if (i + 1 == arguments.size()) fail(option, ": its value is missing, or there is no such option");
+        const std::string_view value = arguments[i + 1];
+        if (option == "--cores") {
+            options.cores = parse_cores(value);
+        } else if (option == "--elements") {
+            options.elements = parse_number(option, value, 1);
+        } else if (option == "--repeats") {
+            options.repeats = parse_number(option, value, 1);
+        } else if (option == "--max-steps") {
+            options.max_steps = parse_number(option, value, 1);
+        } else {
+            fail(option, ": there is no such option");
+        }
+    }
     if (options.cores.empty()) fail("--cores is missing");
     return options;
 }
@@ -167,6 +192,10 @@ int main(const std::vector<std::string_view>& arguments) {
         return arguments.empty() ? 2 : 0;
     }
     try {
+        if (arguments[0] == "--bench") {
+            run_benchmark(parse_bench_options(arguments), std::cout);
+            return 0;
+        }
         return run(parse_options(arguments));
     } catch (const std::exception& error) {
         std::cerr << "zenflow-worker: " << error.what() << '\n';
