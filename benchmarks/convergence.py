@@ -10,14 +10,10 @@ code has finished is skipped, so an interrupted comparison goes on where it stop
 """
 
 import argparse
-import contextlib
 import json
 import os
 import queue
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import records
 from benchmarks.methods import METHODS
+from benchmarks.processes import run_process
 from benchmarks.records import ROOT, Record, Spec
 from benchmarks.report import is_finished, put_into_document, write_reports
 from benchmarks.settings import SETTINGS
@@ -32,18 +29,6 @@ from benchmarks.settings import SETTINGS
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "convergence.md"
 CACHE = Path.home() / ".cache" / "lightning_zenflow"
-
-# A run must not take itself for a rank of whatever started this process.
-_RENDEZVOUS = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 def names_of(allowed: Sequence[str], kind: str) -> Callable[[str], list[str]]:
@@ -115,45 +100,22 @@ def grid(options: argparse.Namespace) -> list[Spec]:
 
 def run(spec: Spec, cores: list[int], cache: Path, timeout: float) -> Record:
     """Runs one spec in a process on its own cores; a process that dies without a record makes a record of failure."""
-    environment = {key: value for key, value in os.environ.items() if key not in _RENDEZVOUS}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record.json"
-        arguments = json.dumps(vars(spec)), str(path), str(cache)
-        with open(Path(folder) / "output.txt", "w+b") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.run_one", *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                os.sched_setaffinity(process.pid, cores)
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                pass  # the missing record says so
-            finally:
-                _end_session(process)
-            if path.exists():
-                return records.from_json(path.read_text())
-            output.seek(0)
-            tail = output.read().decode(errors="replace").strip()[-2000:]
+    ended = run_process(
+        "benchmarks.run_one",
+        [json.dumps(vars(spec)), str(cache)],
+        cores=cores,
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=timeout,
+    )
+    if ended.result is not None:
+        return records.from_json(ended.result)
     return Record(
         spec=spec,
         commit=records.commit_of_code(),
         versions=records.versions(),
         hardware=records.hardware(),
-        error=f"no record (exit status {process.returncode}, after at most {timeout:g} s): {tail}",
+        error=ended.error,
     )
-
-
-def _end_session(process: "subprocess.Popen[bytes]") -> None:
-    """Ends a run and whatever it started: DeepSpeed's ZenFlow leaves its optimizer process behind when it fails."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def run_all(specs: Sequence[Spec], options: argparse.Namespace) -> Iterator[Record]:

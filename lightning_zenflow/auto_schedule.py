@@ -72,8 +72,8 @@ def largest_power_of_two(limit: float) -> int:
 def relative_cost(update_interval: int) -> float:
     """What the worker needs a step under S, relative to S = 1.
 
-    A round reads and writes master and moments once, and each gradient once. The weights are those of a measurement of the replay
-    kernel (0.60, 0.67, 0.93 ns a parameter and round for S = 1, 2, 4).
+    A round reads and writes master and moments once, and each gradient once. The weights are those of two cores whose memory is soon the
+    limit (0.60, 0.67, 0.93 ns a parameter and round for S = 1, 2, 4); where there is more of it, a larger S saves more than this.
     """
     return (0.5 + 0.1 * update_interval) / (0.6 * update_interval)
 

@@ -1,0 +1,85 @@
+"""How steps are timed: every method of the step-time benchmark, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from benchmarks.deepspeed_peers import DeepSpeedZenFlow, ZeroOffload
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine_entry import zenflow_optimizer
+
+
+class NoOffload(ZeroOffload):
+    """DeepSpeed's ZeRO-2 with the optimizer states on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.config["zero_optimization"]["offload_optimizer"]
+
+
+class _Dropping(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
+    """Takes reduced gradients and does nothing with them."""
+
+    @override
+    def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
+        self.clear_grad_attribute(param)
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.optimizer._opt_called = True
+
+
+class Floor(ZeroOffload):
+    """What a step costs before anything is done with its gradients: the model, Lightning, DeepSpeed's engine and buckets."""
+
+    @override
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with zenflow_optimizer(_Dropping):
+            return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMethod:
+    """A way to train."""
+
+    make_strategy: Callable[[], Strategy]
+    title: str
+    optimizer: type[Optimizer] = torch.optim.AdamW
+
+
+def _zenflow(title: str, **keys: Any) -> StepMethod:
+    return StepMethod(make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title)
+
+
+METHODS = {
+    "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
+    "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
+    "zero_offload": StepMethod(
+        make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam
+    ),
+    "deepspeed_zenflow": StepMethod(
+        make_strategy=lambda: DeepSpeedZenFlow(
+            repair=False,
+            topk_ratio=0.05,
+            update_interval=4,
+            select_strategy="step",
+            select_interval=64,
+            overlap_step=True,
+            full_warm_up_rounds=0,
+        ),
+        title="DeepSpeed ZenFlow, S=4, overlap",
+    ),
+    "zenflow": _zenflow("ours, S=4, d=1", update_interval=4, publish_lag=1),
+    "zenflow_no_stand_in": _zenflow(
+        "ours, S=4, d=1, no stand-in", update_interval=4, publish_lag=1, provisional_scale=0
+    ),
+    "zenflow_auto": _zenflow("ours, auto"),
+}
