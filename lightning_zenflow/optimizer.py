@@ -8,7 +8,6 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -26,6 +25,7 @@ from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.pace_control import PaceControl
 from lightning_zenflow.partition import build_partition
+from lightning_zenflow.planner import Planner
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Publishing, Rounds
 from lightning_zenflow.schedule import Schedule
@@ -122,11 +122,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Where the stock optimizer keeps its weights on their way to the device.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         auto = AutoSchedule(intervals, lags)
-        self._pace = (
-            PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
-            if len(schedules) > 1
-            else None
-        )
         self._worker = self._start_worker()
         self._rounds = Rounds(
             self._partition,
@@ -140,6 +135,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             ),
             weights=self._weights,
             stalls=self.stalls,
+        )
+        pace = PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
+        self._planner = Planner(
+            self._config, self._rounds, pace if len(schedules) > 1 else None, lambda: self._build_selector(device)
         )
         self._kernels = kernels_for(device)
         self._ownership = Ownership(
@@ -205,7 +204,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One optimizer step; the phases are those of the class docstring."""
         self._step += 1
-        step, synchronous = self._step, self._synchronous
+        step = self._step
         groups = self._hyperparameters()
         self._arena.write_hyperparameters(step, groups)
 
@@ -226,7 +225,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # select
         deferral = self._select(self._intake.energies) if self._intake.energies is not None else None
         # hand over
-        self._ownership.handed_over(self._rounds.hand_over(step, synchronous=synchronous, drain=self._ownership.waits))
+        self._ownership.handed_over(
+            self._rounds.hand_over(step, synchronous=self._plan.synchronous, drain=self._ownership.waits)
+        )
         # publish
         self._ownership.published(self._rounds.publish(step))
         self._ownership.write_weights(self._weights)
@@ -236,13 +237,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # What torch's own Optimizer.step would note; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True
         self.stalls.steps += 1
-        self._change_pace(deferral)
+        self._planner.end_step(step, self._plan, deferral)
         self._prepare_step()
 
     def start_epoch(self, epoch: int) -> None:
         """Says which epoch the next step belongs to; counts where `select_strategy` is "epoch"."""
-        if epoch != self._selector.epoch:
-            self._selector.epoch = epoch
+        if epoch != self._planner.selector.epoch:
+            self._planner.selector.epoch = epoch
             self._prepare_step()
 
     def follow_freezing(self) -> None:
@@ -277,8 +278,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._gather()
         # Not the arena's count: on a rank with nothing but padding no round ever counts steps there.
         self._host_state.write_count(int(self._count))
-        if self._pace is not None:
-            self._pace.interrupt()
+        self._planner.interrupt()
         self._flushed_step = self._step
 
     def close(self) -> None:
@@ -329,10 +329,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.close()
             super().destroy()
 
-    @property
-    def _awaits_selection(self) -> bool:
-        return self._config.topk_ratio > 0 and self._selector.n_selections == 0
-
     def _hyperparameters(self) -> list[GroupHyperparameters]:
         """The hyperparameters of the present step; read once, since the scheduler runs between steps only."""
         if self._groups is None:
@@ -382,59 +378,30 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         )
 
     def _start_over(self, count: int) -> None:
-        """Nothing is device-owned until the last synchronous step has measured the proxies: the last of the warm-up, or the next one.
-
-        Args:
-            count: steps applied so far; those of the warm-up are not repeated after loading a checkpoint.
-        """
-        self._changing_until = self._step
-        self._synchronous_until = self._step + max(0, self._config.full_warm_up_rounds - count)
+        """Begins anew after `count` applied steps: nothing is device-owned until the next selection."""
+        self._planner.start_over(self._step, count)
         self._ownership.clear()
-        self._selector = self._build_selector(self._weights[0].device)
         self._prepare_step()
 
     def _prepare_step(self) -> None:
         """Says what is to be done with the next step's gradients."""
-        step = self._step + 1
         self._groups = None
-        # Without lag: the warm-up, and the step whose gradient decides the first selection.
-        self._synchronous = step <= self._synchronous_until or self._awaits_selection
-        self._intake.stand_in_needed = not self._synchronous and not self._rounds.publishes_at_once
-        # Selections that follow each other closely must not keep the pace from changing.
-        changes_pace = self._pace is not None and self._pace.waits
-        self._selects = step >= self._synchronous_until and self._selector.measures(step) and not changes_pace
-        observes = self._pace is not None and self._pace.observes_next
-        measures = self._config.topk_ratio > 0 and (self._selects or observes)
-        self._intake.energies = self._selector.new_energies() if measures else None
+        self._plan = self._planner.plan(self._step + 1)
+        self._intake.stand_in_needed = not self._plan.shows_exact_weights
+        self._intake.energies = self._planner.selector.new_energies() if self._plan.measures else None
 
     def _select(self, energies: ColumnEnergies) -> Tensor | None:
         """Adds the proxies over the ranks and selects anew where that is due; returns what the gradient rule of `auto` needs."""
         dist.all_reduce(energies.flat, group=self.dp_process_group)
-        deferral = self._selector.deferral(energies, self._config.auto_ratio)
-        if self._selects:
+        deferral = self._planner.selector.deferral(energies, self._config.auto_ratio)
+        if self._plan.selects:
             # The host gathers what the new columns need, so it waits for the device; counted as stall.
             with self.stalls.measure("select"):
-                columns = self._selector.select(energies, self._step)
+                columns = self._planner.selector.select(energies, self._step)
             if columns is not None:
                 self._ownership.select(self._freezing.of_slices(columns))
-                self._changing_until = self._step + self._rounds.age
+                self._planner.selected(self._step)
         return deferral
-
-    def _change_pace(self, deferral: Tensor | None) -> None:
-        """`auto`: between steps, and not while blocks change their columns, which counts on each block's rounds being far apart."""
-        if self._pace is None:
-            return
-        if self._synchronous:
-            self._pace.interrupt()
-            return
-        before, may_change = self._pace.pace, self._step >= self._changing_until
-        decision = self._pace.end_step(self._step, deferral=deferral, may_change=may_change)
-        if decision is not None:
-            self._rounds.set_pace(decision.pace)
-            rank_zero_info(
-                f"ZenFlow: from step {self._step + 1} on update_interval={decision.pace.update_interval},"
-                f" publish_lag={decision.pace.publish_lag} (before: {before.update_interval}, {before.publish_lag}): {decision.reason}"
-            )
 
     def _gather(self) -> None:
         all_gather_dp_groups(

@@ -160,8 +160,8 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
-        if optimizer is not None and optimizer._pace is not None:
-            pace = optimizer._pace.pace
+        if optimizer is not None and optimizer._planner.pace is not None:
+            pace = optimizer._planner.pace.pace
             self._run.paces.append((pace.update_interval, pace.publish_lag))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)

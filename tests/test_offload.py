@@ -20,6 +20,7 @@ from lightning_zenflow.clipping import StepScale, step_scale
 from lightning_zenflow.column_states import ResidentState, VisitingState
 from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.partition import Slice, build_partition
 
 CPU = torch.device("cpu")
@@ -185,7 +186,10 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
 
     scale: StepScale = step_scale(one, max_norm=0.0, loss_scale=1.0)
     before = allocated()
-    columns = DeviceColumns(partition, 0, [selected], device=device, dtype=torch.bfloat16, offload=offload)
+    kernels = kernels_for(device)
+    columns = DeviceColumns(
+        partition, 0, [selected], device=device, dtype=torch.bfloat16, offload=offload, kernels=kernels
+    )
     for _ in range(2):  # twice, so that the host writes what the device may still be reading
         columns.load(arena)
         if device.type == "cuda":

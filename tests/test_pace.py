@@ -99,8 +99,8 @@ class Paces(pl.Callback):
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         optimizer = trainer.strategy.zenflow_optimizer
         assert optimizer is not None
-        assert optimizer._pace is not None
-        self.paces.append(optimizer._pace.pace)
+        assert optimizer._planner.pace is not None
+        self.paces.append(optimizer._planner.pace.pace)
         self.pages.append(optimizer._rounds._n_pages)
 
 

@@ -222,7 +222,7 @@ def test_the_strategy_says_which_epoch_it_is() -> None:
     optimizer = trainer.strategy.zenflow_optimizer
     assert optimizer is not None
     assert trainer.global_step == 15
-    assert optimizer._selector.n_selections == 3  # epochs 0, 2 and 4
+    assert optimizer._planner.selector.n_selections == 3  # epochs 0, 2 and 4
 
 
 def test_overlap() -> None:
