@@ -21,6 +21,15 @@ def no_worker_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def needs_cuda() -> None:
+    """Skips tests where there is no CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and a torch that was built for it")
+
+
+@pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like that of the pretrained gpt2, with a tiny model and its tokenizer."""
     import torch
