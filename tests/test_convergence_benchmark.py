@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import convergence, corpus, records, report
+from benchmarks import convergence, corpus, documents, records, report
 from benchmarks.methods import METHODS
 from benchmarks.records import Record, Spec
 from benchmarks.settings import SETTINGS
