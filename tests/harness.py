@@ -48,6 +48,10 @@ class Case:
     precision: str = "32-true"
     flush_after: tuple[int, ...] = ()
     """Steps, counted from 1, after which a validation runs, and with it a flush."""
+    save_at: int = 0
+    """Step, counted from 1, after which `checkpoint` is written; 0: none."""
+    checkpoint: str | None = None
+    """Where a checkpoint is written, or, where `save_at` is 0, read."""
     paces: tuple[tuple[int, int, int], ...] = ()
     """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
@@ -167,6 +171,20 @@ class Recorder(pl.Callback):
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
 
+class SaveAt(pl.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self._step = step
+        self._path = path
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            self._step = -1
+            trainer.save_checkpoint(self._path)
+
+
 class FlushAfter(pl.Callback):
     """Flushes as validation does, after given steps."""
 
@@ -233,6 +251,9 @@ def run_case(
     """
     run = Run()
     model = case.make_model()
+    callbacks: list[pl.Callback] = [Recorder(case, run), FlushAfter(case.flush_after)]
+    if case.checkpoint is not None and case.save_at > 0:
+        callbacks.append(SaveAt(case.save_at, case.checkpoint))
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,
@@ -240,10 +261,10 @@ def run_case(
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.max_norm,
         precision=case.precision,
-        callbacks=[Recorder(case, run), FlushAfter(case.flush_after)],
+        callbacks=callbacks,
     )
     with scripted(case.paces) if case.paces else nullcontext():
-        trainer.fit(model)
+        trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
     run.weights = snapshot(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer

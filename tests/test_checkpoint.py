@@ -4,13 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 
-from harness import Case, Recorder, Run, make_trainer, snapshot
-from lightning_zenflow import ZenFlowStrategy
+from harness import Case, Run, run_here, run_on_ranks
 from scripted_pace import scripted
 
 EVERYTHING = {
@@ -37,40 +34,20 @@ CASES = {
 STEPS = 18
 
 
-class SaveAt(pl.Callback):
-    """Saves a checkpoint after a step."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        self._step = step
-        self._path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step and not self._path.exists():
-            trainer.save_checkpoint(self._path)
+def saving(case: Case, step: int, path: Path) -> Case:
+    return replace(case, steps=STEPS, save_at=step, checkpoint=str(path))
 
 
-def train(
-    case: Case, *, steps: int = STEPS, save_at: int = 0, path: Path | None = None, resume: Path | None = None
-) -> tuple[Run, list[Tensor], pl.Trainer]:
-    """Runs a case; returns what was shown and the weights at the end."""
-    run, model = Run(), replace(case, steps=STEPS).make_model()
-    callbacks: list[pl.Callback] = [Recorder(case, run)]
-    if path is not None:
-        callbacks.append(SaveAt(save_at, path))
-    trainer = make_trainer(
-        case.make_strategy(),
-        max_steps=steps,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.max_norm,
-        precision=case.precision,
-        callbacks=callbacks,
-    )
-    trainer.fit(model, ckpt_path=None if resume is None else str(resume))
-    return run, snapshot(model), trainer
+def resuming(case: Case, path: Path) -> Case:
+    return replace(case, steps=STEPS, checkpoint=str(path))
 
 
 def assert_continues(whole: Run, rest: Run, saved_at: int) -> None:
     assert len(rest.shown) == len(whole.shown) - saved_at
+    assert rest.counts == whole.counts
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for a, b in zip(getattr(rest, kind), getattr(whole, kind), strict=True):
+            assert torch.equal(a, b), kind
     for step, (ours, theirs) in enumerate(zip(rest.shown, whole.shown[saved_at:], strict=True), saved_at):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b), f"step {step}"
@@ -81,42 +58,46 @@ def assert_continues(whole: Run, rest: Run, saved_at: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path: Path) -> None:
     case, path = CASES[name], tmp_path / "half.ckpt"
-    whole, weights, _ = train(case, save_at=saved_at, path=path)
-    rest, resumed_weights, trainer = train(case, resume=path)
-    assert trainer.global_step == STEPS
+    whole, rest = run_here(saving(case, saved_at, path)), run_here(resuming(case, path))
     assert_continues(whole, rest, saved_at)
-    for ours, theirs in zip(resumed_weights, weights, strict=True):
-        assert torch.equal(ours, theirs)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    cases: dict[str, Case] = {}
+    for name in ("random selection", "bf16, accumulated, clipped"):
+        path = tmp_path / f"{name}.ckpt"
+        cases |= {f"{name}: whole": saving(CASES[name], 7, path), f"{name}: rest": resuming(CASES[name], path)}
+    runs = run_on_ranks(cases)
+    for of_ranks in runs.values():
+        assert [run.error for run in of_ranks] == [None, None]
+    for name in ("random selection", "bf16, accumulated, clipped"):
+        for whole, rest in zip(runs[f"{name}: whole"], runs[f"{name}: rest"], strict=True):
+            assert_continues(whole, rest, 7)
 
 
 def test_the_pace_is_part_of_it(tmp_path: Path) -> None:
     options = {**EVERYTHING, "update_interval": "auto", "publish_lag": "auto"}
     case, path = Case(topk_ratio=0.3, strategy_options=options), tmp_path / "half.ckpt"
     with scripted(((5, 2, 2),)):
-        whole, _, _ = train(case, save_at=12, path=path)
+        whole = run_here(saving(case, 12, path))
     with scripted(()) as built:
-        rest, _, trainer = train(case, resume=path)
+        rest = run_here(resuming(case, path))
     assert built[0].pace.update_interval == 2
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
     assert_continues(whole, rest, 12)
 
 
 @pytest.mark.parametrize("other", [{"topk_ratio": 0.1}, {"update_interval": 2}])
 def test_another_configuration_starts_over_from_adamws_state(other: dict[str, Any], tmp_path: Path) -> None:
     case, path = CASES["random selection"], tmp_path / "half.ckpt"
-    _, weights, _ = train(case, save_at=6, path=path)
-    _, resumed_weights, trainer = train(replace(case, **other), resume=path)
-    assert trainer.global_step == STEPS
+    whole, rest = run_here(saving(case, 6, path)), run_here(resuming(replace(case, **other), path))
     # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
-    for ours, theirs in zip(resumed_weights, weights, strict=True):
-        assert torch.equal(ours, theirs)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for ours, theirs in zip(getattr(rest, kind), getattr(whole, kind), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
-    case = replace(CASES["random selection"], model_options={"not_finite": {(3, 0): float("nan")}})
-    _, _, _ = train(case, save_at=6, path=tmp_path / "half.ckpt")
-    _, _, trainer = train(case, resume=tmp_path / "half.ckpt")
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
-    optimizer = trainer.strategy.zenflow_optimizer
-    assert optimizer is not None
-    assert int(optimizer.skipped) == 1
+    case, path = CASES["random selection"], tmp_path / "half.ckpt"
+    case = replace(case, model_options={"not_finite": {(3, 0): float("nan")}})
+    run_here(saving(case, 6, path))
+    assert run_here(resuming(case, path)).skipped == 1
