@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-from harness import Case, Run, run_here, run_on_ranks
+from harness import Case, Run, StockStrategy, run_here, run_on_ranks
 from scripted_pace import scripted
 
 EVERYTHING = {
@@ -101,3 +102,37 @@ def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
     case = replace(case, model_options={"not_finite": {(3, 0): float("nan")}})
     run_here(saving(case, 6, path))
     assert run_here(resuming(case, path)).skipped == 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, tmp_path: Path) -> None:
+    """Master weights, moments and step counts as they were; the rest of the run is AdamW's, by whichever kernel."""
+    case = replace(CASES["random selection"], precision=precision, max_norm=1.0)
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    whole = run_here(saving(case, 6, ours))
+    by_stock = run_here(saving(case, 6, theirs), strategy=StockStrategy())
+    assert by_stock.error is None
+    for resumed, strategy in ((ours, StockStrategy()), (theirs, None)):
+        rest = run_here(resuming(case, resumed), strategy=strategy)
+        assert len(rest.losses) == STEPS - 6
+        # Not the last one: where it has no gradient, DeepSpeed's offload applies the one before again.
+        for a, b in list(zip(rest.weights, whole.weights, strict=True))[:-1]:
+            tolerance = {"rtol": 0.0, "atol": 2e-6} if precision == "32-true" else {"rtol": 1 / 128, "atol": 1e-4}
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_deepspeeds_tool_gives_the_exact_master_weights(tmp_path: Path) -> None:
+    case = replace(CASES["random selection"], precision="bf16-true")
+    run_here(saving(case, 6, tmp_path / "half.ckpt"))
+    exact = run_here(replace(case, steps=6))
+    state = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "half.ckpt", str(tmp_path / "weights.pt"))
+    names = [name for name, _ in case.make_model().named_parameters()]
+    by_name = dict(zip(_names_in_group_order(case), exact.master, strict=True))
+    for name in names:
+        assert torch.equal(state["state_dict"][name], by_name[name]), name
+
+
+def _names_in_group_order(case: Case) -> list[str]:
+    model = case.make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for parameters in model.parameter_groups() for p in parameters]
