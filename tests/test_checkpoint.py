@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from harness import Case, Run, StockStrategy, run_here, run_on_ranks
+from models import SHAPES
 from scripted_pace import scripted
 
 EVERYTHING = {
@@ -115,8 +116,9 @@ def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, tmp
     for resumed, strategy in ((ours, StockStrategy()), (theirs, None)):
         rest = run_here(resuming(case, resumed), strategy=strategy)
         assert len(rest.losses) == STEPS - 6
-        # Not the last one: where it has no gradient, DeepSpeed's offload applies the one before again.
-        for a, b in list(zip(rest.weights, whole.weights, strict=True))[:-1]:
+        for a, b in zip(rest.weights, whole.weights, strict=True):
+            if a.shape == SHAPES[6]:
+                continue  # where it has no gradient, DeepSpeed's offload applies the one before again
             tolerance = {"rtol": 0.0, "atol": 2e-6} if precision == "32-true" else {"rtol": 1 / 128, "atol": 1e-4}
             torch.testing.assert_close(a, b, **tolerance)
 
