@@ -22,6 +22,13 @@ class ZeroOffload(ZenFlowStrategy):
     """DeepSpeed's own ZeRO-2 offload with the model's optimizer, which is torch's AdamW on 32-bit master weights."""
 
     @override
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert isinstance(self.config, dict)
+        # As DeepSpeed's guides advise; ours page-locks its own memory instead.
+        self.config["zero_optimization"]["offload_optimizer"]["pin_memory"] = self.root_device.type == "cuda"
+
+    @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
 

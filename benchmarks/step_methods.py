@@ -20,8 +20,11 @@ from lightning_zenflow.engine_entry import zenflow_optimizer
 class NoOffload(ZeroOffload):
     """DeepSpeed's ZeRO-2 with the optimizer states on the device."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @override
+    def _format_config(self) -> None:
+        super()._format_config()
+        # Not in the constructor: ZenFlowStrategy puts it there again.
+        assert isinstance(self.config, dict)
         del self.config["zero_optimization"]["offload_optimizer"]
 
 

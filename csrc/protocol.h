@@ -46,7 +46,7 @@ struct ArenaHeader {
     uint32_t n_step_records;  // capacity of the ring of step records; step t lives in record t % n_step_records
     uint32_t n_pages;
     uint32_t n_publish_buffers;
-    uint64_t page_numel;  // elements of a page and of a publish buffer: the largest block, rounded up to 64
+    uint64_t page_numel;  // elements of a page and of a publish buffer: the largest block, rounded up to 4096 bytes
 
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint

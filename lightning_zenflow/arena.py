@@ -149,6 +149,8 @@ class Arena:
         """Unlocks the memory and closes the file; the mapping itself goes with the last tensor that shows it."""
         if self.pinned:
             self.pinned = False
+            # Where an error has ended training, copies may still be on their way.
+            torch.cuda.synchronize()
             for begin, _ in self._reserved:
                 _cuda("cudaHostUnregister", self._address() + begin)
         if self._fd >= 0:
@@ -182,7 +184,8 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         n_step_records=sizes.n_step_records,
         n_pages=sizes.n_pages,
         n_publish_buffers=sizes.n_publish_buffers,
-        page_numel=partition.block_numel,
+        # Whole pages of memory, so that none is cut where one reservation ends and the next begins: the device copies within one only.
+        page_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
     )
     end = protocol.HEADER_BYTES
 

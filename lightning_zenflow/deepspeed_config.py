@@ -37,6 +37,8 @@ _MAPPINGS = (
     "bfloat16",
     "data_types",
     "torch_autocast",
+    "timers",
+    "timers.throughput",
 )
 
 
@@ -154,6 +156,8 @@ def prepare_deepspeed_config(
     # A plain torch optimizer from configure_optimizers is what the worker replaces; DeepSpeed would ask for its own.
     result["zero_force_ds_cpu_optimizer"] = False
     result.setdefault("zero_allow_untested_optimizer", True)
+    # For the samples a second in its log DeepSpeed would wait for the device twice a step.
+    result.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
     return result
 
 

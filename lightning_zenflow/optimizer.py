@@ -249,7 +249,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._rounds.hand_over(step, synchronous=self._plan.synchronous, drain=self._ownership.waits)
         )
         # publish
-        self._ownership.published(self._rounds.publish(step))
+        self._change_owners(self._rounds.publish(step))
         self._ownership.write_weights(self._weights)
         # gather
         self._gather()
@@ -409,6 +409,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._ownership.select(self._freezing.of_slices(columns))
                 self._planner.selected(self._step)
         return deferral
+
+    def _change_owners(self, published: list[int]) -> None:
+        """Gives the device the columns of the published blocks that it owns from now on."""
+        if self._ownership.changes(published):
+            # Their state is gathered by the host, and copied from memory that is not page-locked; counted as stall.
+            with self.stalls.measure("select"):
+                self._ownership.published(published)
 
     def _gather(self) -> None:
         all_gather_dp_groups(

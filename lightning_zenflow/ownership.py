@@ -160,6 +160,10 @@ class Ownership:
             if columns is not None:
                 columns.load(self._arena)
 
+    def changes(self, blocks: Iterable[int]) -> bool:
+        """Whether any of the blocks has new columns on their way."""
+        return any(self._incoming[block] is not None for block in blocks)
+
     def published(self, blocks: Iterable[int]) -> None:
         """Phase *publish* for the blocks whose round is done; no other round of theirs may be in flight."""
         for block in blocks:

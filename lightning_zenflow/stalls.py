@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 Cause = Literal["publish_wait", "publish_buffer", "select", "flush"]
-"""Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection; for
-everything, in a flush."""
+"""Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection and the
+state of the selected columns; for everything, in a flush."""
 
 
 class StallClock:

@@ -10,11 +10,11 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import psutil
@@ -55,11 +55,17 @@ class Case:
     paces: tuple[tuple[int, int, int], ...] = ()
     """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+    """One of them only in each process: DeepSpeed keeps to the first."""
+    recorded: bool = True
+    """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type of the model."""
-        return torch.bfloat16 if "bf16" in self.precision else torch.float32
+        if "bf16" in self.precision:
+            return torch.bfloat16
+        return torch.float16 if "16" in self.precision else torch.float32
 
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""
@@ -209,15 +215,16 @@ class StockStrategy(ZenFlowStrategy):
 
 
 def snapshot(model: TestModule) -> list[Tensor]:
-    """Copies of the model's weights in the order of the parameter groups."""
-    return [p.detach().clone() for parameters in model.parameter_groups() for p in parameters]
+    """Copies of the model's weights on the CPU, in the order of the parameter groups."""
+    return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    """A Trainer on the CPU that writes nothing."""
+    """A Trainer on the CPU, or on another `accelerator`, that writes nothing."""
     # Advice about workers of data loaders and the like; an error is an error all the same.
     warnings.filterwarnings("ignore", module="lightning")
     quiet = {
+        "accelerator": "cpu",
         "devices": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -226,7 +233,7 @@ def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
         "use_distributed_sampler": False,
         "limit_val_batches": 0,
     }
-    return pl.Trainer(accelerator="cpu", strategy=strategy, **{**quiet, **options})
+    return pl.Trainer(strategy=strategy, **{**quiet, **options})
 
 
 def fit(model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, **options: Any) -> pl.Trainer:
@@ -242,18 +249,26 @@ def workers() -> list[int]:
 
 
 def run_case(
-    case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None
+    case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()
 ) -> tuple[Run, list[list[Tensor]]]:
     """Runs one rank of a case.
+
+    Args:
+        case: what to run.
+        devices: how many ranks there are.
+        strategy: instead of the case's own.
+        callbacks: further ones.
 
     Returns:
         What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
     """
     run = Run()
     model = case.make_model()
-    callbacks: list[pl.Callback] = [Recorder(case, run), FlushAfter(case.flush_after)]
+    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *callbacks]
+    if case.recorded:
+        all_callbacks.insert(0, Recorder(case, run))
     if case.checkpoint is not None and case.save_at > 0:
-        callbacks.append(SaveAt(case.save_at, case.checkpoint))
+        all_callbacks.append(SaveAt(case.save_at, case.checkpoint))
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,
@@ -261,7 +276,8 @@ def run_case(
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.max_norm,
         precision=case.precision,
-        callbacks=callbacks,
+        accelerator=case.accelerator,
+        callbacks=all_callbacks,
     )
     with scripted(case.paces) if case.paces else nullcontext():
         trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
@@ -289,9 +305,9 @@ def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]
                 flat = flat[p.numel() :]
 
 
-def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None) -> Run:
+def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()) -> Run:
     """Runs a case on one rank, in this process."""
-    run, partitions = run_case(case, strategy=strategy)
+    run, partitions = run_case(case, strategy=strategy, callbacks=callbacks)
     if partitions:
         join_partitions(case, run, [partitions])
     return run
@@ -304,8 +320,20 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 270) -> dict[str, list[Run]]:
+def run_on_ranks(
+    cases: dict[str, Case],
+    *,
+    ranks: int = 2,
+    timeout_s: float = 270,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, list[Run]]:
     """Runs cases one after the other on several ranks (gloo), all of them in one set of processes, since starting them takes seconds.
+
+    Args:
+        cases: by name.
+        ranks: how many.
+        timeout_s: for all of them.
+        environment: variables of the processes, beside those of this one.
 
     Returns:
         For each case the ranks' runs; the optimizer state is the joint one. A case that failed holds the traceback in `Run.error`, and so
@@ -317,8 +345,9 @@ def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 2
         processes = []
         for rank in range(ranks):
             # What Lightning's own launcher sets for the processes that it starts.
-            environment = {
+            variables = {
                 **os.environ,
+                **(environment or {}),
                 "LOCAL_RANK": str(rank),
                 "NODE_RANK": "0",
                 "WORLD_SIZE": str(ranks),
@@ -328,7 +357,7 @@ def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 2
             }
             with open(Path(folder) / f"output{rank}.txt", "wb") as output:
                 command = [sys.executable, __file__, folder, str(ranks)]
-                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+                processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=subprocess.STDOUT))
         try:
             for process in processes:
                 process.wait(timeout=timeout_s)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -186,8 +187,54 @@ class LinearLossModule(TestModule):
         for i, p in enumerate(self.weights):
             gradient = self.gradient(i, step, micro, rank)
             if gradient is not None:
-                total = total + (p.float() * gradient).sum()
+                total = total + (p.float() * gradient.to(p.device)).sum()
         return total
+
+
+class DeviceLinearLossModule(LinearLossModule):
+    """As `LinearLossModule`, with gradients that are made where the weights are, so that large ones take no time of the host."""
+
+    @override
+    def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
+        p = self.weights[index]
+        seed = ((index * 1009 + step) * 1009 + micro) * 1009 + rank
+        numbers = torch.randn(p.shape, device=p.device, generator=torch.Generator(p.device).manual_seed(seed))
+        columns = torch.logspace(-2, 0, p.shape[1], device=p.device) if p.dim() == 2 else 0.1
+        return numbers * columns * (1 + step % 3)
+
+
+class Perceptron(TestModule):
+    """Linear layers with GELU between them, on inputs that are made where the weights are.
+
+    Args:
+        widths: of the layers, from input to output.
+        batch_size: rows of an input.
+    """
+
+    def __init__(
+        self,
+        *,
+        widths: Sequence[int],
+        length: int = 100,
+        accumulate: int = 1,
+        optimizer: OptimizerOptions | None = None,
+        batch_size: int = 8,
+    ) -> None:
+        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=1e-3))
+        self.batch_size = batch_size
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.randn(p.shape, generator=generator(7, i)) / p.shape[-1] ** 0.5)
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        weight = self.layers[0].weight
+        g = torch.Generator(weight.device).manual_seed((step * 1009 + micro) * 1009 + rank)
+        x = torch.randn(self.batch_size, weight.shape[1], generator=g, device=weight.device).to(weight.dtype)
+        for layer in self.layers:
+            x = functional.gelu(layer(x))
+        return x.float().square().mean()
 
 
 class FreezingModule(LinearLossModule):
@@ -243,7 +290,7 @@ class SmallNet(TestModule):
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         g = generator(4, step, micro, rank)
-        tokens = torch.randint(23, (self.batch_size, 7), generator=g)
+        tokens = torch.randint(23, (self.batch_size, 7), generator=g).to(self.device)
         x = self.embedding(tokens).unsqueeze(1)
         x = torch.tanh(self.convolution(x)).flatten(1)
         logits = self.head(functional.gelu(self.norm(self.hidden(x))))
@@ -339,7 +386,7 @@ class TiedNet(TestModule):
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         g = generator(6, step, micro, rank)
-        tokens = torch.randint(19, (3, 8), generator=g)
+        tokens = torch.randint(19, (3, 8), generator=g).to(self.device)
         x = self.embedding(tokens[:, :-1])
         layers = [self.layers[0], self.layers[0 if self.shared else 1], self.layers[2]]
         if self.used_every == 0 or step % self.used_every:

@@ -34,7 +34,13 @@ class TestResult:
             "zero_optimization": {"stage": 2, "contiguous_gradients": True, "offload_optimizer": OFFLOAD},
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
+            "timers": {"throughput": {"synchronized": False}},
         }
+
+    @pytest.mark.parametrize("throughput", [{"enabled": False}, {"synchronized": True}])
+    def test_its_throughput_log_waits_for_the_device_only_if_asked_to(self, throughput: dict[str, bool]) -> None:
+        result = prepare_deepspeed_config({"timers": {"throughput": throughput}})
+        assert result["timers"] == {"throughput": {"synchronized": False, **throughput}}
 
     def test_neither_changes_nor_shares_its_argument(self) -> None:
         config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}
