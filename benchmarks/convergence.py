@@ -20,13 +20,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from benchmarks import records
+from benchmarks.documents import RESULTS, update_document
 from benchmarks.methods import METHODS
 from benchmarks.processes import run_process
 from benchmarks.records import ROOT, Record, Spec
-from benchmarks.report import is_finished, put_into_document, write_reports
+from benchmarks.report import is_finished, write_reports
 from benchmarks.settings import SETTINGS
 
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "convergence.md"
 CACHE = Path.home() / ".cache" / "lightning_zenflow"
 
@@ -164,8 +164,7 @@ def make_reports(results: Path) -> None:
     tables = write_reports(records.read(results / "convergence.jsonl"), results)
     for setting, text in tables.items():
         print(f"\n{setting}: {SETTINGS[setting].title}\n\n{text}")
-    if results.resolve() == RESULTS and DOCUMENT.exists():
-        DOCUMENT.write_text(put_into_document(DOCUMENT.read_text(), tables))
+    update_document(DOCUMENT, tables, results)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

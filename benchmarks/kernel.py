@@ -27,7 +27,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from tabulate import tabulate
 
 from benchmarks import records
-from benchmarks.convergence import RESULTS
+from benchmarks.documents import RESULTS, update_document
 from lightning_zenflow.executable import worker_executable
 
 _BYTES_OF_ONE_STEP = 28
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "kernel.md").write_text(text)
     (options.results / "kernel.json").write_text(json.dumps({"ns": ns, "share": share, "against_deepspeed": against}))
+    update_document(records.ROOT / "docs" / "performance.md", {"kernel": text.strip()}, options.results)
     print(text)
     return 0
 

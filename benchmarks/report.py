@@ -155,16 +155,6 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
     return tables
 
 
-def put_into_document(document: str, tables: Mapping[str, str]) -> str:
-    """The document with each table between its markers, `<!-- table NAME -->` and `<!-- end -->`."""
-    for name, text in tables.items():
-        pattern = re.compile(rf"(?<=<!-- table {re.escape(name)} -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
-        # A table may hold what would be an escape in a replacement, so no template.
-        parts = pattern.split(document)
-        document = f"\n{text}\n\n".join(parts)
-    return document
-
-
 def is_finished(spec: Spec, commit: str, records: Iterable[Record]) -> bool:
     """Whether the same code has run this and did not fail."""
     return any(r.spec == spec and r.commit == commit and r.error is None for r in records)

@@ -22,11 +22,14 @@ from pathlib import Path
 import torch
 
 from benchmarks import records
-from benchmarks.convergence import RESULTS, names_of
+from benchmarks.convergence import names_of
+from benchmarks.documents import RESULTS, update_document
 from benchmarks.processes import run_process
 from benchmarks.step_methods import METHODS
 from benchmarks.step_report import write_report
 from benchmarks.step_run import StepResult, StepSpec
+
+DOCUMENT = records.ROOT / "docs" / "performance.md"
 
 _DEFAULT_METHODS = {
     "simulated": ["floor", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
@@ -108,7 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.results / f"step_time_{options.name}.json"
     runs = [[dataclasses.asdict(result) for result in of_repeat] for of_repeat in results]
     path.write_text(json.dumps({**about, "failures": failures, "runs": runs}))
-    print(write_report(results, about, path))
+    text = write_report(results, about, path)
+    update_document(DOCUMENT, {path.stem: text.strip()}, options.results)
+    print(text)
     return 1 if failures else 0
 
 

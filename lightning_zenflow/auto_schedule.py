@@ -14,8 +14,9 @@ larger S.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LARGEST_LAG = 2
 """`publish_lag: auto` never goes beyond: more hides no more work, it only evens out more jitter."""
@@ -122,6 +123,27 @@ class AutoSchedule:
             self._strikes = self._calm = 0
             self.pace = decision.pace
         return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """The pace and what it was decided by, as plain numbers."""
+        return {
+            "update_interval": self.pace.update_interval,
+            "publish_lag": self.pace.publish_lag,
+            "deferral": self._deferral,
+            "strikes": self._strikes,
+            "calm": self._calm,
+            "patience": self._patience,
+            "probation": self._probation,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; a pace that is not among those to choose from is not taken."""
+        pace = Pace(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
+        if pace not in self._paces:
+            return
+        self.pace, self._deferral = pace, state["deferral"]
+        self._strikes, self._calm = state["strikes"], state["calm"]
+        self._patience, self._probation = state["patience"], state["probation"]
 
     def _bound(self) -> float:
         """Largest S that the gradient rule allows. The present S may stay a little above it, so that noise does not move it."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zenflow.partition import Slice, group_begins
@@ -43,3 +44,24 @@ def row_length(parameter: Tensor) -> int:
 def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
     """All trained parameters of the model, in the order in which `Slice.parameter` counts them."""
     return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
+
+
+def refuse_unsupported(zero_optimizer: Any) -> None:
+    """Refuses what only DeepSpeed's engine can know; everything else was refused with the configuration.
+
+    Raises:
+        MisconfigurationException: names the feature.
+    """
+    refused = {
+        "mixture of experts": zero_optimizer.has_moe_layers,
+        "model parallelism": zero_optimizer.model_parallel_world_size > 1,
+        "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
+        "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
+        "torch_autocast": zero_optimizer.torch_autocast_gradscaler is not None,
+        "data_types.grad_accum_dtype other than the model's": (
+            zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
+        ),
+    }
+    for feature, present in refused.items():
+        if present:
+            raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}")

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,7 +16,7 @@ from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, row_length
+from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, refuse_unsupported, row_length
 from lightning_zenflow.freezing import Freezing
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.host_state import HostState
@@ -28,6 +28,7 @@ from lightning_zenflow.partition import build_partition
 from lightning_zenflow.planner import Planner
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Publishing, Rounds
+from lightning_zenflow.run_state import CHECKPOINT_KEY, RunState
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selector import ColumnEnergies, Selector
 from lightning_zenflow.stalls import StallClock
@@ -87,7 +88,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @override
     def initialize_optimizer_states(self) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
-        self._refuse_unsupported()
+        refuse_unsupported(self)
+        # Only the stock offload path needs these buffers of the size of the largest parameter.
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self._weights = [
             partitions[dist.get_rank(group=group)].detach()
             for partitions, group in zip(
@@ -136,10 +139,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             weights=self._weights,
             stalls=self.stalls,
         )
-        pace = PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
-        self._planner = Planner(
-            self._config, self._rounds, pace if len(schedules) > 1 else None, lambda: self._build_selector(device)
+        parameters = parameters_in_order(self)
+        new_selector = partial(
+            Selector,
+            [self.param_names[p] for p in parameters],
+            [row_length(p) for p in parameters],
+            topk_ratio=self._config.topk_ratio,
+            strategy=self._config.select_strategy,
+            interval=self._config.select_interval,
+            device=device,
         )
+        pace = PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
+        self._planner = Planner(self._config, self._rounds, pace if len(schedules) > 1 else None, new_selector)
         self._kernels = kernels_for(device)
         self._ownership = Ownership(
             self._partition,
@@ -160,7 +171,16 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             device=device,
             dtype=self.dtype,
         )
-        self._freezing = Freezing(self._partition, parameters_in_order(self))
+        self._run_state = RunState(
+            self._config,
+            self._partition,
+            dist.get_world_size(group=self.dp_process_group),
+            rounds=self._rounds,
+            ownership=self._ownership,
+            planner=self._planner,
+            stand_in=self._stand_in,
+        )
+        self._freezing = Freezing(self._partition, parameters)
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
@@ -308,19 +328,34 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's ZeRO-2 state with the exact master weights and moments."""
+        """DeepSpeed's ZeRO-2 state with the exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        return super().state_dict()  # type: ignore[no-any-return]
+        state: dict[str, Any] = super().state_dict()
+        state[CHECKPOINT_KEY] = self._run_state.state_dict(step=self._step, skipped=int(self.skipped))
+        return state
 
     @override
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Loads DeepSpeed's ZeRO-2 state, and puts it back into the arena where loading replaced tensors."""
+    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
+        """Loads DeepSpeed's ZeRO-2 state, and puts it back into the arena where loading replaced tensors.
+
+        A checkpoint of this strategy with the same configuration and the same ranks continues as the run that wrote it; after any other
+        one nothing is device-owned until the first step has selected anew.
+        """
         self.flush()
-        super().load_state_dict(*args, **kwargs)
+        super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         count = self._host_state.take_back()
         self._count.fill_(count)
+        own = state_dict_list[dist.get_rank(group=self.dp_process_group)] if state_dict_list else None
+        saved = own.get(CHECKPOINT_KEY) if own and load_optimizer_states else None
+        continued = saved if saved is not None and self._run_state.fits(saved) else None
+        if continued is not None:
+            self._step = self._flushed_step = continued["step"]
+            self.skipped.fill_(continued["skipped"])
         self._arena.resolved = (self._step, count)
         self._start_over(count)
+        if continued is not None:
+            self._run_state.load_state_dict(continued)
+            self._prepare_step()
 
     @override
     def destroy(self) -> None:
@@ -334,34 +369,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._groups is None:
             self._groups = read_hyperparameters(self.optimizer)
         return self._groups
-
-    def _refuse_unsupported(self) -> None:
-        """What only DeepSpeed's engine can know; everything else was refused with the configuration."""
-        refused = {
-            "mixture of experts": self.has_moe_layers,
-            "model parallelism": self.model_parallel_world_size > 1,
-            "sequence parallelism": self.sequence_parallel_size > 1,
-            "master weights or gradients in half precision": self.low_precision_master_weights_and_grads,
-            "torch_autocast": self.torch_autocast_gradscaler is not None,
-            "data_types.grad_accum_dtype other than the model's": self.gradient_accumulation_dtype != self.dtype,
-        }
-        for feature, present in refused.items():
-            if present:
-                raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}")
-        # Only the stock offload path needs these buffers of the size of the largest parameter.
-        self.temp_grad_buffer_for_cpu_offload = torch.empty(0)
-        self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-
-    def _build_selector(self, device: torch.device) -> Selector:
-        parameters = parameters_in_order(self)
-        return Selector(
-            [self.param_names[p] for p in parameters],
-            [row_length(p) for p in parameters],
-            topk_ratio=self._config.topk_ratio,
-            strategy=self._config.select_strategy,
-            interval=self._config.select_interval,
-            device=device,
-        )
 
     def _build_stand_in(self) -> StandIn | None:
         scale = self._config.effective_provisional_scale

@@ -1,7 +1,8 @@
 """Which columns the device owns, block by block, and how that changes while training goes on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,7 @@ class Ownership:
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
         self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
         self._selected: Sequence[Columns | None] = ()
+        self._selection_of_block: list[Sequence[Columns | None] | None] = [None] * len(partition.blocks)
         self._waiting: set[int] = set()
 
     @property
@@ -103,22 +105,60 @@ class Ownership:
         self._waiting.clear()
         for block in range(len(self._partition.blocks)):
             self._current[block] = self._incoming[block] = None
+            self._selection_of_block[block] = None
 
     def handed_over(self, blocks: Iterable[int]) -> None:
         """Phase *hand over* for the blocks whose window just closed."""
         for block in self._waiting.intersection(blocks):
-            self._incoming[block] = _Incoming(
-                columns=DeviceColumns(
-                    self._partition,
-                    block,
-                    self._selected,
-                    device=self._device,
-                    dtype=self._dtype,
-                    offload=self._offload,
-                    kernels=self._kernels,
-                )
-            )
+            self._incoming[block] = _Incoming(columns=self._columns_of(block, self._selected))
+            self._selection_of_block[block] = self._selected
             self._waiting.discard(block)
+
+    def _columns_of(self, block: int, selection: Sequence[Columns | None]) -> DeviceColumns:
+        return DeviceColumns(
+            self._partition,
+            block,
+            selection,
+            device=self._device,
+            dtype=self._dtype,
+            offload=self._offload,
+            kernels=self._kernels,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which columns every block has and will have; right after a flush only. Their values are the arena's."""
+        selections: list[Sequence[Columns | None]] = []
+
+        def number(selection: Sequence[Columns | None]) -> int:
+            for known, other in enumerate(selections):
+                if other is selection:
+                    return known
+            selections.append(selection)
+            return len(selections) - 1
+
+        of_block = [None if selection is None else number(selection) for selection in self._selection_of_block]
+        selected = number(self._selected)
+        return {
+            "of_block": of_block,
+            "selected": selected,
+            "waiting": sorted(self._waiting),
+            "selections": [[None if c is None else c.host for c in selection] for selection in selections],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the columns back, with the values that the arena has now."""
+        selections: list[Sequence[Columns | None]] = [
+            [None if c is None else Columns(device=c.to(self._device), host=c) for c in selection]
+            for selection in state["selections"]
+        ]
+        self._selected = selections[state["selected"]]
+        self._waiting = set(state["waiting"])
+        for block, number in enumerate(state["of_block"]):
+            self._selection_of_block[block] = selection = None if number is None else selections[number]
+            self._incoming[block] = None
+            self._current[block] = columns = None if selection is None else self._columns_of(block, selection)
+            if columns is not None:
+                columns.load(self._arena)
 
     def changes(self, blocks: Iterable[int]) -> bool:
         """Whether any of the blocks has new columns on their way."""

@@ -1,7 +1,9 @@
 """`update_interval: auto` and `publish_lag: auto` in training: measures, lets the ranks agree, and says when the pace changes."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
@@ -54,6 +56,17 @@ class PaceControl:
     def observes_next(self) -> bool:
         """Whether the next step completes an observation, for which the gradient rule's part is to be measured in it."""
         return self._exchange is None and self._observer.completes_next
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of `AutoSchedule`. What is being observed is not part of it: a checkpoint comes with a flush, which interrupts."""
+        return self._auto.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._auto.load_state_dict(state)
+        self._exchange = None
+        self.waits = False
+        self.interrupt()
 
     def interrupt(self) -> None:
         """The steps before and after this call have nothing to do with each other: a synchronous step, a flush."""

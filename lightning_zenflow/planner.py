@@ -1,7 +1,8 @@
 """What each step does besides the update: whether it is synchronous, measures the proxies, selects, changes the pace."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -59,6 +60,23 @@ class Planner:
         self._changing_until = step
         self._synchronous_until = step + max(0, self._config.full_warm_up_rounds - count)
         self.selector = self._new_selector()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later plans depend on."""
+        return {
+            "synchronous_until": self._synchronous_until,
+            "changing_until": self._changing_until,
+            "selector": self.selector.state_dict(),
+            "pace": None if self.pace is None else self.pace.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; also sets the pace of the rounds."""
+        self._synchronous_until, self._changing_until = state["synchronous_until"], state["changing_until"]
+        self.selector.load_state_dict(state["selector"])
+        if self.pace is not None and state["pace"] is not None:
+            self.pace.load_state_dict(state["pace"])
+            self._rounds.set_pace(self.pace.pace)
 
     def plan(self, step: int) -> StepPlan:
         """The plan of a step that comes next."""

@@ -32,6 +32,14 @@ class RoundingNoise:
         bits = torch.randint(0, 1 << 16, (2 * _NOISE_NUMEL,), generator=self._generator, dtype=torch.int32)
         self._bits = bits.to(device)
 
+    def get_state(self) -> Tensor:
+        """The generator's, for a checkpoint."""
+        return self._generator.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        """The inverse of `get_state`."""
+        self._generator.set_state(state)
+
     def draw_tile(self) -> Tensor:
         """[65536] int32, each 0 to 65535; to be repeated."""
         offset = int(torch.randint(0, _NOISE_NUMEL, (), generator=self._generator))

@@ -144,6 +144,15 @@ class Rounds:
         self._free_buffers[:0] = reversed(range(self._n_buffers, n_buffers))
         self._n_pages, self._n_buffers = max(self._n_pages, n_pages), max(self._n_buffers, n_buffers)
 
+    @property
+    def n_updates(self) -> list[int]:
+        """For each block the number of rounds with gradients so far, for a checkpoint."""
+        return list(self._n_updates)
+
+    @n_updates.setter
+    def n_updates(self, values: Sequence[int]) -> None:
+        self._n_updates = list(values)
+
     def open(self, step: int) -> None:
         """Phase *open*."""
         self._published_now.clear()

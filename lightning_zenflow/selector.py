@@ -1,7 +1,7 @@
 """When columns are selected anew, and which: the state around the pure functions of `selection`."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +101,23 @@ class Selector:
         self.epoch = 0
         """Number of the present epoch, kept up to date by the strategy."""
         self.n_selections = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was selected last, and when it is asked again."""
+        return {
+            "current": list(self._current),
+            "check_interval": self._check_interval,
+            "next": self._next,
+            "epoch": self.epoch,
+            "n_selections": self.n_selections,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._current = list(state["current"])
+        self._on_device = [columns.to(self._device) for columns in self._current]
+        self._check_interval, self._next = state["check_interval"], state["next"]
+        self.epoch, self.n_selections = state["epoch"], state["n_selections"]
 
     def measures(self, step: int) -> bool:
         """Whether the gradient of `step`, or of the present epoch's first step, is to be measured for a selection."""

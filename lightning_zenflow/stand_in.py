@@ -1,7 +1,8 @@
 """Owner of the provisional update's state: factored second moments, rounding noise and the last step's clip coefficient."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ class _Body:
     col: Tensor
     n: Tensor
     """0-D float32; steps in the second moment."""
+
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What changes from step to step."""
+        return self.row, self.col, self.n
 
     def of_slice(self, values: Tensor) -> Tensor:
         """The full rows of the slice's values, [slice.numel] -> [rows, columns], a view."""
@@ -72,6 +77,23 @@ class StandIn:
     def end_step(self, factor: Tensor, finite: Tensor) -> None:
         """Remembers the factor (0-D float32) of the last step that was applied."""
         self._factor.copy_(torch.where(finite, factor, self._factor))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Second moments, the last coefficient and the noise generator."""
+        return {
+            "bodies": [None if body is None else body.statistics() for body in self._bodies],
+            "factor": self._factor,
+            "noise": self._noise.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`, for the same slices."""
+        for body, saved in zip(self._bodies, state["bodies"], strict=True):
+            if body is not None:
+                for ours, theirs in zip(body.statistics(), saved, strict=True):
+                    ours.copy_(theirs)
+        self._factor.copy_(state["factor"])
+        self._noise.set_state(state["noise"])
 
     def moves(self, slice_index: int) -> bool:
         """Whether `apply` does anything for a slice."""

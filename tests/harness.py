@@ -48,6 +48,10 @@ class Case:
     precision: str = "32-true"
     flush_after: tuple[int, ...] = ()
     """Steps, counted from 1, after which a validation runs, and with it a flush."""
+    save_at: int = 0
+    """Step, counted from 1, after which `checkpoint` is written; 0: none."""
+    checkpoint: str | None = None
+    """Where a checkpoint is written, or, where `save_at` is 0, read."""
     paces: tuple[tuple[int, int, int], ...] = ()
     """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
@@ -173,6 +177,20 @@ class Recorder(pl.Callback):
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
 
+class SaveAt(pl.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self._step = step
+        self._path = path
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            self._step = -1
+            trainer.save_checkpoint(self._path)
+
+
 class FlushAfter(pl.Callback):
     """Flushes as validation does, after given steps."""
 
@@ -246,6 +264,11 @@ def run_case(
     """
     run = Run()
     model = case.make_model()
+    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *callbacks]
+    if case.recorded:
+        all_callbacks.insert(0, Recorder(case, run))
+    if case.checkpoint is not None and case.save_at > 0:
+        all_callbacks.append(SaveAt(case.save_at, case.checkpoint))
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,
@@ -254,10 +277,10 @@ def run_case(
         gradient_clip_val=case.max_norm,
         precision=case.precision,
         accelerator=case.accelerator,
-        callbacks=[*([Recorder(case, run)] if case.recorded else []), FlushAfter(case.flush_after), *callbacks],
+        callbacks=all_callbacks,
     )
     with scripted(case.paces) if case.paces else nullcontext():
-        trainer.fit(model)
+        trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
     run.weights = snapshot(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer

@@ -26,6 +26,14 @@ class ScriptedPace:
         self.observes_next = True
         self.waits = False
 
+    def state_dict(self) -> dict[str, Any]:
+        """As `PaceControl.state_dict`."""
+        return {"update_interval": self.pace.update_interval, "publish_lag": self.pace.publish_lag}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `PaceControl.load_state_dict`."""
+        self.pace = Pace(**state)
+
     def interrupt(self) -> None:
         """Nothing is measured."""
 

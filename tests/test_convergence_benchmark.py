@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import convergence, corpus, records, report
+from benchmarks import convergence, corpus, documents, records, report
 from benchmarks.methods import METHODS
 from benchmarks.records import Record, Spec
 from benchmarks.settings import SETTINGS
@@ -75,9 +75,9 @@ def test_reports_are_written_and_go_into_the_document(tmp_path: Path) -> None:
     assert (tmp_path / "convergence_fast.md").read_text() == tables["fast"] + "\n"
     assert (tmp_path / "convergence_fast.png").read_bytes().startswith(b"\x89PNG")
     document = "before\n<!-- table fast -->\nold\n<!-- end -->\nmiddle\n<!-- table glue -->\nkept\n<!-- end -->\n"
-    once = report.put_into_document(document, tables)
+    once = documents.put_into_document(document, tables)
     assert "old" not in once and "kept" in once and tables["fast"] in once
-    assert report.put_into_document(once, tables) == once
+    assert documents.put_into_document(once, tables) == once
 
 
 def test_shortened_trials_are_in_no_table(tmp_path: Path) -> None:

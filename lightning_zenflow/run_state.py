@@ -1,0 +1,78 @@
+"""What a checkpoint needs besides AdamW's state, so that the run that loads it continues bit for bit."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.ownership import Ownership
+from lightning_zenflow.partition import Partition
+from lightning_zenflow.planner import Planner
+from lightning_zenflow.rounds import Rounds
+from lightning_zenflow.stand_in import StandIn
+
+CHECKPOINT_KEY = "zenflow"
+"""In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
+
+_WITHOUT_EFFECT = ("worker_cores", "pt_reserved_cores_perc", "worker_timeout", "offload")
+"""Keys of the configuration that change no number."""
+
+
+class RunState:
+    """Collects and hands back the state of the parts, right after a flush; plain numbers and tensors.
+
+    Args:
+        config: the configuration.
+        partition: the rank's partition.
+        world_size: ranks that share the model.
+        rounds: whose counts belong to it.
+        ownership: whose columns belong to it.
+        planner: whose selector and pace belong to it.
+        stand_in: whose statistics and noise belong to it, if there is one.
+    """
+
+    def __init__(
+        self,
+        config: ZenFlowConfig,
+        partition: Partition,
+        world_size: int,
+        *,
+        rounds: Rounds,
+        ownership: Ownership,
+        planner: Planner,
+        stand_in: StandIn | None,
+    ) -> None:
+        values = dataclasses.asdict(config)
+        self._layout = {
+            "config": {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT},
+            "world_size": world_size,
+            "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
+        }
+        self._rounds = rounds
+        self._ownership = ownership
+        self._planner = planner
+        self._stand_in = stand_in
+
+    def state_dict(self, *, step: int, skipped: int) -> dict[str, Any]:
+        """The state after `step`, of which `skipped` changed nothing."""
+        return {
+            "layout": self._layout,
+            "step": step,
+            "skipped": skipped,
+            "n_updates": self._rounds.n_updates,
+            "ownership": self._ownership.state_dict(),
+            "planner": self._planner.state_dict(),
+            "stand_in": None if self._stand_in is None else self._stand_in.state_dict(),
+        }
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether it is of a run with the same partition and configuration, which is to be continued."""
+        return bool(state["layout"] == self._layout)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hands the state to the parts; AdamW's is in the arena by now."""
+        self._rounds.n_updates = state["n_updates"]
+        self._planner.load_state_dict(state["planner"])
+        self._ownership.load_state_dict(state["ownership"])
+        if self._stand_in is not None:
+            self._stand_in.load_state_dict(state["stand_in"])
