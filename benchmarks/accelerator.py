@@ -41,9 +41,11 @@ class TimedModule(pl.LightningModule):
         self.optimizer_class: Any = torch.optim.AdamW
 
     @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self.optimizer_class(self.parameters(), lr=1e-4, weight_decay=0.01)
-        return optimizer
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_class(self.parameters(), lr=1e-4, weight_decay=0.01)
+        # DeepSpeed's ZenFlow takes its learning rates from a scheduler.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
