@@ -1,21 +1,22 @@
 """Measured tables in documents, so that none is typed."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.records import ROOT
 
+_END = "<!-- end -->"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def put_into_document(document: str, tables: Mapping[str, str]) -> str:
     """The document with each table between its markers, `<!-- table NAME -->` and `<!-- end -->`."""
     for name, text in tables.items():
-        pattern = re.compile(rf"(?<=<!-- table {re.escape(name)} -->\n).*?(?=<!-- end -->)", flags=re.DOTALL)
-        # A table may hold what would be an escape in a replacement, so no template.
-        parts = pattern.split(document)
-        document = f"\n{text}\n\n".join(parts)
+        marker = f"<!-- table {name} -->\n"
+        before, found, rest = document.partition(marker)
+        if found:
+            _, end, after = rest.partition(_END)
+            document = f"{before}{marker}\n{text}\n\n{end}{after}"
     return document
 
 

@@ -78,6 +78,9 @@ def test_reports_are_written_and_go_into_the_document(tmp_path: Path) -> None:
     once = documents.put_into_document(document, tables)
     assert "old" not in once and "kept" in once and tables["fast"] in once
     assert documents.put_into_document(once, tables) == once
+    empty = "<!-- table fast -->\n<!-- end -->\nmiddle\n<!-- table glue -->\n<!-- end -->\n"
+    filled = documents.put_into_document(empty, tables)
+    assert filled.count(tables["fast"]) == 1 and "middle\n<!-- table glue -->\n<!-- end -->\n" in filled
 
 
 def test_shortened_trials_are_in_no_table(tmp_path: Path) -> None:
