@@ -33,6 +33,17 @@ class ZeroOffload(ZenFlowStrategy):
         return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
 
 
+_ZENFLOW_BLOCK = {
+    "topk_ratio": 0.05,
+    "update_interval": 4,
+    "select_strategy": "step",
+    "select_interval": 64,
+    "overlap_step": True,
+    "full_warm_up_rounds": 0,
+}
+"""What every benchmark compares with: the same share of columns and the same interval as ours at S = 4."""
+
+
 def _show_transposed_weights(optimizer: ZenFlowZeroOptimizer, group_index: int) -> None:
     """Makes the parameters views of the flat buffer, in which matrices are transposed."""
     flat = optimizer.bit16_groups_flat[group_index]
@@ -66,10 +77,9 @@ class DeepSpeedZenFlow(ZeroOffload):
     Its code clips the gradient of the columns that the CPU updates, by their window's norm, and not that of the selected ones.
     """
 
-    def __init__(self, *, repair: bool, **zenflow: Any) -> None:
+    def __init__(self, *, repair: bool) -> None:
         super().__init__()
         self._repair = repair
-        self._zenflow_block = zenflow
         self._schedule: Callable[[int], float] | None = None
 
     @override
@@ -88,7 +98,7 @@ class DeepSpeedZenFlow(ZeroOffload):
                 "weight_decay": group["weight_decay"],
             },
         }
-        self.config["zero_optimization"]["zenflow"] = self._zenflow_block
+        self.config["zero_optimization"]["zenflow"] = dict(_ZENFLOW_BLOCK)
         super()._initialize_deepspeed_train(model)
 
     @override

@@ -33,15 +33,7 @@ def _zenflow(title: str, *, main: bool = False, update_interval: int | str = 4, 
 def _deepspeed_zenflow(title: str, *, repair: bool, main: bool = False) -> Method:
     """DeepSpeed's own ZenFlow; `repair`: see `DeepSpeedZenFlow`."""
     return Method(
-        make_strategy=lambda: DeepSpeedZenFlow(
-            repair=repair,
-            topk_ratio=0.05,
-            update_interval=4,
-            select_strategy="step",
-            select_interval=64,
-            overlap_step=True,
-            full_warm_up_rounds=0,
-        ),
+        make_strategy=lambda: DeepSpeedZenFlow(repair=repair),
         title=title,
         main=main,
     )

@@ -69,15 +69,7 @@ METHODS = {
         make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam
     ),
     "deepspeed_zenflow": StepMethod(
-        make_strategy=lambda: DeepSpeedZenFlow(
-            repair=False,
-            topk_ratio=0.05,
-            update_interval=4,
-            select_strategy="step",
-            select_interval=64,
-            overlap_step=True,
-            full_warm_up_rounds=0,
-        ),
+        make_strategy=lambda: DeepSpeedZenFlow(repair=False),
         title="DeepSpeed ZenFlow, S=4, overlap",
     ),
     "zenflow": _zenflow("ours, S=4, d=1", update_interval=4, publish_lag=1),
