@@ -1,8 +1,9 @@
 """What the device does with gradients in every step, as passes over memory; one implementation per kind of device.
 
-The torch implementation runs everywhere and says what each pass means. On a CPU, compiled ones take its place.
+The torch implementation runs everywhere and says what each pass means. On a CPU compiled ones take its place, on CUDA Triton's.
 """
 
+import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -152,9 +153,14 @@ class TorchKernels(Kernels):
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """The fastest implementation for a device."""
+    """The fastest implementation for a device. Imported here: neither the library nor Triton is there for every device."""
     if device.type == "cpu":
-        from lightning_zenflow.cpu_kernels import CpuKernels  # loads the library
+        from lightning_zenflow.cpu_kernels import CpuKernels
 
         return CpuKernels()
+    # torch for CUDA brings it along, but not on every platform.
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from lightning_zenflow.triton_kernels import TritonKernels
+
+        return TritonKernels()
     return TorchKernels()

@@ -10,6 +10,12 @@ import pytest
 # Set before torch is imported; where it is not set, Lightning chooses more.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
+
+# Read when Triton is imported, which Lightning does.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.fixture
 def no_worker_is_left() -> Iterator[None]:
@@ -23,8 +29,6 @@ def no_worker_is_left() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def needs_cuda() -> None:
     """Skips tests where there is no CUDA device."""
-    import torch
-
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and a torch that was built for it")
 
@@ -32,7 +36,6 @@ def needs_cuda() -> None:
 @pytest.fixture(scope="session")
 def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like that of the pretrained gpt2, with a tiny model and its tokenizer."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GPT2Config, GPT2Model, PreTrainedTokenizerFast
 

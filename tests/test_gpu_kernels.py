@@ -1,4 +1,4 @@
-"""On a CUDA device: torch's passes over gradients against those of the CPU."""
+"""On a CUDA device: torch's and Triton's passes over gradients against those of the CPU."""
 
 import math
 
@@ -12,7 +12,7 @@ from gpu_cases import (
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import TorchKernels, kernels_for
+from lightning_zenflow.kernels import Kernels, TorchKernels, kernels_for
 from lightning_zenflow.provisional import RoundingNoise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
@@ -26,17 +26,22 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_cuda_has_torchs() -> None:
-    assert isinstance(kernels_for(device()), TorchKernels)
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return TorchKernels() if request.param == "torch" else kernels_for(device())
+
+
+def test_cuda_has_tritons() -> None:
+    assert type(kernels_for(device())).__name__ == "TritonKernels"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_statistics(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_statistics(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gradient = random(*shape, dtype=dtype)
     theirs = CpuKernels().statistics(gradient, directions=True)
-    ours = TorchKernels().statistics(gradient.to(device()), directions=True)
-    total_only = TorchKernels().statistics(gradient.to(device()), directions=False)
+    ours = kernels.statistics(gradient.to(device()), directions=True)
+    total_only = kernels.statistics(gradient.to(device()), directions=False)
     assert ours.rows is not None and ours.columns is not None and theirs.rows is not None and theirs.columns is not None
     torch.testing.assert_close(ours.total.cpu(), theirs.total, rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.rows.cpu(), theirs.rows, rtol=1e-5, atol=0)
@@ -45,10 +50,10 @@ def test_statistics(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_statistics_of_a_bad_gradient_are_not_finite(value: float) -> None:
+def test_statistics_of_a_bad_gradient_are_not_finite(kernels: Kernels, value: float) -> None:
     gradient = torch.ones(2, 517, device=device())
     gradient[1, 500] = value
-    statistics = TorchKernels().statistics(gradient, directions=True)
+    statistics = kernels.statistics(gradient, directions=True)
     assert statistics.rows is not None and statistics.columns is not None
     assert not torch.isfinite(statistics.total)
     assert torch.isfinite(statistics.rows).tolist() == [True, False]
@@ -57,7 +62,7 @@ def test_statistics_of_a_bad_gradient_are_not_finite(value: float) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_stand_in(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_stand_in(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
     rows, columns = shape
     gradient = random(*shape, seed=1, dtype=dtype)
     of_rows, of_columns = random(rows, 1, seed=2).abs() * 1e-2, random(1, columns, seed=3).abs()
@@ -68,7 +73,7 @@ def test_stand_in(shape: tuple[int, int], dtype: torch.dtype) -> None:
             weights, gradient, of_rows, of_columns, RoundingNoise(7, torch.device("cpu")), torch.tensor(finite)
         )
         on_device = [t.to(device()) for t in (gradient, of_rows, of_columns)]
-        TorchKernels().stand_in_(ours, *on_device, RoundingNoise(7, device()), torch.tensor(finite, device=device()))
+        kernels.stand_in_(ours, *on_device, RoundingNoise(7, device()), torch.tensor(finite, device=device()))
         # The same random bits: two roundings of float32 may tip a weight by one unit of its own type, rarely.
         unit = torch.finfo(dtype).eps
         torch.testing.assert_close(ours.cpu().float(), weights.float(), rtol=max(unit, 1e-6), atol=1e-6)
@@ -79,7 +84,7 @@ def test_stand_in(shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [1, 17, 513, 600_000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_adamw(n: int, dtype: torch.dtype, decoupled: bool) -> None:
+def test_adamw(kernels: Kernels, n: int, dtype: torch.dtype, decoupled: bool) -> None:
     state, weights = random(3, n).abs(), torch.empty(n, dtype=dtype)
     ours, shown = state.to(device()), weights.to(device())
     h = GroupHyperparameters(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
@@ -90,21 +95,22 @@ def test_adamw(n: int, dtype: torch.dtype, decoupled: bool) -> None:
         scale_there = StepScale(factor=factor.to(device()), finite=scale.finite.to(device()), norm=factor.to(device()))
         before = ours.clone()
         CpuKernels().adamw_(state, gradient, weights, hyperparameters=h, count=count, scale=scale)
-        TorchKernels().adamw_(
+        kernels.adamw_(
             ours, gradient.to(device()), shown, hyperparameters=h, count=count.to(device()), scale=scale_there
         )
         assert finite or torch.equal(ours, before)
     torch.testing.assert_close(ours.cpu(), state, rtol=2e-6, atol=2e-7)
+    assert isinstance(kernels, TorchKernels) or torch.equal(ours.cpu(), state)
     assert torch.equal(shown, ours[0].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_there_and_back(dtype: torch.dtype) -> None:
+def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype) -> None:
     matrix, columns = random(900, 701, dtype=dtype).to(device()), torch.tensor([0, 3, 350, 700], device=device())
     selected = torch.empty(900, 4, dtype=dtype, device=device())
-    TorchKernels().gather_columns(matrix, columns, selected)
+    kernels.gather_columns(matrix, columns, selected)
     assert torch.equal(selected, matrix[:, columns])
     target = torch.zeros_like(matrix)
-    TorchKernels().scatter_columns(target, columns, selected)
+    kernels.scatter_columns(target, columns, selected)
     assert torch.equal(target[:, columns], selected)
     assert int((target != 0).sum()) == int((selected != 0).sum())
