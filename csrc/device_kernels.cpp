@@ -45,9 +45,9 @@ void scatter(void* matrix, int64_t rows, int64_t width, const int64_t* indices, 
 
 }  // namespace
 
-void zenflow_statistics(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy,
-                        float* column_energy) {
-    kernels(dtype).statistics(gradient, rows, columns, row_energy, column_energy);
+void zenflow_take(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy, float* column_energy,
+                  void* copy, const int64_t* indices, int64_t n_selected, void* selected) {
+    kernels(dtype).take(gradient, rows, columns, row_energy, column_energy, copy, indices, n_selected, selected);
 }
 
 void zenflow_stand_in(void* weights, const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, const float* of_rows,

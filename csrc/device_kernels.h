@@ -15,10 +15,12 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Sums of squares of a gradient: `row_energy[rows]` is overwritten; `column_energy[columns]` is added to, or null. Not finite
-// where the gradient is not.
-void zenflow_statistics(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy,
-                        float* column_energy);
+// Takes a gradient in one pass. Sums of squares: `row_energy[rows]` is overwritten; `column_energy[columns]` is added to, or
+// null; they are not finite where the gradient is not. A copy goes past the caches to `copy[rows, columns]`, if that is not null;
+// it is visible to whoever sees a later store of the calling thread. selected[row * n_selected + i] = gradient[row * columns +
+// indices[i]].
+void zenflow_take(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy, float* column_energy,
+                  void* copy, const int64_t* indices, int64_t n_selected, void* selected);
 
 // w <- w - (g * of_rows[row]) * of_columns[column], each operation rounded once to float, then rounded to the weights' type:
 // bfloat16 stochastically, by the low 16 bits of noise[(first + i) & noise_mask] for the i-th element; others to nearest even.

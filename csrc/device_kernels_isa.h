@@ -9,7 +9,8 @@
 namespace zenflow {
 
 struct DeviceKernels {
-    void (*statistics)(const void* gradient, int64_t rows, int64_t columns, float* row_energy, float* column_energy);
+    void (*take)(const void* gradient, int64_t rows, int64_t columns, float* row_energy, float* column_energy, void* copy,
+                 const int64_t* indices, int64_t n_selected, void* selected);
     void (*stand_in)(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows,
                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
 };

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,7 +14,7 @@ from lightning_zenflow import protocol
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.executable import device_library
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Kernels, Statistics
+from lightning_zenflow.kernels import Destination, Kernels, Selection, Statistics
 from lightning_zenflow.provisional import RoundingNoise
 
 _SMALLEST_PART = 1 << 18
@@ -25,7 +26,9 @@ _pointer, _int64, _uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(device_library()))
-    library.zenflow_statistics.argtypes = [_pointer, _uint32, _int64, _int64, _pointer, _pointer]
+    library.zenflow_take.argtypes = [
+        _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _pointer,
+    ]  # fmt: skip
     library.zenflow_stand_in.argtypes = [
         _pointer, _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _int64, _int64,
     ]  # fmt: skip
@@ -53,22 +56,37 @@ class CpuKernels(Kernels):
 
     @override
     def statistics(self, gradient: Tensor, *, directions: bool) -> Statistics:
+        return self.take(gradient, (), directions=directions)
+
+    @override
+    def take(self, gradient: Tensor, destinations: Sequence[Destination], *, directions: bool) -> Statistics:
+        """One pass over memory, but for pieces of a single row and for second selections from the same rows."""
         n_rows, n_columns = gradient.shape
+        if any(destination.page.shape[1] != n_columns for destination in destinations):
+            return super().take(gradient, destinations, directions=directions)
+        sinks = [_Sink.of(d, n_columns) for d in destinations] or [_Sink(begin=0, end=n_rows)]
         parts = _parts(n_rows, n_columns)
         rows = torch.empty(n_rows)
         columns = torch.zeros(len(parts), n_columns) if directions else None
 
         def run(part: int, begin: int, end: int) -> None:
-            self._library.zenflow_statistics(
-                _address(gradient, begin),
-                protocol.DATA_TYPES[gradient.dtype],
-                end - begin,
-                n_columns,
-                _address(rows, begin),
-                None if columns is None else _address(columns, part),
-            )
+            column_energy = None if columns is None else _address(columns, part)
+            for sink in sinks:
+                first, last = max(begin, sink.begin), min(end, sink.end)
+                if first < last:
+                    self._library.zenflow_take(
+                        _address(gradient, first),
+                        protocol.DATA_TYPES[gradient.dtype],
+                        last - first,
+                        n_columns,
+                        _address(rows, first),
+                        column_energy,
+                        *sink.addresses(first),
+                    )
 
         _in_parallel(run, parts)
+        for destination, sink in zip(destinations, sinks, strict=False):
+            self.select(destination.part_of(gradient), [s for s in destination.selections if s is not sink.selection])
         return Statistics(
             total=rows.double().sum(),
             rows=rows if directions else None,
@@ -162,6 +180,31 @@ class CpuKernels(Kernels):
             )
 
         _in_parallel(run, _parts(n_rows, n_columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sink:
+    """Rows [begin, end) of a gradient, and where the compiled pass puts them."""
+
+    begin: int
+    end: int
+    page: Tensor | None = None
+    selection: Selection | None = None
+
+    @classmethod
+    def of(cls, destination: Destination, n_columns: int) -> "_Sink":
+        """The rows of a destination, with the first of its selections that names columns."""
+        begin = destination.begin // n_columns
+        selection = next((s for s in destination.selections if s.columns is not None), None)
+        return cls(begin=begin, end=begin + len(destination.page), page=destination.page, selection=selection)
+
+    def addresses(self, row: int) -> tuple[int | None, int | None, int, int | None]:
+        """Copy, indices, their number and selected entries, from one of the gradient's rows on."""
+        copy = None if self.page is None else _address(self.page, row - self.begin)
+        if self.selection is None or self.selection.columns is None:
+            return copy, None, 0, None
+        columns = self.selection.columns
+        return copy, _address(columns), columns.numel(), _address(self.selection.target, row - self.begin)
 
 
 def _address(tensor: Tensor, row: int = 0) -> int:

@@ -18,7 +18,7 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.column_states import ColumnState, ResidentState, VisitingState
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Kernels
+from lightning_zenflow.kernels import Kernels, Selection
 from lightning_zenflow.partition import Partition, Tile
 
 
@@ -87,17 +87,18 @@ class DeviceColumns:
         kernels: Kernels,
     ) -> None:
         self._kernels = kernels
-        self._by_slice: dict[int, list[_Owned]] = {}
+        self._by_tile: dict[int, _Owned] = {}
         self._group_begins = partition.group_begins
         numel = [0] * len(partition.group_begins)
-        for tile in (partition.tiles[t] for t in partition.blocks[block].tiles):
+        for tile_index in partition.blocks[block].tiles:
+            tile = partition.tiles[tile_index]
             mine, k = _within(columns[tile.slice], tile)
             if k == 0:
                 continue
             param_group = partition.slices[tile.slice].param_group
             owned = _Owned(tile=tile, param_group=param_group, begin=numel[param_group], columns=mine, k=k)
             numel[param_group] += owned.numel
-            self._by_slice.setdefault(tile.slice, []).append(owned)
+            self._by_tile[tile_index] = owned
         state_class = VisitingState if offload else ResidentState
         self._groups = [
             _GroupEntries(state=state_class(n, device), exchange=torch.zeros(n, device=device, dtype=dtype))
@@ -127,32 +128,22 @@ class DeviceColumns:
     def _side_by_side(self, arena: Arena) -> Iterator[tuple[_Owned, Tensor, Tensor]]:
         """Each tile's weights and moments: here [rows, k], and in the arena [rows, width], both views."""
         states = [group.state.where_it_lives() for group in self._groups]
-        for owned in self._all():
+        for owned in self._by_tile.values():
             tile = owned.tile
             for ours, theirs in zip(
                 states[owned.param_group], (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True
             ):
                 yield owned, owned.of_group(ours), theirs.narrow(0, tile.begin, tile.numel).view(tile.rows, tile.width)
 
-    def gather_gradient(self, slice_index: int, begin: int, gradient: Tensor | None) -> None:
-        """Keeps the owned entries of a slice's gradient; None stands for zeros.
-
-        Args:
-            slice_index: index into `Partition.slices`.
-            begin: the slice's first element in the partition.
-            gradient: [slice.numel], model dtype.
-        """
-        for owned in self._by_slice.get(slice_index, ()):
-            target = owned.of_group(self._groups[owned.param_group].exchange)
-            if gradient is None:
-                target.zero_()
-                continue
-            rectangle = gradient.narrow(0, owned.tile.begin - begin, owned.tile.numel)
-            rectangle = rectangle.view(owned.tile.rows, owned.tile.width)
-            if owned.columns is None:
-                target.copy_(rectangle)
-            else:
-                self._kernels.gather_columns(rectangle, owned.columns.device, target)
+    def selection(self, tile_index: int) -> Selection | None:
+        """Which columns of a tile's gradient are wanted for `step`, and where; None if none are."""
+        owned = self._by_tile.get(tile_index)
+        if owned is None:
+            return None
+        return Selection(
+            columns=None if owned.columns is None else owned.columns.device,
+            target=owned.of_group(self._groups[owned.param_group].exchange),
+        )
 
     def gradients(self) -> list[Tensor]:
         """A copy of the gathered gradients, for `step` later."""
@@ -191,7 +182,7 @@ class DeviceColumns:
         Args:
             weights: for each parameter group, the rank's flat partition of the model's weights.
         """
-        for owned in self._all():
+        for owned in self._by_tile.values():
             tile = owned.tile
             target = weights[owned.param_group].narrow(
                 0, tile.begin - self._group_begins[owned.param_group], tile.numel
@@ -202,9 +193,6 @@ class DeviceColumns:
                 rectangle.copy_(values)
             else:
                 self._kernels.scatter_columns(rectangle, owned.columns.device, values)
-
-    def _all(self) -> list[_Owned]:
-        return [owned for entries in self._by_slice.values() for owned in entries]
 
 
 def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:

@@ -1,14 +1,41 @@
 """What happens to a reduced gradient before its buffer is reused: accumulated, measured, gathered, handed to the pages."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from lightning_zenflow.kernels import Kernels
+from lightning_zenflow.kernels import Destination, Kernels
 from lightning_zenflow.ownership import Ownership
-from lightning_zenflow.partition import Partition, tiles_of_slice
+from lightning_zenflow.partition import Partition, Tile, tiles_of_slice
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.stand_in import StandIn
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rectangle:
+    """A rectangle of a slice that statistics are taken of, and the partition's tiles that it is cut into where blocks end."""
+
+    tile: Tile
+    parts: tuple[int, ...]
+    """Indexes into `Partition.tiles`."""
+    begins: tuple[int, ...]
+    """Where each of them begins in the rectangle."""
+
+    @classmethod
+    def of(cls, tile: Tile, partition: Partition, parts: Sequence[int]) -> "_Rectangle":
+        """Finds its parts among the slice's."""
+        inside = [i for i in parts if tile.begin <= partition.tiles[i].begin < tile.end]
+        return cls(tile=tile, parts=tuple(inside), begins=tuple(partition.tiles[i].begin - tile.begin for i in inside))
+
+    def destinations(self, rounds: Rounds, ownership: Ownership) -> list[Destination]:
+        """Where its parts go in this step."""
+        return [
+            Destination(begin=begin, page=rounds.page(part), selections=ownership.selections(part))
+            for part, begin in zip(self.parts, self.begins, strict=True)
+        ]
 
 
 class GradientIntake:
@@ -43,7 +70,13 @@ class GradientIntake:
         self._stand_in = stand_in
         self._kernels = kernels
         # Not the partition's tiles: those are cut where blocks end, and statistics must not depend on blocks.
-        self._rectangles = [tiles_of_slice(i, s) for i, s in enumerate(partition.slices)]
+        parts: list[list[int]] = [[] for _ in partition.slices]
+        for part, tile in enumerate(partition.tiles):
+            parts[tile.slice].append(part)
+        self._rectangles = [
+            [_Rectangle.of(tile, partition, parts[i]) for tile in tiles_of_slice(i, s)]
+            for i, s in enumerate(partition.slices)
+        ]
         self._device = device
         self._dtype = dtype
         self._accumulated: Tensor | None = None
@@ -95,28 +128,28 @@ class GradientIntake:
         if not self._delivered:
             self._rounds.open(step)
         self._delivered.add(index)
-        self._rounds.fill(index, gradient)
-        self._ownership.gather_gradient(index, gradient)
-        if gradient is not None:
-            self._measure(index, gradient)
+        for rectangle in self._rectangles[index]:
+            destinations = rectangle.destinations(self._rounds, self._ownership)
+            if gradient is not None:
+                self._take(index, gradient, rectangle.tile, destinations)
+                continue
+            for destination in destinations:
+                destination.page.zero_()
+                for selection in destination.selections:
+                    selection.target.zero_()
 
-    def _measure(self, index: int, gradient: Tensor) -> None:
-        """The slice's norm, its column proxies if they are wanted, and the stand-in."""
+    def _take(self, index: int, gradient: Tensor, tile: Tile, destinations: Sequence[Destination]) -> None:
+        """One rectangle of the slice: it goes where it has to, its norm, its column proxies if they are wanted, and the stand-in."""
         s = self._partition.slices[index]
         energies = self.energies if s.is_matrix else None
-        stand_in = self._stand_in if self.stand_in_needed else None
-        if stand_in is not None and not stand_in.moves(index):
-            stand_in = None
-        for tile in self._rectangles[index]:
-            rectangle = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
-            moved_by = stand_in if tile.rows > 1 else None
-            directions = energies is not None or moved_by is not None
-            statistics = self._kernels.statistics(rectangle, directions=directions)
-            self._totals.append(statistics.total)
-            if energies is not None and statistics.columns is not None:
-                energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
-            if moved_by is not None:
-                moved_by.apply(index, gradient, statistics)
+        moves = self._stand_in is not None and self.stand_in_needed and self._stand_in.moves(index) and tile.rows > 1
+        rectangle = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
+        statistics = self._kernels.take(rectangle, destinations, directions=energies is not None or moves)
+        self._totals.append(statistics.total)
+        if energies is not None and statistics.columns is not None:
+            energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
+        if self._stand_in is not None and moves:
+            self._stand_in.apply(index, gradient, statistics)
 
     def _kept(self, index: int) -> Tensor:
         """Where a slice's gradient is added up over micro-batches: on the device, in the model's type, allocated on first use."""

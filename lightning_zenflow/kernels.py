@@ -5,6 +5,7 @@ The torch implementation runs everywhere and says what each pass means. On a CPU
 
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,55 @@ class Statistics:
     """[columns] float32; likewise."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Columns of a rectangle, and where their entries go."""
+
+    columns: Tensor | None
+    """[k] int64, on the gradient's device; None: all of them."""
+    target: Tensor
+    """[rows, k], model dtype, on the gradient's device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Where a part of a gradient goes: full rows, or a piece of a single one."""
+
+    begin: int
+    """First element, in the flat gradient."""
+    page: Tensor
+    """[rows, width], model dtype; host memory, page-locked where the gradient is on a GPU."""
+    selections: Sequence[Selection] = ()
+
+    def part_of(self, gradient: Tensor) -> Tensor:
+        """The part that goes here, [rows, width], a view of the gradient."""
+        return gradient.view(-1).narrow(0, self.begin, self.page.numel()).view_as(self.page)
+
+
 class Kernels(ABC):
     """The passes. Matrices are contiguous, [rows, columns]; nothing waits for the device."""
+
+    def take(self, gradient: Tensor, destinations: Sequence[Destination], *, directions: bool) -> Statistics:
+        """Everything that is done with a gradient when it arrives: copied, selected from, measured.
+
+        Args:
+            gradient: [rows, columns], model dtype.
+            destinations: of its parts, disjoint.
+            directions: as for `statistics`.
+        """
+        for destination in destinations:
+            part = destination.part_of(gradient)
+            destination.page.copy_(part, non_blocking=True)
+            self.select(part, destination.selections)
+        return self.statistics(gradient, directions=directions)
+
+    def select(self, part: Tensor, selections: Sequence[Selection]) -> None:
+        """Copies columns of a part of a gradient, [rows, width]."""
+        for selection in selections:
+            if selection.columns is None:
+                selection.target.copy_(part)
+            else:
+                self.gather_columns(part, selection.columns, selection.target)
 
     @abstractmethod
     def statistics(self, gradient: Tensor, *, directions: bool) -> Statistics:

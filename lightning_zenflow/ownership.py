@@ -11,8 +11,8 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Kernels
-from lightning_zenflow.partition import Partition, blocks_of_slice
+from lightning_zenflow.kernels import Kernels, Selection
+from lightning_zenflow.partition import Partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Ownership:
         self._kernels = kernels
         self._device = device
         self._dtype = dtype
-        self._blocks_of_slice = [[piece.index for piece in blocks_of_slice(partition, s)] for s in partition.slices]
+        self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
         self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
         self._selected: Sequence[Columns | None] = ()
@@ -190,15 +190,13 @@ class Ownership:
         if columns is not None and not self._replayed:
             columns.store(self._arena)
 
-    def gather_gradient(self, slice_index: int, gradient: Tensor | None) -> None:
-        """Keeps the owned entries of a slice's gradient ([slice.numel], model dtype); None stands for zeros."""
-        begin = self._partition.slices[slice_index].begin
-        for block in self._blocks_of_slice[slice_index]:
-            current, incoming = self._current[block], self._incoming[block]
-            if current is not None:
-                current.gather_gradient(slice_index, begin, gradient)
-            if incoming is not None:
-                incoming.columns.gather_gradient(slice_index, begin, gradient)
+    def selections(self, tile_index: int) -> list[Selection]:
+        """Which columns of a tile's gradient are kept for `step`, and where: those that are owned, and those that will be."""
+        block = self._block_of_tile[tile_index]
+        current, incoming = self._current[block], self._incoming[block]
+        owners = (current, None if incoming is None else incoming.columns)
+        found = [None if owner is None else owner.selection(tile_index) for owner in owners]
+        return [selection for selection in found if selection is not None]
 
     def step(self, groups: Sequence[GroupHyperparameters], count: Tensor, scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; incoming ones remember it."""

@@ -227,15 +227,6 @@ def merge_ranges(slices: Sequence[Slice]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
-def blocks_of_slice(partition: Partition, s: Slice) -> tuple[Piece, ...]:
-    """The blocks a slice lies in, in order; `Piece.index` is the block's number."""
-    return tuple(
-        Piece(index=i, begin=max(b.begin, s.begin), numel=min(b.end, s.end) - max(b.begin, s.begin))
-        for i, b in enumerate(partition.blocks)
-        if b.begin < s.end and s.begin < b.end
-    )
-
-
 def ranges_of_block(partition: Partition, block: Block) -> tuple[Piece, ...]:
     """The runs of elements of a block without padding; `Piece.index` is the parameter group."""
     return tuple(

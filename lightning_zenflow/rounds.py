@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
-from lightning_zenflow.partition import Partition, blocks_of_slice, ranges_of_block
+from lightning_zenflow.partition import Partition, ranges_of_block
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
@@ -56,7 +56,8 @@ class Rounds:
     """Runs the deferred updates. Each step t goes through these phases; the code repeats their names.
 
     1. *open*: every block gets a free page for step t.
-    2. *fill*: during backward, each reduced gradient is copied to its blocks' pages, in stream order behind the kernels that made it.
+    2. *fill*: during backward, each reduced gradient is copied to its tiles' places in the pages, in stream order behind the kernels
+       that made it.
     3. *seal*: behind all of them, in the same order, the step's factor (clip coefficient over loss scale) and then its number are
        copied to the step's record. The number is what tells the worker that everything before it has arrived; the training
        thread never waits for the copies.
@@ -102,7 +103,7 @@ class Rounds:
         self._weights = weights
         self._stalls = stalls
         self._device = weights[0].device
-        self._blocks_of_slice = [blocks_of_slice(partition, s) for s in partition.slices]
+        self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
         self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
         self._windows: list[_Window | None] = [None] * len(partition.blocks)
         self._in_flight: deque[_Round] = deque()
@@ -162,23 +163,21 @@ class Rounds:
             assert self._free_pages, "the schedule promised enough pages"
             window.pages.append(self._free_pages.pop())
 
-    def fill(self, slice_index: int, gradient: Tensor | None) -> None:
-        """Phase *fill*, for one slice.
+    def page(self, tile_index: int) -> Tensor:
+        """Phase *fill*: where a tile's gradient of the open step goes.
 
         Args:
-            slice_index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, valid in stream order; None stands for zeros.
+            tile_index: index into `Partition.tiles`.
+
+        Returns:
+            [rows, width], model dtype, on the host: to be written in stream order.
         """
-        first = self._partition.slices[slice_index].begin
-        for piece in self._blocks_of_slice[slice_index]:
-            window = self._windows[piece.index]
-            assert window is not None, "open comes before fill"
-            offset = piece.begin - self._partition.blocks[piece.index].begin
-            target = self._arena.pages[window.pages[-1]].narrow(0, offset, piece.numel)
-            if gradient is None:
-                target.zero_()
-            else:
-                target.copy_(gradient.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+        tile = self._partition.tiles[tile_index]
+        block = self._block_of_tile[tile_index]
+        window = self._windows[block]
+        assert window is not None, "open comes before fill"
+        offset = tile.begin - self._partition.blocks[block].begin
+        return self._arena.pages[window.pages[-1]].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.

@@ -12,7 +12,7 @@ from lightning_zenflow.adamw import adamw_step_
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Kernels, TorchKernels, kernels_for
+from lightning_zenflow.kernels import Destination, Kernels, Selection, TorchKernels, kernels_for
 from lightning_zenflow.provisional import RoundingNoise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -136,6 +136,43 @@ def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype, threads: i
     kernels.scatter_columns(target, columns, selected)
     assert torch.equal(target[:, columns], selected)
     assert int((target != 0).sum()) == int((selected != 0).sum())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_pass_does_what_single_ones_do(shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    """Rows cut anywhere; no, one and two selections, all columns among them; a single row cut in the middle."""
+    rows, columns = shape
+    gradient = random(*shape, dtype=dtype)
+    some = torch.tensor(sorted({0, columns // 3, columns - 1}))
+    pieces = [(0, rows // 3), (rows // 3, rows)] if rows > 2 else [(0, rows)]
+    results = []
+    for kernels in (CpuKernels(), TorchKernels()):
+        destinations = [
+            Destination(
+                begin=first * columns,
+                page=torch.full((last - first, columns), 7, dtype=dtype),
+                selections=[
+                    Selection(columns=None, target=torch.zeros(last - first, columns, dtype=dtype)),
+                    Selection(columns=some, target=torch.zeros(last - first, len(some), dtype=dtype)),
+                    Selection(columns=some[:1], target=torch.zeros(last - first, 1, dtype=dtype)),
+                ][: 3 * (first > 0 or rows < 3)],
+            )
+            for first, last in pieces
+        ]
+        if rows == 1 and columns > 1:
+            pages = [torch.full((1, width), 7, dtype=dtype) for width in (1, columns - 1)]
+            destinations = [Destination(begin=0, page=pages[0]), Destination(begin=1, page=pages[1])]
+        statistics = kernels.take(gradient, destinations, directions=True)
+        alone = kernels.statistics(gradient, directions=True)
+        assert statistics.rows is not None and statistics.columns is not None
+        assert alone.rows is not None and alone.columns is not None
+        assert torch.equal(statistics.total, alone.total)
+        assert torch.equal(statistics.rows, alone.rows)
+        assert torch.equal(statistics.columns, alone.columns)
+        results.append([t for d in destinations for t in (d.page, *(s.target for s in d.selections))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(torch.cat([d.page.view(-1) for d in destinations]), gradient.view(-1))
 
 
 def test_the_cpu_has_its_own() -> None:

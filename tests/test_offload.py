@@ -195,7 +195,9 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for step in range(STEPS):
-            columns.gather_gradient(0, 0, gradients[step])
+            wanted = columns.selection(0)
+            assert wanted is not None
+            kernels.select(gradients[step].view(-1, COLUMNS), [wanted])
             columns.step([adamw], one * (step + 1), scale)
             columns.write_weights([weights])
     held = allocated() - before

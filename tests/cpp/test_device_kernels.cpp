@@ -56,16 +56,41 @@ std::vector<InstructionSet> instruction_sets() {
     return result;
 }
 
+// The copy and the selected columns, beside the same sums; targets begin anywhere in a cache line, and nothing is written around
+// them.
+template <typename T>
+void check_copies(const DeviceKernels& kernels, const std::vector<T>& gradient, Shape shape, const std::vector<float>& rows) {
+    const std::vector<int64_t> indices = {0, shape.columns / 2, shape.columns - 1};
+    for (size_t shift = 0; shift < 3; ++shift) {
+        const std::vector<T> untouched = random_values<T>(shape.rows * shape.columns + 8, 5);
+        std::vector<T> copy = untouched;
+        std::vector<T> selected(rows.size() * indices.size());
+        std::vector<float> same_rows(rows.size());
+        kernels.take(gradient.data(), shape.rows, shape.columns, same_rows.data(), nullptr, copy.data() + shift, indices.data(),
+                     3, selected.data());
+        CHECK(same_bits(rows, same_rows));
+        std::vector<T> expected = untouched;
+        std::copy(gradient.begin(), gradient.end(), expected.begin() + static_cast<std::ptrdiff_t>(shift));
+        CHECK(same_bits(copy, expected));
+        for (size_t i = 0; i < selected.size(); ++i) {
+            const size_t element = i / 3 * static_cast<size_t>(shape.columns) + static_cast<size_t>(indices[i % 3]);
+            CHECK(std::memcmp(&selected[i], &gradient[element], sizeof(T)) == 0);
+        }
+    }
+}
+
 template <typename T>
 void check_statistics(Shape shape) {
     const std::vector<T> gradient = random_values<T>(shape.rows * shape.columns, 1);
     std::vector<float> first_rows, first_columns;
     for (const InstructionSet set : instruction_sets()) {
         std::vector<float> rows(static_cast<size_t>(shape.rows), -1.0f), columns(static_cast<size_t>(shape.columns), 1.0f);
-        device_kernels(kTypeOf<T>, set).statistics(gradient.data(), shape.rows, shape.columns, rows.data(), columns.data());
+        const DeviceKernels kernels = device_kernels(kTypeOf<T>, set);
+        kernels.take(gradient.data(), shape.rows, shape.columns, rows.data(), columns.data(), nullptr, nullptr, 0, nullptr);
         std::vector<float> rows_only(rows.size());
-        device_kernels(kTypeOf<T>, set).statistics(gradient.data(), shape.rows, shape.columns, rows_only.data(), nullptr);
+        kernels.take(gradient.data(), shape.rows, shape.columns, rows_only.data(), nullptr, nullptr, nullptr, 0, nullptr);
         CHECK(same_bits(rows, rows_only));
+        check_copies<T>(kernels, gradient, shape, rows);
         if (first_rows.empty()) {
             first_rows = rows;
             first_columns = columns;
@@ -100,7 +125,8 @@ TEST(device_kernels, statistics_of_what_is_not_finite) {
         std::vector<float> gradient(2 * 33, 1.0f);
         gradient[33 + 32] = value;
         float rows[2];
-        zenflow_statistics(gradient.data(), static_cast<uint32_t>(DataType::kFloat32), 2, 33, rows, nullptr);
+        zenflow_take(gradient.data(), static_cast<uint32_t>(DataType::kFloat32), 2, 33, rows, nullptr, nullptr, nullptr, 0,
+                     nullptr);
         CHECK(rows[0] == 33.0f);
         CHECK(!std::isfinite(rows[1]));
     }
