@@ -191,6 +191,14 @@ class LinearLossModule(TestModule):
         return total
 
 
+class OneGroup(LinearLossModule):
+    """As `LinearLossModule`, with one parameter group."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
 class DeviceLinearLossModule(LinearLossModule):
     """As `LinearLossModule`, with gradients that are made where the weights are, so that large ones take no time of the host."""
 
