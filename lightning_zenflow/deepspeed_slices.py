@@ -46,6 +46,12 @@ def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
     return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
 
 
+def shapes_by_name(zero_optimizer: Any) -> list[dict[str, tuple[int, ...]]]:
+    """For each parameter group the shapes of its parameters by name, in the order in which they are trained and saved."""
+    names = zero_optimizer.param_names
+    return [{names[p]: tuple(p.shape) for p in group} for group in zero_optimizer.bit16_groups]
+
+
 def refuse_unsupported(zero_optimizer: Any) -> None:
     """Refuses what only DeepSpeed's engine can know; everything else was refused with the configuration.
 

@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
@@ -347,15 +348,20 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._count.fill_(count)
         own = state_dict_list[dist.get_rank(group=self.dp_process_group)] if state_dict_list else None
         saved = own.get(CHECKPOINT_KEY) if own and load_optimizer_states else None
-        continued = saved if saved is not None and self._run_state.fits(saved) else None
-        if continued is not None:
-            self._step = self._flushed_step = continued["step"]
-            self.skipped.fill_(continued["skipped"])
+        difference = self._run_state.difference(saved) if saved is not None else "it is not one of ZenFlow"
+        if saved is not None:
+            self._step = self._flushed_step = saved["step"]
+            self.skipped.fill_(saved["skipped"])
         self._arena.resolved = (self._step, count)
         self._start_over(count)
-        if continued is not None:
-            self._run_state.load_state_dict(continued)
+        if saved is not None and not difference:
+            self._run_state.load_state_dict(saved)
             self._prepare_step()
+        else:
+            rank_zero_info(
+                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: columns are selected anew, and"
+                " the schedule and the statistics of the stand-in begin anew"
+            )
 
     @override
     def destroy(self) -> None:

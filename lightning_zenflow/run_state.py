@@ -14,6 +14,9 @@ from lightning_zenflow.stand_in import StandIn
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
+VERSION = 1
+"""Of what `RunState` writes; one more with every change that an older version would misread."""
+
 _WITHOUT_EFFECT = ("worker_cores", "pt_reserved_cores_perc", "worker_timeout", "offload")
 """Keys of the configuration that change no number."""
 
@@ -43,7 +46,7 @@ class RunState:
         stand_in: StandIn | None,
     ) -> None:
         values = dataclasses.asdict(config)
-        self._layout = {
+        self._layout: dict[str, Any] = {
             "config": {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT},
             "world_size": world_size,
             "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
@@ -56,6 +59,7 @@ class RunState:
     def state_dict(self, *, step: int, skipped: int) -> dict[str, Any]:
         """The state after `step`, of which `skipped` changed nothing."""
         return {
+            "version": VERSION,
             "layout": self._layout,
             "step": step,
             "skipped": skipped,
@@ -65,9 +69,15 @@ class RunState:
             "stand_in": None if self._stand_in is None else self._stand_in.state_dict(),
         }
 
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether it is of a run with the same partition and configuration, which is to be continued."""
-        return bool(state["layout"] == self._layout)
+    def difference(self, state: Mapping[str, Any]) -> str:
+        """What keeps a run from continuing another one bit for bit; empty if nothing does."""
+        theirs = state["layout"]
+        if theirs["world_size"] != self._layout["world_size"]:
+            return f"it was saved by {theirs['world_size']} ranks, these are {self._layout['world_size']}"
+        for key, value in self._layout["config"].items():
+            if theirs["config"].get(key) != value:
+                return f"it was saved with {key}={theirs['config'].get(key)!r}, now it is {value!r}"
+        return "" if theirs == self._layout else "its partition is another"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Hands the state to the parts; AdamW's is in the arena by now."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
+from lightning_zenflow.checkpoint_writing import remove
+from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
@@ -28,6 +31,9 @@ from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+_MICRO_STEPS = "zenflow_micro_steps"
+"""In Lightning's part of a checkpoint: micro-batches so far, by which DeepSpeed knows where a step ends."""
 
 
 class ZenFlowStrategy(DeepSpeedStrategy):
@@ -262,9 +268,41 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves the exact state after the last step; the checkpoint is there completely or not at all.
+
+        Raises:
+            OSError: it could not be written; the former one is as it was, and training can go on.
+        """
         if self._optimizer is not None:
             self._optimizer.flush()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        checkpoint = {**checkpoint, _MICRO_STEPS: self.deepspeed_engine.micro_steps}
+        write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
+        # Without a slash at the end, as the name of a file.
+        path = Path(self.broadcast(os.path.normpath(filepath)))
+        save_together(path, write, is_global_zero=self.is_global_zero)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads what `save_checkpoint` of this strategy or of DeepSpeed's ZeRO stage 1 or 2 has saved, with any number of ranks.
+
+        Raises:
+            CheckpointError: it is incomplete, or of another model; names what is wrong.
+        """
+        assert self.lightning_module is not None
+        path, strict = Path(checkpoint_path), self.lightning_module.strict_loading
+        if self._optimizer is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            open_together(path)
+            with refusing_other_models(path):
+                return super().load_checkpoint(checkpoint_path, weights_only)
+        client_state = load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
+        # The micro-batches of a step that had begun are not in the checkpoint, but they are counted.
+        self.deepspeed_engine.micro_steps = client_state.pop(_MICRO_STEPS, 0)
+        return client_state
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove(Path(filepath))
 
     @override
     def teardown(self) -> None:

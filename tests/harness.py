@@ -57,6 +57,8 @@ class Case:
     strategy_options: dict[str, Any] = field(default_factory=dict)
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """One of them only in each process: DeepSpeed keeps to the first."""
+    callbacks: tuple[pl.Callback, ...] = ()
+    """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
 
@@ -264,7 +266,7 @@ def run_case(
     """
     run = Run()
     model = case.make_model()
-    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *callbacks]
+    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *case.callbacks, *callbacks]
     if case.recorded:
         all_callbacks.insert(0, Recorder(case, run))
     if case.checkpoint is not None and case.save_at > 0:

@@ -191,6 +191,14 @@ class LinearLossModule(TestModule):
         return total
 
 
+class OneGroup(LinearLossModule):
+    """As `LinearLossModule`, with one parameter group."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
 class DeviceLinearLossModule(LinearLossModule):
     """As `LinearLossModule`, with gradients that are made where the weights are, so that large ones take no time of the host."""
 
@@ -271,13 +279,25 @@ class FreezingModule(LinearLossModule):
 
 
 class SmallNet(TestModule):
-    """A classifier: embedding, convolution, normalisation and two linear layers, all of them nonlinear in between."""
+    """A classifier: embedding, convolution, normalisation and two linear layers, all of them nonlinear in between.
+
+    Args:
+        batch_size: rows of an input.
+        ranks_differ: whether ranks see different data.
+    """
 
     def __init__(
-        self, *, length: int = 100, accumulate: int = 1, optimizer: OptimizerOptions | None = None, batch_size: int = 4
+        self,
+        *,
+        length: int = 100,
+        accumulate: int = 1,
+        optimizer: OptimizerOptions | None = None,
+        batch_size: int = 4,
+        ranks_differ: bool = True,
     ) -> None:
         super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
         self.batch_size = batch_size
+        self.ranks_differ = ranks_differ
         self.embedding = nn.Embedding(23, 13)
         self.convolution = nn.Conv2d(1, 5, 3, padding=1)
         self.hidden = nn.Linear(5 * 7 * 13, 11)
@@ -289,7 +309,7 @@ class SmallNet(TestModule):
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        g = generator(4, step, micro, rank)
+        g = generator(4, step, micro, rank if self.ranks_differ else 0)
         tokens = torch.randint(23, (self.batch_size, 7), generator=g).to(self.device)
         x = self.embedding(tokens).unsqueeze(1)
         x = torch.tanh(self.convolution(x)).flatten(1)

@@ -1,0 +1,128 @@
+"""What users do with checkpoints in Lightning: `ModelCheckpoint`, ``last``, a save in the middle of a step, export to one file."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import LinearLossModule, SmallNet
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+def limit() -> ZenFlowStrategy:
+    """Training by AdamW itself."""
+    return ZenFlowStrategy(topk_ratio=0, update_interval=1, publish_lag=0, worker_cores=1)
+
+
+def defaults() -> ZenFlowStrategy:
+    return ZenFlowStrategy(topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1)
+
+
+def assert_same(ours: pl.LightningModule, theirs: pl.LightningModule) -> None:
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class SaveAfterBatch(pl.Callback):
+    """Saves after a batch of the epoch, counted from 0."""
+
+    def __init__(self, batch: int, path: Path) -> None:
+        self._batch = batch
+        self._path = path
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self._batch:
+            trainer.save_checkpoint(self._path)
+
+
+class Steps(pl.Callback):
+    """Remembers after which batches of the epoch a step had been done."""
+
+    def __init__(self) -> None:
+        self.after: list[tuple[int, int]] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.after.append((batch_idx, trainer.global_step))
+
+
+@pytest.mark.parametrize("batch", [8, 10, 11])
+def test_a_save_between_micro_batches_does_what_it_does_without_deepspeed(batch: int, tmp_path: Path) -> None:
+    """What the step has of gradients is not in the checkpoint; the step ends with the batch with which it would have ended."""
+    results, steps = [], []
+    for name, strategy in (("ours", limit), ("theirs", lambda: "auto")):
+        path = tmp_path / name
+        options: dict[str, Any] = {"max_steps": 6, "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
+        whole = SmallNet(length=24, accumulate=4)
+        make_trainer(strategy(), callbacks=[SaveAfterBatch(batch, path)], **options).fit(whole)
+        rest, counted = SmallNet(length=24, accumulate=4), Steps()
+        make_trainer(strategy(), callbacks=[counted], **options).fit(rest, ckpt_path=path)
+        results.append((whole, rest))
+        steps.append(counted.after)
+    assert steps[0] == steps[1]
+    for ours, theirs in zip(*results, strict=True):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_going_on_from_the_last_checkpoint_of_model_checkpoint(tmp_path: Path) -> None:
+    def run(folder: str, steps: int) -> tuple[LinearLossModule, ModelCheckpoint]:
+        model = LinearLossModule(length=9)
+        checkpoints = ModelCheckpoint(dirpath=tmp_path / folder, every_n_train_steps=2, save_last=True, save_top_k=1)
+        trainer = make_trainer(defaults(), max_steps=steps, enable_checkpointing=True, callbacks=[checkpoints])
+        trainer.fit(model, ckpt_path="last")
+        return model, checkpoints
+
+    whole, _ = run("whole", 9)
+    run("parts", 5)
+    rest, checkpoints = run("parts", 9)
+    assert_same(rest, whole)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["epoch=0-step=8.ckpt", "last.ckpt"]
+    assert Path(checkpoints.best_model_path).name == "epoch=0-step=8.ckpt"
+
+
+def test_a_checkpoint_of_weights_only(tmp_path: Path) -> None:
+    """Lightning leaves out what it would resume from, and says so; evaluation takes the weights."""
+    model, path = LinearLossModule(length=3), tmp_path / "weights.ckpt"
+    trainer = make_trainer(defaults(), max_steps=3)
+    trainer.fit(model)
+    trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(KeyError, match="checkpoint contains only the model"):
+        make_trainer(defaults(), max_steps=5).fit(LinearLossModule(length=5), ckpt_path=path)
+    fresh = LinearLossModule(length=3)
+    make_trainer(defaults(), limit_test_batches=1).test(fresh, ckpt_path=path, verbose=False)
+    assert_same(fresh, model)
+
+
+class Configured(LinearLossModule):
+    """Has hyperparameters that `load_from_checkpoint` needs."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(shapes=((rows, 7), (3,)))
+        self.save_hyperparameters()
+
+
+def test_export_to_a_single_file(tmp_path: Path) -> None:
+    model = Configured(rows=11)
+    trainer = make_trainer(defaults(), max_steps=4)
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "single.ckpt")
+    # Lightning's loader refuses what is no tensor; the file is the user's own.
+    loaded = Configured.load_from_checkpoint(tmp_path / "single.ckpt", weights_only=False)
+    assert loaded.hparams == {"rows": 11}
+    assert_same(loaded, model)
+    make_trainer("auto", max_steps=1).fit(loaded)
