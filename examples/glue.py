@@ -15,10 +15,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 import lightning_zenflow  # noqa: F401  registers --trainer.strategy=zenflow
+from common.byte_tokens import BYTE_TOKENIZER
 from glue_task.data import GlueDataModule
 from glue_task.module import GlueClassifier
 from glue_task.submission import SubmissionWriter
-from glue_task.tokenizers import BYTE_TOKENIZER
 
 
 class GlueCLI(LightningCLI):

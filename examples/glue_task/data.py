@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import NotRequired, override
 
+from common.byte_tokens import BYTE_TOKENIZER
 from glue_task.hub import load_hub, load_split, split_name
 from glue_task.tasks import EvaluationSet, Example, GlueTask, Stage, find_task
-from glue_task.tokenizers import BYTE_TOKENIZER, Encoder, build_encoder
+from glue_task.tokenizers import Encoder, build_encoder
 from glue_task.tsv import find_folder, read_tsv, split_path
 
 PAD_MULTIPLE = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from common import hub
 from glue_task.tasks import EvaluationSet, Example, GlueTask, Stage
 
 if TYPE_CHECKING:
@@ -40,14 +41,7 @@ def load_hub(dataset: str, task: GlueTask, stage: Stage, evaluation_set: Evaluat
 
 def load_split(dataset: str, task: GlueTask, split: str) -> Dataset:
     """The rows of one split, as `datasets` gives them."""
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"data.dataset={dataset!r} needs the package `datasets`, which the extra `hub` installs: pip install '.[examples,hub]'; "
-            "or set data.data_dir to a folder of GLUE's TSV files"
-        ) from error
-    return load_dataset(dataset, task.hub_name, split=split)
+    return hub.load_split(dataset, task.hub_name, split, instead="set data.data_dir to a folder of GLUE's TSV files")
 
 
 def examples_from_rows(rows: Iterable[Mapping[str, Any]], task: GlueTask) -> list[Example]:

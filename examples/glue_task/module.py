@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from transformers import get_linear_schedule_with_warmup
 from typing_extensions import override
 
+from common.optimizers import adamw_with_warmup, check_warmup_ratio
 from glue_task.data import Batch, unpack_scores
 from glue_task.metrics import TaskMetrics
 from glue_task.model import Gpt2Classifier, build_transformer, load_transformer
@@ -59,8 +58,7 @@ class GlueClassifier(pl.LightningModule):
         """
         super().__init__()
         self.save_hyperparameters()
-        if not 0 <= warmup_ratio <= 1:
-            raise ValueError(f"model.warmup_ratio={warmup_ratio} is not allowed; it must lie between 0 and 1")
+        check_warmup_ratio(warmup_ratio)
         if lm_weight < 0:
             raise ValueError(f"model.lm_weight={lm_weight} is not allowed; it must be 0 or more")
         self.task = find_task(task)
@@ -144,18 +142,13 @@ class GlueClassifier(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW in two groups, matrices with weight decay and vectors without, and a linear warm-up and decay per step."""
-        matrices = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim >= 2]
-        vectors = [parameter for parameter in self.parameters() if parameter.requires_grad and parameter.ndim < 2]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.hparams["weight_decay"]},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
+        """See `adamw_with_warmup`."""
+        return adamw_with_warmup(
+            self.parameters(),
             lr=self.hparams["lr"],
             betas=self.hparams["betas"],
             eps=self.hparams["eps"],
+            weight_decay=self.hparams["weight_decay"],
+            warmup_ratio=self.hparams["warmup_ratio"],
+            steps=int(self.trainer.estimated_stepping_batches),
         )
-        steps = int(self.trainer.estimated_stepping_batches)
-        scheduler = get_linear_schedule_with_warmup(optimizer, int(steps * self.hparams["warmup_ratio"]), steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-BYTE_TOKENIZER = "bytes"
+from common import byte_tokens
 
 
 class Encoder(Protocol):
@@ -52,19 +52,19 @@ def join_pair(
 
 
 class ByteEncoder:
-    """UTF-8 bytes as tokens 0 to 255, then four special tokens: padding, start, separator of a pair, end."""
+    """The tokens of `common.byte_tokens`: padding, start, separator of a pair and end are special ones."""
 
-    pad_token_id = 256
-    start_token_id = 257
-    separator_token_id = 258
-    end_token_id = 259
-    vocab_size = 260
+    pad_token_id = byte_tokens.PAD
+    start_token_id = byte_tokens.START
+    separator_token_id = byte_tokens.SEPARATOR
+    end_token_id = byte_tokens.END
+    vocab_size = byte_tokens.VOCAB_SIZE
 
     def encode(self, first: str, second: str | None, max_length: int) -> list[int]:
         """See `Encoder.encode`."""
         return join_pair(
-            first.encode(),
-            None if second is None else second.encode(),
+            byte_tokens.encode(first),
+            None if second is None else byte_tokens.encode(second),
             start=[self.start_token_id],
             separator=[self.separator_token_id],
             end=[self.end_token_id],
@@ -115,4 +115,4 @@ class PretrainedEncoder:
 
 def build_encoder(name: str) -> Encoder:
     """`ByteEncoder` for "bytes", the pretrained tokenizer `name` otherwise."""
-    return ByteEncoder() if name == BYTE_TOKENIZER else PretrainedEncoder(name)
+    return ByteEncoder() if name == byte_tokens.BYTE_TOKENIZER else PretrainedEncoder(name)

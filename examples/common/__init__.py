@@ -1,0 +1,6 @@
+"""What the examples share.
+
+byte_tokens.py  text as UTF-8 bytes and a few special tokens
+hub.py          Hugging Face `datasets`, with a hint where the package is missing
+optimizers.py   AdamW in two groups, with linear warm-up and decay
+"""
