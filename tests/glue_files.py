@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
+from example_runs import EXAMPLES, ROOT
+
 SAMPLE = EXAMPLES / "data" / "SST-2"
 CONFIG = ROOT / "conf" / "glue.yaml"
 

@@ -1,9 +1,6 @@
 """The GLUE example's bundled sample and command line; with `-m slow` its whole default training."""
 
-import csv
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,8 @@ import pytest
 
 import glue
 import make_glue_sample as sample_script
-from glue_files import CONFIG, EXAMPLES, ROOT, SAMPLE
+from example_runs import ROOT, csv_rows, run_example
+from glue_files import CONFIG, SAMPLE
 
 
 @pytest.fixture(scope="module")
@@ -142,38 +140,13 @@ def test_validate_test_and_predict_from_a_checkpoint(tmp_path: Path, monkeypatch
     assert {row.split("\t")[1] for row in rows} <= {"0", "1"}
 
 
-def csv_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 # --- under ZenFlow -----------------------------------------------------------------------------------------------------------
 
 
 def run_script(tmp_path: Path, subcommand: str, *arguments: str, timeout: float) -> None:
     """The command of the README, in a process of its own and with its logs in `tmp_path`."""
-    command = [
-        sys.executable,
-        str(EXAMPLES / "glue.py"),
-        subcommand,
-        "--config",
-        str(CONFIG),
-        f"--data.data_dir={SAMPLE}",
-    ]
-    # Fits in this process leave their rendezvous in the environment, and its port is taken.
-    rendezvous = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    environment = {key: value for key, value in os.environ.items() if key not in rendezvous}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, "--trainer.accelerator=cpu", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    common = [f"--data.data_dir={SAMPLE}", "--trainer.accelerator=cpu"]
+    run_example(tmp_path, "glue.py", subcommand, "--config", str(CONFIG), *common, *arguments, timeout=timeout)
 
 
 @pytest.mark.usefixtures("no_worker_is_left")

@@ -1,0 +1,39 @@
+"""The examples' commands, run as a user runs them."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> str:
+    """`python examples/SCRIPT ARGUMENTS` in a process of its own that works in `folder`; returns its standard output."""
+    # Fits in this process leave their rendezvous in the environment, and its port is taken.
+    rendezvous = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    environment = {key: value for key, value in os.environ.items() if key not in rendezvous}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def logged(path: Path, name: str) -> list[float]:
+    """The values of one metric in a `metrics.csv`, in order."""
+    return [float(row[name]) for row in csv_rows(path) if row[name]]
