@@ -208,9 +208,21 @@ class Losses(pl.Callback):
 def test_steps_are_printed_with_their_loss_and_time(
     capsys: pytest.CaptureFixture[str], accumulate: int, every: int, expected: list[int]
 ) -> None:
+    check_printed_steps(capsys, "cpu", accumulate, every, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("needs_cuda")
+def test_steps_on_a_gpu_are_printed_with_their_loss_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    check_printed_steps(capsys, "gpu", 1, 1, [1, 2, 3, 4])
+
+
+def check_printed_steps(
+    capsys: pytest.CaptureFixture[str], accelerator: str, accumulate: int, every: int, expected: list[int]
+) -> None:
     losses = Losses()
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1,
         max_steps=4,
         accumulate_grad_batches=accumulate,
