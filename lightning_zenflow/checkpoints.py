@@ -120,4 +120,4 @@ def refusing_other_models(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        raise CheckpointError(path, f"it is of another model: {error}") from error
+        raise CheckpointError(f"checkpoint {path}: it is of another model: {error}") from error
