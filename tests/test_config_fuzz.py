@@ -177,7 +177,7 @@ def test_it_is_taken_or_refused(form: str, layout: Any, config: dict[str, Any]) 
     check(form, layout, config, train=False)
 
 
-@examples(10)
+@examples(60)
 @given(**ANY, config=configs(junk=False))
 def test_it_trains_or_is_refused(form: str, layout: Any, config: dict[str, Any]) -> None:
     check(form, layout, config, train=True)
@@ -193,7 +193,7 @@ def test_many_are_taken_or_refused(form: str, layout: Any, config: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@examples(500)
+@examples(2000)
 @given(**ANY, config=configs(junk=False) | configs(junk=True))
 def test_many_train_or_are_refused(form: str, layout: Any, config: dict[str, Any]) -> None:
     check(form, layout, config, train=True)
