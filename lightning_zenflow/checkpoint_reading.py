@@ -31,15 +31,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or is not one of this model.
-
-    Args:
-        path: of the checkpoint, or of the file in it.
-        message: what is wrong, and what to do about it.
-    """
-
-    def __init__(self, path: Path, message: str) -> None:
-        super().__init__(f"checkpoint {path}: {message}")
+    """A checkpoint cannot be read, or is not one of this model; the message names it, or the file in it, and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +47,24 @@ class SavedCheckpoint:
     def __post_init__(self) -> None:
         """Refuses what has not the form of a checkpoint."""
         if not self.path.exists():
-            raise CheckpointError(self.path, "there is nothing under this name")
+            raise _refusal(self.path, "there is nothing under this name")
         for parent in (self.path.parent, self.path.parent.parent):
             if not (self.path / "latest").is_file() and (parent / "latest").is_file():
-                raise CheckpointError(self.path, f"this is a part of a checkpoint; allowed is the whole: {parent}")
+                raise _refusal(self.path, f"this is a part of a checkpoint; allowed is the whole: {parent}")
         if self.path.is_file():
-            raise CheckpointError(
+            raise _refusal(
                 self.path,
                 "this is a file; allowed is a directory as ZenFlowStrategy and DeepSpeedStrategy save it. Of a checkpoint of"
                 " another strategy the weights can be taken: `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
             )
         if not (self.path / "latest").is_file():
-            raise CheckpointError(
-                self.path, "no file `latest` is in this directory: it is not a checkpoint of DeepSpeed"
-            )
+            raise _refusal(self.path, "no file `latest` is in this directory: it is not a checkpoint of DeepSpeed")
         if not self.folder.is_dir():
-            raise CheckpointError(self.path, f"there is no folder {self.folder.name!r}, which its file `latest` names")
+            raise _refusal(self.path, f"there is no folder {self.folder.name!r}, which its file `latest` names")
         if not self._model_file.is_file():
             stage_3 = (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file()
             what = "it is of ZeRO stage 3; allowed is stage 1 or 2" if stage_3 else "it is incomplete"
-            raise CheckpointError(self.path, f"there is no file {self._model_file.name}: {what}")
+            raise _refusal(self.path, f"there is no file {self._model_file.name}: {what}")
 
     @cached_property
     def folder(self) -> Path:
@@ -90,7 +80,7 @@ class SavedCheckpoint:
         """The file of the model: weights, and what is the same on every rank."""
         states = _read(self._model_file)
         if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-            raise CheckpointError(self._model_file, "this file was not written by DeepSpeed's engine")
+            raise _refusal(self._model_file, "this file was not written by DeepSpeed's engine")
         return states
 
     @property
@@ -106,9 +96,9 @@ class SavedCheckpoint:
         """
         theirs = self.model_states.get(PARAM_SHAPES)
         if theirs is None:
-            raise CheckpointError(self.path, "it has no optimizer state: it was saved where nothing was trained")
+            raise _refusal(self.path, "it has no optimizer state: it was saved where nothing was trained")
         if len(theirs) != len(ours):
-            raise CheckpointError(
+            raise _refusal(
                 self.path, f"it has {len(theirs)} parameter groups, but configure_optimizers returned {len(ours)}"
             )
         for group, (saved, present) in enumerate(zip(theirs, ours, strict=True)):
@@ -116,13 +106,13 @@ class SavedCheckpoint:
                 # Which one is missing says more than that all those after it have moved.
                 unknown = [*(f"{n} only there" for n in saved if n not in present)]
                 unknown += [f"{n} only here" for n in present if n not in saved]
-                raise CheckpointError(
+                raise _refusal(
                     self.path,
                     f"parameter group {group} has {len(saved)} parameters there and {len(present)} here: {', '.join(unknown[:4])}",
                 )
             for (their_name, their_shape), (name, shape) in zip(saved.items(), present.items(), strict=True):
                 if their_name != name or tuple(their_shape) != tuple(shape):
-                    raise CheckpointError(
+                    raise _refusal(
                         self.path,
                         f"it is of another model: parameter group {group} has {their_name} {list(their_shape)} where this model has"
                         f" {name} {list(shape)}",
@@ -145,27 +135,27 @@ class SavedCheckpoint:
         if not file.is_file():
             if (self.folder / other).is_file():
                 there, here = ("another precision", "bf16") if bf16 else ("bf16", "another precision")
-                raise CheckpointError(self.path, f"it was saved with precision {there}, this run has {here}")
-            raise CheckpointError(
+                raise _refusal(self.path, f"it was saved with precision {there}, this run has {here}")
+            raise _refusal(
                 self.path, f"rank {rank} of {self.world_size} is missing: there is no file {self.folder.name}/{name}"
             )
         content = _read(file)
         state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
         if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-            raise CheckpointError(file, "this file has no state of a ZeRO stage 1 or 2 optimizer")
+            raise _refusal(file, "this file has no state of a ZeRO stage 1 or 2 optimizer")
         base = state[BASE_OPTIMIZER_STATE]
         if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-            raise CheckpointError(file, "allowed is ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
+            raise _refusal(file, "allowed is ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
         for group, param_group in enumerate(base["param_groups"]):
             of_group = base["state"].get(param_group["params"][0], {})
             missing = [key for key in ("step", *_MOMENTS) if key not in of_group]
             if missing:
-                raise CheckpointError(
+                raise _refusal(
                     file, f"parameter group {group} has no {missing[0]}: it is not the complete state of AdamW or Adam"
                 )
         ours = state.get(CHECKPOINT_KEY)
         if ours is not None and ours["version"] > VERSION:
-            raise CheckpointError(
+            raise _refusal(
                 file,
                 f"a newer lightning-zenflow wrote it (its layout is {ours['version']}, this version reads up to {VERSION}):"
                 " upgrade lightning-zenflow",
@@ -233,6 +223,10 @@ def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[in
     }
 
 
+def _refusal(path: Path, message: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path}: {message}")
+
+
 def _read(file: Path) -> Any:
     """The content of a file that torch wrote.
 
@@ -243,4 +237,4 @@ def _read(file: Path) -> Any:
         # What is no archive was written in the format that torch had before, which cannot be mapped, or is not complete.
         return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
-        raise CheckpointError(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error
+        raise _refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error

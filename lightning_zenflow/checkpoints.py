@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def open_together(path: Path) -> SavedCheckpoint:
         saved.model_states  # noqa: B018  # reads it
     except CheckpointError as reason:
         error = reason
-    raise_together(error, partial(CheckpointError, path))
+    raise_together(error, CheckpointError)
     assert saved is not None
     return saved
 
@@ -98,7 +97,7 @@ def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, s
         state = saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=engine.bfloat16_enabled())
     except CheckpointError as reason:
         error = reason
-    raise_together(error, partial(CheckpointError, path))
+    raise_together(error, CheckpointError)
     with refusing_other_models(path):
         _, client_state = engine.load_checkpoint(
             str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False
@@ -120,4 +119,4 @@ def refusing_other_models(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        raise CheckpointError(path, f"it is of another model: {error}") from error
+        raise CheckpointError(f"checkpoint {path}: it is of another model: {error}") from error

@@ -20,6 +20,12 @@ from typing_extensions import Self
 from lightning_zenflow.auto_schedule import LARGEST_LAG
 
 AUTO_PROVISIONAL_SCALE = 0.5
+LARGEST_INTERVAL = 1024
+"""Steps; bound of `max_update_interval` and `publish_lag`. Each of them is a gradient in host memory, two bytes a parameter at least."""
+LARGEST_FACTOR = 1e6
+"""Bound of `look_ahead` and `provisional_scale`, the worker's own; products with learning rates stay in the range of float32."""
+LONGEST_TIMEOUT = 1e6
+"""Seconds; what the system's calls that wait can still count in milliseconds."""
 
 
 class ConfigValueError(ValueError):
@@ -60,11 +66,11 @@ class ZenFlowConfig:
     fewest whose work hides behind training, a power of two (see `lightning_zenflow.auto_schedule`)."""
 
     max_update_interval: int = 16
-    """Largest number of steps per window, hence of gradients kept in host memory: an integer >= 1, default 16."""
+    """Largest number of steps per window, hence of gradients kept in host memory: an integer from 1 to 1024, default 16."""
 
     publish_lag: int | Literal["auto"] = "auto"
-    """Steps between a round's hand-over and the use of its result beyond the next step: an integer >= 0, or "auto", the default: the
-    fewest without waiting, 0 to 2."""
+    """Steps between a round's hand-over and the use of its result beyond the next step: an integer from 0 to 1024, or "auto", the default:
+    the fewest without waiting, 0 to 2."""
 
     full_warm_up_rounds: int = 0
     """Steps at the start that run synchronously, with every weight updated by the host, before columns are selected: an
@@ -79,12 +85,12 @@ class ZenFlowConfig:
     in the ZenFlow paper)."""
 
     look_ahead: float | int | Literal["auto"] = "auto"
-    """Steps along the momentum by which published weights run ahead of the exact ones: a number >= 0 (0: off), or "auto", the default:
-    publish_lag + update_interval - 1."""
+    """Steps along the momentum by which published weights run ahead of the exact ones: a number from 0 (off) to 1e6, or "auto", the
+    default: publish_lag + update_interval - 1."""
 
     provisional_scale: float | int | Literal["auto"] = "auto"
-    """Step size, relative to the learning rate, of the device's stand-in update of host-owned weights during backward: a number >= 0
-    (0: off), or "auto", the default: 0.5."""
+    """Step size, relative to the learning rate, of the device's stand-in update of host-owned weights during backward: a number from
+    0 (off) to 1e6, or "auto", the default: 0.5."""
 
     auto_ratio: float = 0.99
     """Share of the matrices whose deferred gradient must weigh as much as the gradient applied at once before `update_interval: auto` takes
@@ -102,26 +108,30 @@ class ZenFlowConfig:
     """Share of the CPU cores that stay with the trainer where worker_cores is "auto": 0 to 1, default 0.5."""
 
     worker_timeout: float = 600.0
-    """Longest wait for the worker before the run stops with an error, in seconds: a number > 0, default 600."""
+    """Longest wait for the worker before the run stops with an error, in seconds: a number > 0 and up to 1e6, default 600."""
 
     def __post_init__(self) -> None:
         """Validate every value and bring numbers to the type of their field."""
         self.topk_ratio = _number("topk_ratio", self.topk_ratio, _SHARE)
         self.select_strategy = _select_strategy("select_strategy", self.select_strategy)
         self.select_interval = _integer_or_auto("select_interval", self.select_interval, minimum=0)
-        self.update_interval = _integer_or_auto("update_interval", self.update_interval, minimum=1)
-        self.max_update_interval = _integer("max_update_interval", self.max_update_interval, minimum=1)
-        self.publish_lag = _integer_or_auto("publish_lag", self.publish_lag, minimum=0)
+        self.update_interval = _integer_or_auto(
+            "update_interval", self.update_interval, minimum=1, maximum=LARGEST_INTERVAL
+        )
+        self.max_update_interval = _integer(
+            "max_update_interval", self.max_update_interval, minimum=1, maximum=LARGEST_INTERVAL
+        )
+        self.publish_lag = _integer_or_auto("publish_lag", self.publish_lag, minimum=0, maximum=LARGEST_INTERVAL)
         self.full_warm_up_rounds = _integer("full_warm_up_rounds", self.full_warm_up_rounds, minimum=0)
         self.overlap_step = _boolean("overlap_step", self.overlap_step)
         self.deferred_update = _deferred_update("deferred_update", self.deferred_update)
-        self.look_ahead = _number_or_auto("look_ahead", self.look_ahead, _NOT_NEGATIVE)
-        self.provisional_scale = _number_or_auto("provisional_scale", self.provisional_scale, _NOT_NEGATIVE)
+        self.look_ahead = _number_or_auto("look_ahead", self.look_ahead, _STEPS)
+        self.provisional_scale = _number_or_auto("provisional_scale", self.provisional_scale, _STEPS)
         self.auto_ratio = _number("auto_ratio", self.auto_ratio, _SHARE)
         self.offload = _boolean("offload", self.offload)
         self.worker_cores = _worker_cores("worker_cores", self.worker_cores)
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
-        self.worker_timeout = _number("worker_timeout", self.worker_timeout, _POSITIVE)
+        self.worker_timeout = _number("worker_timeout", self.worker_timeout, _TIMEOUT)
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise _refusal("update_interval", self.update_interval, allowed)
@@ -207,8 +217,10 @@ class _Interval:
 
 
 _SHARE = _Interval(contains=lambda number: 0 <= number <= 1, name="a number from 0 to 1")
-_NOT_NEGATIVE = _Interval(contains=lambda number: number >= 0, name="a finite number >= 0")
-_POSITIVE = _Interval(contains=lambda number: number > 0, name="a finite number > 0")
+_STEPS = _Interval(contains=lambda number: 0 <= number <= LARGEST_FACTOR, name=f"a number from 0 to {LARGEST_FACTOR:g}")
+_TIMEOUT = _Interval(
+    contains=lambda number: 0 < number <= LONGEST_TIMEOUT, name=f"a number > 0 and up to {LONGEST_TIMEOUT:g}"
+)
 
 
 def _refusal(key: str, value: object, allowed: str) -> ConfigValueError:
@@ -239,16 +251,20 @@ def _number_or_auto(key: str, value: Any, interval: _Interval) -> float | Litera
     return _number(key, value, interval, name=f"{interval.name} or 'auto'")
 
 
-def _integer(key: str, value: Any, *, minimum: int, name: str = "") -> int:
-    if not _is_integer(value) or value < minimum:
-        raise _refusal(key, value, name or f"an integer >= {minimum}")
+def _integer(key: str, value: Any, *, minimum: int, maximum: int | None = None, name: str = "") -> int:
+    if not _is_integer(value) or value < minimum or (maximum is not None and value > maximum):
+        raise _refusal(key, value, name or _integers(minimum, maximum))
     return int(value)
 
 
-def _integer_or_auto(key: str, value: Any, *, minimum: int) -> int | Literal["auto"]:
+def _integer_or_auto(key: str, value: Any, *, minimum: int, maximum: int | None = None) -> int | Literal["auto"]:
     if isinstance(value, str) and value == "auto":
         return "auto"
-    return _integer(key, value, minimum=minimum, name=f"an integer >= {minimum} or 'auto'")
+    return _integer(key, value, minimum=minimum, maximum=maximum, name=f"{_integers(minimum, maximum)} or 'auto'")
+
+
+def _integers(minimum: int, maximum: int | None) -> str:
+    return f"an integer >= {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
 
 
 def _boolean(key: str, value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The Lightning strategy: configuration, life cycle and the hooks at which weights must be exact. No maths."""
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from typing_extensions import override
 from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
@@ -52,7 +53,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     Raises:
         ValueError: a key has a value that is not allowed.
-        MisconfigurationException: `config` cannot be read, or asks DeepSpeed for what ZenFlow does not work with.
+        MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not work with.
     """
 
     strategy_name = "zenflow"
@@ -100,6 +101,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if config is None:
             # The variable by which Lightning takes a DeepSpeed configuration from the environment.
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)
+        options = tuple(inspect.signature(DeepSpeedStrategy).parameters)
+        for key in deepspeed_options:
+            if key not in options:
+                raise MisconfigurationException(unknown_key_message("ZenFlowStrategy", key, (*keys, *options)))
         given = {key: value for key, value in keys.items() if value is not None}
         self.zenflow_config, deepspeed_config = resolve_config(config, given)
         self._optimizer: ZenFlowZeroOptimizer | None = None

@@ -65,16 +65,24 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
+    auto = {**EVERYTHING, "update_interval": "auto", "publish_lag": "auto"}
+    of_two = {
+        "random selection": CASES["random selection"],
+        "bf16, accumulated, clipped": CASES["bf16, accumulated, clipped"],
+        # The change comes before the save, so the resumed run has it from the checkpoint only.
+        "auto": Case(topk_ratio=0.3, strategy_options=auto, paces=((5, 2, 2),)),
+    }
     cases: dict[str, Case] = {}
-    for name in ("random selection", "bf16, accumulated, clipped"):
+    for name, case in of_two.items():
         path = tmp_path / f"{name}.ckpt"
-        cases |= {f"{name}: whole": saving(CASES[name], 7, path), f"{name}: rest": resuming(CASES[name], path)}
+        rest = replace(case, paces=((STEPS, 1, 1),)) if case.paces else case
+        cases |= {f"{name}: whole": saving(case, 12, path), f"{name}: rest": resuming(rest, path)}
     runs = run_on_ranks(cases)
     for of_ranks in runs.values():
         assert [run.error for run in of_ranks] == [None, None]
-    for name in ("random selection", "bf16, accumulated, clipped"):
+    for name in of_two:
         for whole, rest in zip(runs[f"{name}: whole"], runs[f"{name}: rest"], strict=True):
-            assert_continues(whole, rest, 7)
+            assert_continues(whole, rest, 12)
 
 
 def test_the_pace_is_part_of_it(tmp_path: Path) -> None:
