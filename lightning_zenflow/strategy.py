@@ -1,7 +1,8 @@
 """The Lightning strategy: configuration, life cycle and the hooks at which weights must be exact. No maths."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
+from lightning_zenflow.exact_weights import ExactWeights
 from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.hyperparameters import validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
@@ -105,6 +107,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._optimizer: ZenFlowZeroOptimizer | None = None
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._torch_threads: int | None = None
+        self._micro_batches = 0
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -155,7 +158,26 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 raise MisconfigurationException(
                     f"ZenFlowStrategy: {name or type(module).__name__}.sparse=True: allowed is False; sparse gradients are not supported"
                 )
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.dim() == 0:
+                raise MisconfigurationException(
+                    f"ZenFlowStrategy: {name} has shape (): allowed is at least one dimension, such as (1,); DeepSpeed cannot send others"
+                )
+        self._refuse_missing_fp16()
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
+        if not any(isinstance(callback, ExactWeights) for callback in callbacks):
+            callbacks.insert(0, ExactWeights(self._flush))
         super().setup(trainer)
+
+    def _refuse_missing_fp16(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        precision = self.precision_plugin.precision
+        if precision in ("16-true", "16-mixed") and not get_accelerator().is_fp16_supported():
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: precision={precision!r}: allowed is '32-true', 'bf16-true' or 'bf16-mixed' here; this device has no"
+                " instructions for 16-bit floats of type fp16"
+            )
 
     @override
     def _format_config(self) -> None:
@@ -214,6 +236,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             torch.set_num_threads(min(threads, self._torch_threads))
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
+        self._micro_batches = 0
         built = []
 
         def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
@@ -231,16 +254,58 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             raise
         return engine, deepspeed_optimizer
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning says which micro-batch is a step's last, so that an epoch ends with a step even where too few are left for a whole one.
+
+        DeepSpeed counts micro-batches past the end of the epoch, Lightning's step counter and schedulers do not.
+        """
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        """Blocks nothing: ZeRO-2 reduces the gradients of every micro-batch, since each rank keeps its part only."""
+        yield
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Divides the loss by `accumulate_grad_batches` once: Lightning has done so, DeepSpeed would do it again."""
+        self._micro_batches += 1
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        if output is None:
+            # Lightning's plugin for DeepSpeed notices in a step's last micro-batch only.
+            raise MisconfigurationException(
+                "ZenFlowStrategy: training_step returned None: allowed is a loss; all ranks reduce gradients in every micro-batch, so"
+                " one that skips it would leave the others waiting (a loss of zero times any output skips a batch)"
+            )
+        return output
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A step's last micro-batch, whose forward and backward are in `closure`, and the step."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._micro_batches = 0
+        return output
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         if self._optimizer is not None:
             assert self.lightning_module is not None
-            if self.deepspeed_engine.micro_steps % self.deepspeed_engine.gradient_accumulation_steps() == 0:
+            if self._micro_batches == 0:
                 refuse_unfrozen(self._frozen_at_setup)
                 self._optimizer.follow_freezing()
             self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
