@@ -34,9 +34,6 @@ from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-_MICRO_STEPS = "zenflow_micro_steps"
-"""In Lightning's part of a checkpoint: micro-batches so far, by which DeepSpeed knows where a step ends."""
-
 
 class ZenFlowStrategy(DeepSpeedStrategy):
     """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
@@ -340,7 +337,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """
         if self._optimizer is not None:
             self._optimizer.flush()
-        checkpoint = {**checkpoint, _MICRO_STEPS: self.deepspeed_engine.micro_steps}
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
         # Without a slash at the end, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(filepath)))
@@ -359,10 +355,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             open_together(path)
             with refusing_other_models(path):
                 return super().load_checkpoint(checkpoint_path, weights_only)
-        client_state = load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
-        # The micro-batches of a step that had begun are not in the checkpoint, but they are counted.
-        self.deepspeed_engine.micro_steps = client_state.pop(_MICRO_STEPS, 0)
-        return client_state
+        return load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
