@@ -28,7 +28,7 @@ from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
 from lightning_zenflow.exact_weights import ExactWeights
 from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
-from lightning_zenflow.hyperparameters import validate_optimizer
+from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 " one optimizer"
             ) from error
         validate_optimizer(optimizer)
+        refuse_groups_without_training(optimizer, scheduled=scheduler is not None)
         return optimizer, scheduler
 
     @override

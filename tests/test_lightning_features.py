@@ -5,6 +5,7 @@ in test_stand_in.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,51 @@ def test_a_parameter_without_dimensions_is_refused() -> None:
         MisconfigurationException, match=r"temperature has shape \(\): allowed is at least one dimension"
     ):
         fit(model)
+
+
+class Grouped(Net):
+    """Two parameter groups, and one more.
+
+    Args:
+        scheduled: whether there is a scheduler.
+        extra: of the third group.
+    """
+
+    def __init__(self, *, scheduled: bool, extra: str) -> None:
+        super().__init__()
+        self.scheduled = scheduled
+        self.extra = list(self.embedding.requires_grad_(False).parameters()) if extra == "frozen" else []
+
+    @override
+    def configure_optimizers(self) -> Any:
+        groups = [list(self.hidden.parameters()), list(self.head.parameters()), self.extra]
+        optimizer = torch.optim.AdamW([{"params": group, "lr": 1e-2 / (i + 1)} for i, group in enumerate(groups)])
+        if not self.scheduled:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "extra", "message"),
+    [
+        (
+            True,
+            "frozen",
+            "parameter group 2: params='1 frozen parameters': allowed is at least one with requires_grad=True",
+        ),
+        (
+            False,
+            "frozen",
+            "parameter group 2: params='1 frozen parameters': allowed is at least one with requires_grad=True",
+        ),
+        (True, "empty", "parameter group 2: params=[]: allowed is at least one parameter"),
+    ],
+)
+def test_groups_without_training_are_refused(scheduled: bool, extra: str, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        fit(Grouped(scheduled=scheduled, extra=extra))
+
+
+def test_an_empty_group_without_a_scheduler() -> None:
+    """And parameters that no group has, which stay as they are."""
+    compare(lambda: Grouped(scheduled=False, extra="empty"), lambda: {"max_steps": 5}, others=("stock",))
