@@ -11,9 +11,9 @@ class StepScale:
     """What the global gradient norm says about a step; all 0-D tensors on the gradients' device."""
 
     factor: Tensor
-    """float32; the step's gradients are multiplied by it; NaN if the norm is not finite, and then nothing may change."""
+    """float32; the step's gradients are multiplied by it; NaN if the step is not applied, and then nothing may change."""
     finite: Tensor
-    """bool; whether the step is applied."""
+    """bool; whether the step is applied: whether the norm's square is finite in float32, as the second moment must be."""
     norm: Tensor
     """float32; norm of the whole gradient, loss scale removed, before clipping."""
 
@@ -22,7 +22,7 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) ->
     """Clips by the norm of the whole gradient, as ``gradient_clip_val`` promises.
 
     The arithmetic is DeepSpeed's (``DeepSpeedZeroOptimizer.unscale_and_clip_grads``): gradients are divided by
-    ``max(1, (norm + 1e-6) / max_norm)``.
+    ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, which is where DeepSpeed sees one in float32 too.
 
     Args:
         sum_of_squares: 0-D float64, of all gradients of all ranks, loss scale included.
@@ -30,7 +30,7 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) ->
         loss_scale: factor that the loss was multiplied by before backward.
     """
     norm = (sum_of_squares.sqrt() / loss_scale).float()
-    finite = torch.isfinite(norm)
+    finite = torch.isfinite(sum_of_squares.float())
     divisor = torch.full_like(norm, loss_scale)
     if max_norm > 0:
         divisor = ((norm + 1e-6) / max_norm).clamp_(min=1.0) * loss_scale

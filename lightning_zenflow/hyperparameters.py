@@ -64,6 +64,26 @@ def validate_optimizer(optimizer: Optimizer) -> None:
     read_hyperparameters(optimizer)
 
 
+def refuse_groups_without_training(optimizer: Optimizer, *, scheduled: bool) -> None:
+    """Refuses parameter groups that DeepSpeed cannot hold, or would drop behind a scheduler's back.
+
+    Args:
+        optimizer: from `configure_optimizers`.
+        scheduled: whether a learning rate scheduler counts on the number of groups.
+
+    Raises:
+        MisconfigurationException: names the group.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
+            found = f"{len(group['params'])} frozen parameters"
+            allowed = "at least one with requires_grad=True, or no such group; DeepSpeed trains no group that is frozen at setup"
+            raise MisconfigurationException(_message(type(optimizer), index, "params", found, allowed))
+        if scheduled and not group["params"]:
+            allowed = "at least one parameter, or no such group: DeepSpeed drops it, and the scheduler counts it"
+            raise MisconfigurationException(_message(type(optimizer), index, "params", [], allowed))
+
+
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
     """The present hyperparameters of each parameter group, in the optimizer's order.
 

@@ -110,7 +110,8 @@ class StandIn:
         body = self._bodies[slice_index]
         assert body is not None and statistics.rows is not None and statistics.columns is not None
         h = self._hyperparameters()[self._slices[slice_index].param_group]
-        finite = torch.isfinite(statistics.total)
+        # Not the total, in float64: what follows is in float32, where squares overflow that the total still holds.
+        finite = torch.isfinite(statistics.columns.sum())
         update_second_moment_(
             body.row,
             body.col,

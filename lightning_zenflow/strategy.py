@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,15 +27,13 @@ from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
 from lightning_zenflow.config_sources import resolve_config
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
+from lightning_zenflow.exact_weights import ExactWeights
 from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
-from lightning_zenflow.hyperparameters import validate_optimizer
+from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-_MICRO_STEPS = "zenflow_micro_steps"
-"""In Lightning's part of a checkpoint: micro-batches so far, by which DeepSpeed knows where a step ends."""
 
 
 class ZenFlowStrategy(DeepSpeedStrategy):
@@ -110,6 +109,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._optimizer: ZenFlowZeroOptimizer | None = None
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._torch_threads: int | None = None
+        self._micro_batches = 0
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -160,7 +160,26 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 raise MisconfigurationException(
                     f"ZenFlowStrategy: {name or type(module).__name__}.sparse=True: allowed is False; sparse gradients are not supported"
                 )
+        for name, parameter in self.lightning_module.named_parameters():
+            if parameter.dim() == 0:
+                raise MisconfigurationException(
+                    f"ZenFlowStrategy: {name} has shape (): allowed is at least one dimension, such as (1,); DeepSpeed cannot send others"
+                )
+        self._refuse_missing_fp16()
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
+        if not any(isinstance(callback, ExactWeights) for callback in callbacks):
+            callbacks.insert(0, ExactWeights(self._flush))
         super().setup(trainer)
+
+    def _refuse_missing_fp16(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        precision = self.precision_plugin.precision
+        if precision in ("16-true", "16-mixed") and not get_accelerator().is_fp16_supported():
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: precision={precision!r}: allowed is '32-true', 'bf16-true' or 'bf16-mixed' here; this device has no"
+                " instructions for 16-bit floats of type fp16"
+            )
 
     @override
     def _format_config(self) -> None:
@@ -194,6 +213,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 " one optimizer"
             ) from error
         validate_optimizer(optimizer)
+        refuse_groups_without_training(optimizer, scheduled=scheduler is not None)
         return optimizer, scheduler
 
     @override
@@ -219,6 +239,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             torch.set_num_threads(min(threads, self._torch_threads))
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
+        self._micro_batches = 0
         built = []
 
         def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
@@ -236,16 +257,58 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             raise
         return engine, deepspeed_optimizer
 
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Lightning says which micro-batch is a step's last, so that an epoch ends with a step even where too few are left for a whole one.
+
+        DeepSpeed counts micro-batches past the end of the epoch, Lightning's step counter and schedulers do not.
+        """
+        return False
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None]:
+        """Blocks nothing: ZeRO-2 reduces the gradients of every micro-batch, since each rank keeps its part only."""
+        yield
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Divides the loss by `accumulate_grad_batches` once: Lightning has done so, DeepSpeed would do it again."""
+        self._micro_batches += 1
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        if output is None:
+            # Lightning's plugin for DeepSpeed notices in a step's last micro-batch only.
+            raise MisconfigurationException(
+                "ZenFlowStrategy: training_step returned None: allowed is a loss; all ranks reduce gradients in every micro-batch, so"
+                " one that skips it would leave the others waiting (a loss of zero times any output skips a batch)"
+            )
+        return output
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A step's last micro-batch, whose forward and backward are in `closure`, and the step."""
+        self.deepspeed_engine.set_gradient_accumulation_boundary(True)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._micro_batches = 0
+        return output
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         if self._optimizer is not None:
             assert self.lightning_module is not None
-            if self.deepspeed_engine.micro_steps % self.deepspeed_engine.gradient_accumulation_steps() == 0:
+            if self._micro_batches == 0:
                 refuse_unfrozen(self._frozen_at_setup)
                 self._optimizer.follow_freezing()
             self._optimizer.start_epoch(self.lightning_module.trainer.current_epoch)
@@ -280,7 +343,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """
         if self._optimizer is not None:
             self._optimizer.flush()
-        checkpoint = {**checkpoint, _MICRO_STEPS: self.deepspeed_engine.micro_steps}
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
         # Without a slash at the end, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(filepath)))
@@ -299,10 +361,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             open_together(path)
             with refusing_other_models(path):
                 return super().load_checkpoint(checkpoint_path, weights_only)
-        client_state = load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
-        # The micro-batches of a step that had begun are not in the checkpoint, but they are counted.
-        self.deepspeed_engine.micro_steps = client_state.pop(_MICRO_STEPS, 0)
-        return client_state
+        return load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -199,6 +199,28 @@ class OneGroup(LinearLossModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class HostileModule(LinearLossModule):
+    """As `LinearLossModule`, with a loss that is multiplied by a factor in some steps.
+
+    Args:
+        factors: by step; NaN and infinity among them.
+        ranks: on which ranks; None: all.
+        **options: as `LinearLossModule`.
+    """
+
+    def __init__(self, *, factors: dict[int, float], ranks: Sequence[int] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.factors = factors
+        self.hostile_ranks = ranks
+
+    @override
+    def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
+        gradient = super().gradient(index, step, micro, rank)
+        if gradient is None or (self.hostile_ranks is not None and rank not in self.hostile_ranks):
+            return gradient
+        return gradient * self.factors.get(step, 1.0)
+
+
 class DeviceLinearLossModule(LinearLossModule):
     """As `LinearLossModule`, with gradients that are made where the weights are, so that large ones take no time of the host."""
 

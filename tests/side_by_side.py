@@ -1,0 +1,153 @@
+"""The same training under ZenFlow with nothing late, under DeepSpeed's own ZeRO-2 offload and under plain Lightning, side by side."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from harness import StockStrategy, make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import OptimizerOptions, SmallNet
+
+Who = Literal["zenflow", "stock", "plain"]
+NOTHING_LATE: dict[str, Any] = {
+    "topk_ratio": 0.3,
+    "update_interval": 1,
+    "publish_lag": 0,
+    "worker_cores": 1,
+    "worker_timeout": 250,
+}
+
+
+class Net(SmallNet):
+    """Data is a function of epoch and batch, since Lightning's step counter is among what is compared; logs its losses.
+
+    Args:
+        length: batches in an epoch.
+        scheduler: makes what `configure_optimizers` returns as "lr_scheduler"; None: the test models' own, by step.
+    """
+
+    def __init__(self, *, length: int = 4, scheduler: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(length=length, optimizer=OptimizerOptions(lr=3e-3))
+        self.make_scheduler = scheduler
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(int(batch) + 100 * self.trainer.current_epoch, 0, self.trainer.global_rank)
+        self.log("train_loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(10_000 + int(batch), 0, 0)
+        self.log("val_loss", loss)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        if self.make_scheduler is not None:
+            configured["lr_scheduler"] = self.make_scheduler(configured["optimizer"])
+        return configured
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run did."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """After each batch and each validation: everything that was logged so far."""
+    learning_rates: list[list[float]] = field(default_factory=list)
+    """For each batch, of each parameter group."""
+    steps: int = 0
+    epochs: int = 0
+    skipped: int = 0
+    """Steps with an overflow of fp16, by DeepSpeed's count."""
+
+
+class Watch(pl.Callback):
+    """Fills in an `Outcome`."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def _note(self, trainer: pl.Trainer) -> None:
+        self._outcome.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._outcome.learning_rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._note(trainer)
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._note(trainer)
+
+
+def train(
+    who: Who,
+    make_model: Callable[[], pl.LightningModule],
+    options: Callable[[], dict[str, Any]],
+    keys: dict[str, Any] | None = None,
+) -> Outcome:
+    """One run.
+
+    Args:
+        who: under which strategy.
+        make_model: makes the model.
+        options: makes the Trainer's options, fresh callbacks among them.
+        keys: ZenFlow's instead of `NOTHING_LATE`.
+    """
+    outcome = Outcome()
+    strategy = {
+        "zenflow": lambda: ZenFlowStrategy(**(keys or NOTHING_LATE)),
+        "stock": StockStrategy,
+        "plain": lambda: "auto",
+    }
+    chosen = options()
+    callbacks = [*chosen.pop("callbacks", []), Watch(outcome)]
+    trainer = make_trainer(strategy[who](), callbacks=callbacks, **chosen)
+    model = make_model()
+    trainer.fit(model)
+    outcome.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    outcome.steps, outcome.epochs = trainer.global_step, trainer.current_epoch
+    if who != "plain":
+        outcome.skipped = trainer.strategy.deepspeed_engine.skipped_steps  # type: ignore[attr-defined]
+    return outcome
+
+
+def assert_same(ours: Outcome, theirs: Outcome, *, atol: float = 2e-6) -> None:
+    """The same numbers, but for float32's rounding (see test_training), in as many steps and epochs, at the same learning rates."""
+    assert (ours.steps, ours.epochs, ours.skipped) == (theirs.steps, theirs.epochs, theirs.skipped)
+    assert ours.learning_rates == theirs.learning_rates
+    assert len(ours.metrics) == len(theirs.metrics)
+    for a, b in zip(ours.metrics, theirs.metrics, strict=True):
+        assert a.keys() == b.keys()
+        torch.testing.assert_close(list(a.values()), list(b.values()), rtol=0, atol=atol)
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, weight in ours.weights.items():
+        torch.testing.assert_close(
+            weight, theirs.weights[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def compare(
+    make_model: Callable[[], pl.LightningModule],
+    options: Callable[[], dict[str, Any]],
+    *,
+    others: Sequence[Who] = ("stock", "plain"),
+    atol: float = 2e-6,
+) -> Outcome:
+    """Trains under ZenFlow and others; returns ZenFlow's outcome."""
+    ours = train("zenflow", make_model, options)
+    for other in others:
+        assert_same(ours, train(other, make_model, options), atol=atol)
+    return ours
