@@ -9,9 +9,10 @@ from torch import Tensor
 from lightning_zenflow.kernels import Destination, Kernels
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.partition import Partition, Tile, tiles_of_slice
+from lightning_zenflow.repeated_moves import RepeatedMoves
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selector import ColumnEnergies
-from lightning_zenflow.stand_in import StandIn
+from lightning_zenflow.stand_in import Move, StandIn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,8 @@ class GradientIntake:
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._totals: list[Tensor] = []
+        self.repeated = RepeatedMoves(stand_in)
+        """What the stand-in moves once more after a publish."""
         self.stand_in_needed = True
         """Whether the stand-in moves weights in this step: not if the exact ones are published at its end."""
         self.energies: ColumnEnergies | None = None
@@ -131,25 +134,56 @@ class GradientIntake:
         for rectangle in self._rectangles[index]:
             destinations = rectangle.destinations(self._rounds, self._ownership)
             if gradient is not None:
-                self._take(index, gradient, rectangle.tile, destinations)
+                self._take(index, gradient, rectangle, destinations, step)
                 continue
             for destination in destinations:
                 destination.page.zero_()
                 for selection in destination.selections:
                     selection.target.zero_()
 
-    def _take(self, index: int, gradient: Tensor, tile: Tile, destinations: Sequence[Destination]) -> None:
+    def _take(
+        self,
+        index: int,
+        gradient: Tensor,
+        rectangle: _Rectangle,
+        destinations: Sequence[Destination],
+        step: int,
+    ) -> None:
         """One rectangle of the slice: it goes where it has to, its norm, its column proxies if they are wanted, and the stand-in."""
-        s = self._partition.slices[index]
+        s, tile = self._partition.slices[index], rectangle.tile
         energies = self.energies if s.is_matrix else None
         moves = self._stand_in is not None and self.stand_in_needed and self._stand_in.moves(index) and tile.rows > 1
-        rectangle = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
-        statistics = self._kernels.take(rectangle, destinations, directions=energies is not None or moves)
+        matrix = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
+        statistics = self._kernels.take(matrix, destinations, directions=energies is not None or moves)
         self._totals.append(statistics.total)
         if energies is not None and statistics.columns is not None:
             energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
         if self._stand_in is not None and moves:
-            self._stand_in.apply(index, gradient, statistics)
+            move = self._stand_in.measure(index, statistics)
+            self._move(self._stand_in, move, matrix, rectangle, destinations, step)
+
+    def _move(
+        self,
+        stand_in: StandIn,
+        move: Move,
+        matrix: Tensor,
+        rectangle: _Rectangle,
+        destinations: Sequence[Destination],
+        step: int,
+    ) -> None:
+        """Moves weights now, and keeps what a publish will overwrite; what is overwritten at this step's end moves after that only."""
+        due_steps = [self._rounds.next_due(part) for part in rectangle.parts]
+        if all(due is None for due in due_steps):
+            stand_in.apply(move, 0, matrix)
+            return
+        for part, destination, due in zip(rectangle.parts, destinations, due_steps, strict=True):
+            first_row, rows = destination.begin // matrix.shape[1], destination.part_of(matrix)
+            if due is None or due > step:
+                stand_in.apply(move, first_row, rows)
+            if due is not None:
+                # The page stays as it is until its own round is published; the bucket that the gradient came in does not.
+                kept = destination.page if rows.device == destination.page.device else rows.clone()
+                self.repeated.keep(self._rounds.block_of(part), step, move, first_row, kept)
 
     def _kept(self, index: int) -> Tensor:
         """Where a slice's gradient is added up over micro-batches: on the device, in the model's type, allocated on first use."""

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,7 +55,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     5. *select*: at the end of the warm-up, and from time to time after it, the columns with the largest gradients become device-owned;
        each block changes over with its next window.
     6. *hand over*: the windows that close now go to the worker.
-    7. *publish*: rounds that are due overwrite the host-owned weights; device-owned ones are written over them.
+    7. *publish*: rounds that are due overwrite the host-owned weights; the stand-in repeats what it had moved there for steps after the
+       rounds'; device-owned weights are written over them.
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Args:
@@ -250,7 +251,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._rounds.hand_over(step, synchronous=self._plan.synchronous, drain=self._ownership.waits)
         )
         # publish
-        self._change_owners(self._rounds.publish(step))
+        published = self._rounds.publish(step)
+        self._intake.repeated.published(published)
+        self._change_owners(published)
         self._ownership.write_weights(self._weights)
         # gather
         self._gather()
@@ -294,6 +297,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         with torch.no_grad():
             self._rounds.flush(self._step)
+            self._intake.repeated.clear()
             self._ownership.reload()
             self._ownership.write_weights(self._weights)
             self._gather()
@@ -416,7 +420,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._planner.selected(self._step)
         return deferral
 
-    def _change_owners(self, published: list[int]) -> None:
+    def _change_owners(self, published: Collection[int]) -> None:
         """Gives the device the columns of the published blocks that it owns from now on."""
         if self._ownership.changes(published):
             # Their state is gathered by the host, and copied from memory that is not page-locked; counted as stall.

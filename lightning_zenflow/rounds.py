@@ -31,6 +31,8 @@ class _Round:
 
     round_id: int
     block: int
+    last_step: int
+    """Of the steps that it applies."""
     due_step: int
     pages: list[int]
     publish_buffer: int
@@ -66,7 +68,7 @@ class Rounds:
     5. *replay*, in the worker: wait for the number of the round's last step; apply the S gradients in order; write the new weights, in
        the model's type, to the publish buffer; answer *done*. Rounds are worked off in the order of submission.
     6. *publish*: rounds that are due at t are waited for (this is the stall that is measured) and their weights are copied into the
-       model; pages and buffers become free.
+       model; pages and buffers become free. What provisional updates of later steps had moved is moved again (`RepeatedMoves`).
 
     *flush* closes every open window and publishes every round, so that the arena is the exact state of all steps so far.
 
@@ -112,7 +114,7 @@ class Rounds:
         self._free_buffers: list[int] = []
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
-        self._published_blocks: list[int] = []
+        self._published_blocks: dict[int, int] = {}
         self._next_round_id = 1
         # The record's sequence word is a device value too: it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -216,12 +218,21 @@ class Rounds:
             )
         return closing
 
-    def publish(self, step: int) -> list[int]:
-        """Phase *publish*: returns the blocks whose weights were overwritten since the last call."""
+    def block_of(self, tile_index: int) -> int:
+        """The block that a tile of the partition lies in."""
+        return self._block_of_tile[tile_index]
+
+    def next_due(self, tile_index: int) -> int | None:
+        """The step at whose end a tile's weights will be overwritten by a round that is in flight now; None if there is none."""
+        block = self._block_of_tile[tile_index]
+        return min((round_.due_step for round_ in self._in_flight if round_.block == block), default=None)
+
+    def publish(self, step: int) -> dict[int, int]:
+        """Phase *publish*: returns the blocks whose weights were overwritten since the last call, and the last step that those are of."""
         due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
         for _ in range(due[-1] + 1 if due else 0):
             self._publish_oldest("publish_wait")
-        published, self._published_blocks = self._published_blocks, []
+        published, self._published_blocks = self._published_blocks, {}
         return published
 
     def flush(self, step: int) -> None:
@@ -262,6 +273,7 @@ class Rounds:
         round_ = _Round(
             round_id=self._next_round_id,
             block=block,
+            last_step=window.first_step + len(window.pages) - 1,
             due_step=due_step,
             pages=window.pages,
             publish_buffer=buffer,
@@ -296,5 +308,5 @@ class Rounds:
             target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
         self._free_pages.extend(round_.pages)
         self._free_buffers.append(round_.publish_buffer)
-        self._published_blocks.append(round_.block)
+        self._published_blocks[round_.block] = round_.last_step
         self._published_now.add(round_.publish_buffer)

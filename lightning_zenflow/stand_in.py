@@ -37,6 +37,20 @@ class _Body:
         return values.narrow(0, self.offset, self.rows * self.columns).view(self.rows, self.columns)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A provisional update of one slice, but for the gradient: w <- w - g * of_rows * of_columns."""
+
+    slice: int
+    """Index into `Partition.slices`."""
+    of_rows: Tensor
+    """[rows, 1] float32, step size included; of the slice's full rows."""
+    of_columns: Tensor
+    """[1, columns] float32."""
+    finite: Tensor
+    """0-D bool; where False nothing moves."""
+
+
 class StandIn:
     """Applies provisional updates to the host-owned weights of a rank during backward.
 
@@ -96,16 +110,15 @@ class StandIn:
         self._noise.set_state(state["noise"])
 
     def moves(self, slice_index: int) -> bool:
-        """Whether `apply` does anything for a slice."""
+        """Whether a slice has anything to move."""
         return self._bodies[slice_index] is not None
 
-    def apply(self, slice_index: int, gradient: Tensor, statistics: Statistics) -> None:
-        """Moves one slice's weights.
+    def measure(self, slice_index: int, statistics: Statistics) -> Move:
+        """Takes a step's gradient into the second moment of a slice; the first part of a provisional update.
 
         Args:
             slice_index: index into `Partition.slices`; one that it `moves`.
-            gradient: [slice.numel], model dtype; of the whole step.
-            statistics: of its full rows.
+            statistics: of the gradient's full rows, of the whole step.
         """
         body = self._bodies[slice_index]
         assert body is not None and statistics.rows is not None and statistics.columns is not None
@@ -124,9 +137,21 @@ class StandIn:
         body.n.add_(finite)
         of_rows, of_cols = step_factors(body.row, body.col, bias_correction=1 - h.beta2 ** body.n.clamp(min=1))
         of_rows = of_rows * (self._factor * (self._scale * h.lr))
-        self._kernels.stand_in_(
-            body.of_slice(body.weights), body.of_slice(gradient), of_rows, of_cols, self._noise, finite
-        )
+        return Move(slice=slice_index, of_rows=of_rows, of_columns=of_cols, finite=finite)
+
+    def apply(self, move: Move, first_row: int, gradient: Tensor) -> None:
+        """Moves some of a slice's full rows; the second part of a provisional update.
+
+        Args:
+            move: what `measure` has returned.
+            first_row: the first of them, counted over the slice's full rows.
+            gradient: [rows, columns], model dtype; theirs.
+        """
+        body = self._bodies[move.slice]
+        assert body is not None
+        weights = body.of_slice(body.weights).narrow(0, first_row, len(gradient))
+        of_rows = move.of_rows.narrow(0, first_row, len(gradient))
+        self._kernels.stand_in_(weights, gradient, of_rows, move.of_columns, self._noise, move.finite)
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:
