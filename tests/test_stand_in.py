@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from harness import Case, Run, fit, run_here, run_on_ranks
+from lightning_zenflow.provisional import step_factors, update_second_moment_
 from models import SHAPES, FreezingModule, SmallNet
 from reference import AdamWState, Group, owned_elements
 
@@ -295,3 +296,37 @@ def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
     model.hidden.weight.requires_grad_(False)
     with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad=True: allowed is False"):
         fit(model, steps=5, callbacks=[Unfreeze()])
+
+
+@pytest.mark.parametrize(("s", "d"), [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)])
+def test_a_publish_undoes_no_later_move(s: int, d: int) -> None:
+    """A weight has all moves since the step that it is exact for: the last d at least, and S - 1 more before its next publish."""
+    case = Case(steps=9, topk_ratio=0, update_interval=s, publish_lag=d)
+    still = run_here(case)
+    moving = run_here(replace(case, strategy_options={"provisional_scale": 0.5}))
+    _, gradients, groups = case.fixed_gradients()
+    counts: set[int] = set()
+    for i, gradient in enumerate(gradients[0]):
+        # The last matrix has no gradient in some steps, and then no move.
+        if gradient.dim() < 2 or tuple(gradient.shape) == SHAPES[-1]:
+            continue
+        shape = (len(gradient), gradient[0].numel())
+        row, column, moves = torch.zeros(shape[0]), torch.zeros(shape[1]), [torch.zeros(shape)]
+        for step in range(case.steps - 1):
+            g, h = gradients[step][i].view(shape), groups[step][i]
+            one, yes = torch.ones(()), torch.tensor(True)
+            update_second_moment_(
+                row, column, g.square().sum(1), g.square().sum(0), beta2=h.beta2, scale=one, finite=yes
+            )
+            of_rows, of_columns = step_factors(row, column, bias_correction=one - h.beta2 ** (step + 1))
+            moves.append(g * of_rows * of_columns * -0.5 * h.lr)
+            if step < s + d:
+                continue
+            found = (moving.shown[step + 1][i] - still.shown[step + 1][i]).view(shape)
+            close = [
+                torch.isclose(found, torch.stack(moves[-n:]).sum(0), rtol=1e-3, atol=1e-6).all(1)
+                for n in range(d, d + s)
+            ]
+            assert torch.stack(close).any(0).all()
+            counts |= {n for n, rows in enumerate(close, d) if rows.any()}
+    assert counts == set(range(d, d + s))
