@@ -99,6 +99,24 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     )
 
 
+class SaveUnderAFile(pl.Callback):
+    """Saves where there can be no folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        with pytest.raises(OSError, match=f"checkpoint {self._file}/a.ckpt could not be saved: .*Not a directory"):
+            trainer.save_checkpoint(self._file / "a.ckpt")
+
+
+def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = run_here(replace(CASE, steps=2, callbacks=(SaveUnderAFile(tmp_path / "file"),)))
+    assert len(run.losses) == 2
+
+
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "elsewhere.ckpt/checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     saving = replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3, ranks=(1,)), Damage(file)))
