@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from harness import Case, make_trainer, run_here, run_on_ranks
+from lightning_zenflow import checkpoint_writing
 from lightning_zenflow.checkpoint_reading import CheckpointError, SavedCheckpoint
 from lightning_zenflow.checkpoint_writing import begin_save, commit_save, remove, staging_path
 from models import LinearLossModule
@@ -142,7 +143,7 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
 
     def look() -> None:
         while not stop.is_set():
-            seen.add((path / "content").read_text())
+            seen.add(path.exists())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -150,11 +151,23 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
         save(str(i))
     stop.set()
     thread.join()
-    assert (path / "content").read_text() == "199" and seen
+    assert (path / "content").read_text() == "199"
+    assert seen == {True}
     assert os.listdir(tmp_path) == ["a.ckpt"]
     remove(path)
     assert os.listdir(tmp_path) == []
     remove(path)
+
+
+def test_where_the_file_system_cannot_exchange_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writing, "_exchange", lambda a, b: False)
+    path = tmp_path / "a.ckpt"
+    for content in ("first", "second"):
+        begin_save(path)
+        (staging_path(path) / "content").write_text(content)
+        commit_save(path)
+    assert (path / "content").read_text() == "second"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 @pytest.fixture(scope="module")
