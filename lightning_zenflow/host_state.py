@@ -68,4 +68,6 @@ class HostState:
                 if state[key] is not ours:
                     ours.copy_(state[key])
                     state[key] = ours
+        # The loaded one may be a part of a mapped file, which it would hold.
+        self.write_count(count)
         return count

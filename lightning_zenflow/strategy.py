@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -63,18 +63,18 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         *,
         topk_ratio: float | None = None,
         select_strategy: str | None = None,
-        select_interval: str | int | None = None,
-        update_interval: str | int | None = None,
+        select_interval: int | Literal["auto"] | None = None,
+        update_interval: int | Literal["auto"] | None = None,
         max_update_interval: int | None = None,
-        publish_lag: str | int | None = None,
+        publish_lag: int | Literal["auto"] | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         deferred_update: str | None = None,
-        look_ahead: str | float | None = None,
-        provisional_scale: str | float | None = None,
+        look_ahead: float | Literal["auto"] | None = None,
+        provisional_scale: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
         offload: bool | None = None,
-        worker_cores: str | int | Sequence[int] | None = None,
+        worker_cores: int | Sequence[int] | Literal["auto"] | None = None,
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         **deepspeed_options: Any,

@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from harness import Case, make_trainer, run_here, run_on_ranks
+from lightning_zenflow import checkpoint_writing
 from lightning_zenflow.checkpoint_reading import CheckpointError, SavedCheckpoint
 from lightning_zenflow.checkpoint_writing import begin_save, commit_save, remove, staging_path
 from models import LinearLossModule
@@ -99,6 +100,24 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     )
 
 
+class SaveUnderAFile(pl.Callback):
+    """Saves where there can be no folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        with pytest.raises(OSError, match=f"checkpoint {self._file}/a.ckpt could not be saved: .*Not a directory"):
+            trainer.save_checkpoint(self._file / "a.ckpt")
+
+
+def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = run_here(replace(CASE, steps=2, callbacks=(SaveUnderAFile(tmp_path / "file"),)))
+    assert len(run.losses) == 2
+
+
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "elsewhere.ckpt/checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     saving = replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3, ranks=(1,)), Damage(file)))
@@ -124,7 +143,7 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
 
     def look() -> None:
         while not stop.is_set():
-            seen.add((path / "content").read_text())
+            seen.add(path.exists())
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -132,11 +151,23 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
         save(str(i))
     stop.set()
     thread.join()
-    assert (path / "content").read_text() == "199" and seen
+    assert (path / "content").read_text() == "199"
+    assert seen == {True}
     assert os.listdir(tmp_path) == ["a.ckpt"]
     remove(path)
     assert os.listdir(tmp_path) == []
     remove(path)
+
+
+def test_where_the_file_system_cannot_exchange_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writing, "_exchange", lambda a, b: False)
+    path = tmp_path / "a.ckpt"
+    for content in ("first", "second"):
+        begin_save(path)
+        (staging_path(path) / "content").write_text(content)
+        commit_save(path)
+    assert (path / "content").read_text() == "second"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 @pytest.fixture(scope="module")

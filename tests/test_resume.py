@@ -1,5 +1,6 @@
 """What users do with checkpoints in Lightning: `ModelCheckpoint`, ``last``, a save in the middle of a step, export to one file."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,30 @@ def test_a_checkpoint_of_weights_only(tmp_path: Path) -> None:
     fresh = LinearLossModule(length=3)
     make_trainer(defaults(), limit_test_batches=1).test(fresh, ckpt_path=path, verbose=False)
     assert_same(fresh, model)
+
+
+class MappedFiles(pl.Callback):
+    """Which files of checkpoints the process holds when training begins."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gc.collect()
+        self.found = [line for line in Path("/proc/self/maps").read_text().splitlines() if "_states.pt" in line]
+
+
+def test_the_files_are_let_go(tmp_path: Path) -> None:
+    """They are mapped to be read; held, they would take up the disk after they have been deleted."""
+    trainer = make_trainer(defaults(), max_steps=3)
+    trainer.fit(LinearLossModule(length=3))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    files = MappedFiles()
+    make_trainer(defaults(), max_steps=4, callbacks=[files]).fit(
+        LinearLossModule(length=4), ckpt_path=tmp_path / "a.ckpt"
+    )
+    assert files.found == []
 
 
 class Configured(LinearLossModule):
