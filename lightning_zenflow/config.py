@@ -100,6 +100,10 @@ class ZenFlowConfig:
     """Whether the exact state of device-owned columns (weights and moments, 12 bytes an entry) lives in host memory and visits the device
     for the step: true or false, default false."""
 
+    accumulate_on: Literal["auto", "device", "host"] = "auto"
+    """Where gradients are added up over a step's micro-batches: "device" (2 bytes an element of the rank's partition, 4 in fp32), "host"
+    (no memory of the device, but each sum crosses PCIe both ways), or "auto", the default: the device where it has room."""
+
     worker_cores: int | list[int] | Literal["auto"] = "auto"
     """Logical CPU cores of the worker process: how many (an integer >= 1), which ones (a list of distinct integers >=
     0) or "auto" (split by pt_reserved_cores_perc), the default."""
@@ -129,6 +133,7 @@ class ZenFlowConfig:
         self.provisional_scale = _number_or_auto("provisional_scale", self.provisional_scale, _STEPS)
         self.auto_ratio = _number("auto_ratio", self.auto_ratio, _SHARE)
         self.offload = _boolean("offload", self.offload)
+        self.accumulate_on = _accumulate_on("accumulate_on", self.accumulate_on)
         self.worker_cores = _worker_cores("worker_cores", self.worker_cores)
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
         self.worker_timeout = _number("worker_timeout", self.worker_timeout, _TIMEOUT)
@@ -281,6 +286,18 @@ def _deferred_update(key: str, value: Any) -> Literal["replay", "accumulate"]:
             return "accumulate"
         case _:
             raise _refusal(key, value, "'replay' or 'accumulate'")
+
+
+def _accumulate_on(key: str, value: Any) -> Literal["auto", "device", "host"]:
+    match value:
+        case "auto":
+            return "auto"
+        case "device":
+            return "device"
+        case "host":
+            return "host"
+        case _:
+            raise _refusal(key, value, "'auto', 'device' or 'host'")
 
 
 def _select_strategy(key: str, value: Any) -> str:

@@ -261,7 +261,8 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
     Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
     host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
-    is taken to need as long as the AdamW of all columns that it replaces.
+    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both
+    directions, on the training's own stream; "auto" is taken for the device.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)
@@ -269,9 +270,10 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     last_backward_s = BACKWARD_SHARE * workload.step_ms / 1e3 / workload.accumulate_grad_batches
     late_s = max(0.0, b * partition / (machine.pcie * _GB) - last_backward_s)
     auto = AutoSchedule(config.update_intervals, config.publish_lags)
+    sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
 
     def copy_s(pace: Pace) -> float:
-        return late_s + upload_s / pace.update_interval
+        return late_s + upload_s / pace.update_interval + 2 * sums * upload_s
 
     def round_s(step: int, n_steps: int) -> float:
         traffic = replay_bytes(n_steps, b) + b * (n_steps + 1)
@@ -294,8 +296,8 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
         rank_host_bytes=arena_bytes_of(
             partition, n_blocks=n_blocks, paces=sorted({s.pace for s in steps}), dtype_bytes=b
         ),
-        down_bytes=b * partition,
-        up_bytes=b * partition / pace.update_interval,
+        down_bytes=b * partition * (1 + sums),
+        up_bytes=b * partition * (1 / pace.update_interval + sums),
         cpu_s=sum(s.worker_s for s in settled) / len(settled),
         copy_s=copy_s(pace),
         wait_s=sum(s.stall_s for s in settled) / len(settled),
@@ -315,7 +317,7 @@ def _zenflow_device_bytes(workload: Workload, machine: Machine, config: ZenFlowC
         n_bytes += 4 * workload.model.statistics_numel / machine.gpus
         n_bytes += 12 * min(workload.model.largest_numel, partition)
     if workload.accumulate_grad_batches > 1:
-        n_bytes += b * partition
+        n_bytes += b * (min(workload.model.largest_numel, partition) if config.accumulate_on == "host" else partition)
     return n_bytes
 
 

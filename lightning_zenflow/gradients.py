@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_zenflow.accumulation import Accumulation, new_accumulation
 from lightning_zenflow.kernels import Destination, Kernels
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.partition import Partition, Tile, tiles_of_slice
@@ -52,6 +54,7 @@ class GradientIntake:
         kernels: passes over gradients.
         device: where gradients come from.
         dtype: the model's type.
+        accumulate_on: `ZenFlowConfig.accumulate_on`.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class GradientIntake:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        accumulate_on: Literal["auto", "device", "host"],
     ) -> None:
         self._partition = partition
         self._rounds = rounds
@@ -74,13 +78,15 @@ class GradientIntake:
         parts: list[list[int]] = [[] for _ in partition.slices]
         for part, tile in enumerate(partition.tiles):
             parts[tile.slice].append(part)
+        self._parts = parts
         self._rectangles = [
             [_Rectangle.of(tile, partition, parts[i]) for tile in tiles_of_slice(i, s)]
             for i, s in enumerate(partition.slices)
         ]
         self._device = device
         self._dtype = dtype
-        self._accumulated: Tensor | None = None
+        self._accumulate_on = accumulate_on
+        self._accumulation: Accumulation | None = None
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._totals: list[Tensor] = []
@@ -100,14 +106,13 @@ class GradientIntake:
             step: number of the optimizer step that the gradient counts towards.
             last: whether this is the step's last micro-batch.
         """
+        if not last:
+            self._accumulate(slice_index, gradient)
+            return
         if slice_index in self._partial:
-            kept = self._kept(slice_index)
-            gradient = kept.add_(gradient) if not last else gradient.add_(kept)
-        elif not last:
-            self._kept(slice_index).copy_(gradient)
-            self._partial.add(slice_index)
-        if last:
-            self._deliver(slice_index, gradient, step)
+            assert self._accumulation is not None
+            gradient.add_(self._accumulation.kept(slice_index))
+        self._deliver(slice_index, gradient, step)
 
     def finish(self, step: int) -> Tensor:
         """Ends a step's gradients.
@@ -116,7 +121,8 @@ class GradientIntake:
             Sum of squares of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
         """
         for index in sorted(self._partial - self._delivered):
-            self._deliver(index, self._kept(index), step)
+            assert self._accumulation is not None
+            self._deliver(index, self._accumulation.kept(index), step)
         for index in range(len(self._partition.slices)):
             if index not in self._delivered:
                 self._deliver(index, None, step)
@@ -185,9 +191,20 @@ class GradientIntake:
                 kept = destination.page if rows.device == destination.page.device else rows.clone()
                 self.repeated.keep(self._rounds.block_of(part), step, move, first_row, kept)
 
-    def _kept(self, index: int) -> Tensor:
-        """Where a slice's gradient is added up over micro-batches: on the device, in the model's type, allocated on first use."""
-        if self._accumulated is None:
-            self._accumulated = torch.empty(self._partition.numel, dtype=self._dtype, device=self._device)
-        s = self._partition.slices[index]
-        return self._accumulated.narrow(0, s.begin, s.numel)
+    def _accumulate(self, index: int, gradient: Tensor) -> None:
+        """Takes a gradient of a micro-batch that is not the step's last."""
+        self._rounds.prepare()
+        if self._accumulation is None:
+            self._accumulation = new_accumulation(
+                self._accumulate_on, self._partition, self._pages, device=self._device, dtype=self._dtype
+            )
+        if index in self._partial:
+            self._accumulation.add(index, gradient)
+        else:
+            self._accumulation.keep(index, gradient)
+            self._partial.add(index)
+
+    def _pages(self, index: int) -> list[tuple[int, Tensor]]:
+        """For each part of a slice where it begins in the slice, and its part of the step's page, flat."""
+        tiles, begin = self._partition.tiles, self._partition.slices[index].begin
+        return [(tiles[part].begin - begin, self._rounds.page(part).view(-1)) for part in self._parts[index]]

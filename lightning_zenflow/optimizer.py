@@ -172,6 +172,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._kernels,
             device=device,
             dtype=self.dtype,
+            accumulate_on=self._config.accumulate_on,
         )
         self._run_state = RunState(
             self._config,

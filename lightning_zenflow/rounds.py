@@ -112,6 +112,7 @@ class Rounds:
         # The last one freed is taken first, so that no more memory is ever touched than a schedule needs.
         self._free_pages: list[int] = []
         self._free_buffers: list[int] = []
+        self._prepared: list[int] = []
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
         self._published_blocks: dict[int, int] = {}
@@ -156,17 +157,27 @@ class Rounds:
     def n_updates(self, values: Sequence[int]) -> None:
         self._n_updates = list(values)
 
+    def prepare(self) -> None:
+        """Takes the next step's pages before its *open*, for gradients that are added up there. No part of a window yet: a flush in between
+        leaves them alone.
+        """
+        if not self._prepared:
+            assert len(self._free_pages) >= len(self._windows), "the schedule promised enough pages"
+            self._prepared = [self._free_pages.pop() for _ in self._windows]
+
     def open(self, step: int) -> None:
         """Phase *open*."""
         self._published_now.clear()
-        for block, window in enumerate(self._windows):
+        self.prepare()
+        for block, page in enumerate(self._prepared):
+            window = self._windows[block]
             if window is None:
                 window = self._windows[block] = _Window(first_step=step)
-            assert self._free_pages, "the schedule promised enough pages"
-            window.pages.append(self._free_pages.pop())
+            window.pages.append(page)
+        self._prepared = []
 
     def page(self, tile_index: int) -> Tensor:
-        """Phase *fill*: where a tile's gradient of the open step goes.
+        """Phase *fill*: where a tile's gradient of the step goes that is open or prepared.
 
         Args:
             tile_index: index into `Partition.tiles`.
@@ -176,10 +187,14 @@ class Rounds:
         """
         tile = self._partition.tiles[tile_index]
         block = self._block_of_tile[tile_index]
-        window = self._windows[block]
-        assert window is not None, "open comes before fill"
+        if self._prepared:
+            page = self._prepared[block]
+        else:
+            window = self._windows[block]
+            assert window is not None, "open comes before fill"
+            page = window.pages[-1]
         offset = tile.begin - self._partition.blocks[block].begin
-        return self._arena.pages[window.pages[-1]].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
+        return self._arena.pages[page].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.

@@ -27,6 +27,7 @@ DEFAULTS = {
     "provisional_scale": "auto",
     "auto_ratio": 0.99,
     "offload": False,
+    "accumulate_on": "auto",
     "worker_cores": "auto",
     "pt_reserved_cores_perc": 0.5,
     "worker_timeout": 600.0,
@@ -51,6 +52,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("publish_lag", "an integer from 0 to 1024 or 'auto'", [*NOT_INTEGERS, -1, 1025]),
     ("overlap_step", "true or false", NOT_BOOLEANS),
     ("offload", "true or false", NOT_BOOLEANS),
+    ("accumulate_on", "'auto', 'device' or 'host'", [None, True, 1, "cpu", "Host", ["host"]]),
     ("deferred_update", "'replay' or 'accumulate'", [None, True, 1, "Replay", "", []]),
     (
         "select_strategy",
@@ -66,6 +68,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("offload", True, True),
+    ("accumulate_on", "host", "host"),
     ("topk_ratio", 0, 0.0),
     ("topk_ratio", 1, 1.0),
     ("topk_ratio", np.float32(0.5), 0.5),

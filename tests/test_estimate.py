@@ -132,6 +132,20 @@ def test_accumulation() -> None:
     assert four.zenflow.device_bytes - one.zenflow.device_bytes == pytest.approx(2 * partition, abs=2)
 
 
+def test_accumulation_on_the_host() -> None:
+    """Three sums go down and come up; the device holds the largest matrix' while it is there."""
+    partition, matrix = 4.001e9 / 4, 1e9
+    keys = {"update_interval": 4, "publish_lag": 1}
+    device, host = (
+        predict(step_ms=2000, accumulate_grad_batches=4, config=ZenFlowConfig(**keys, accumulate_on=where)).zenflow
+        for where in ("device", "host")
+    )
+    assert host.down_bytes - device.down_bytes == pytest.approx(3 * 2 * partition, abs=2)
+    assert host.up_bytes - device.up_bytes == pytest.approx(3 * 2 * partition, abs=2)
+    assert device.device_bytes - host.device_bytes == pytest.approx(2 * (partition - matrix), abs=2)
+    assert host.step_s > device.step_s
+
+
 def test_cost_of_a_round() -> None:
     assert [replay_bytes(s, 2) for s in (1, 2, 4)] == [28, 30, 36]
     assert replay_bytes(1, 4) == 32

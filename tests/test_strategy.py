@@ -51,6 +51,7 @@ VALUES: dict[str, Any] = {
     "provisional_scale": 0.0,
     "auto_ratio": 0.5,
     "offload": False,
+    "accumulate_on": "device",
     "worker_cores": 1,
     "pt_reserved_cores_perc": 0.25,
     "worker_timeout": 33.0,

@@ -1,0 +1,141 @@
+"""Where gradients are added up over a step's micro-batches: on the device, or in the host memory of the step's pages."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.partition import Partition
+
+_log = logging.getLogger(__name__)
+
+_RESERVE = 0.05
+"""Share of the device's memory that "auto" leaves alone: what the allocator loses between tensors, and batches that are longer."""
+
+
+class Accumulation(ABC):
+    """Running sums of the slices' gradients. Rounded to the model's type after each micro-batch, the same bits wherever they are."""
+
+    @abstractmethod
+    def keep(self, slice_index: int, gradient: Tensor) -> None:
+        """Begins a sum.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device.
+        """
+
+    @abstractmethod
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to the sum; arguments as in `keep`, `gradient` may be changed in place."""
+
+    @abstractmethod
+    def kept(self, slice_index: int) -> Tensor:
+        """The sum: [slice.numel], model dtype, on the device."""
+
+
+class DeviceAccumulation(Accumulation):
+    """Sums on the device: as much memory as the rank's part of the gradients.
+
+    Args:
+        partition: the rank's partition.
+        device: where gradients come from.
+        dtype: the model's type.
+    """
+
+    def __init__(self, partition: Partition, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._partition = partition
+        self._sums = torch.empty(partition.numel, dtype=dtype, device=device)
+
+    @override
+    def keep(self, slice_index: int, gradient: Tensor) -> None:
+        self.kept(slice_index).copy_(gradient)
+
+    @override
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        self.kept(slice_index).add_(gradient)
+
+    @override
+    def kept(self, slice_index: int) -> Tensor:
+        s = self._partition.slices[slice_index]
+        return self._sums.narrow(0, s.begin, s.numel)
+
+
+class HostAccumulation(Accumulation):
+    """Sums in the pages that the step's gradients go to in the end; they visit the device one slice at a time.
+
+    The device needs memory for the largest slice only, and nobody waits for the host: sums cross PCIe both ways, in stream order.
+
+    Args:
+        partition: the rank's partition.
+        pages: for a slice, (first element in the slice, part of a page) of each piece that blocks cut it into.
+        device: where gradients come from.
+        dtype: the model's type.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        pages: Callable[[int], Sequence[tuple[int, Tensor]]],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._partition = partition
+        self._pages = pages
+        self._device = device
+        self._dtype = dtype
+
+    @override
+    def keep(self, slice_index: int, gradient: Tensor) -> None:
+        for begin, page in self._pages(slice_index):
+            page.copy_(gradient.narrow(0, begin, page.numel()), non_blocking=True)
+
+    @override
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        self.keep(slice_index, gradient.add_(self.kept(slice_index)))
+
+    @override
+    def kept(self, slice_index: int) -> Tensor:
+        total = torch.empty(self._partition.slices[slice_index].numel, dtype=self._dtype, device=self._device)
+        for begin, page in self._pages(slice_index):
+            total.narrow(0, begin, page.numel()).copy_(page, non_blocking=True)
+        return total
+
+
+def new_accumulation(
+    where: Literal["auto", "device", "host"],
+    partition: Partition,
+    pages: Callable[[int], Sequence[tuple[int, Tensor]]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Accumulation:
+    """The accumulation that is asked for; to be called in backward, when the device's memory has been as full as it gets.
+
+    Args:
+        where: `ZenFlowConfig.accumulate_on`.
+        partition: the rank's partition.
+        pages: see `HostAccumulation`.
+        device: where gradients come from.
+        dtype: the model's type.
+    """
+    if where == "auto":
+        where = "device" if _has_room(partition.numel * dtype.itemsize, device) else "host"
+        _log.info("ZenFlow: accumulate_on='auto': gradients are added up on the %s", where)
+    if where == "host":
+        return HostAccumulation(partition, pages, device=device, dtype=dtype)
+    return DeviceAccumulation(partition, device=device, dtype=dtype)
+
+
+def _has_room(n_bytes: int, device: torch.device) -> bool:
+    """Whether so many bytes are free beside all that the device held at the same time so far; yes where the device is the host."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return bool(free + unused >= n_bytes + _RESERVE * total)
