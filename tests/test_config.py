@@ -30,6 +30,7 @@ DEFAULTS = {
     "worker_cores": "auto",
     "pt_reserved_cores_perc": 0.5,
     "worker_timeout": 600.0,
+    "max_worker_restarts": 3,
 }
 
 NOT_NUMBERS = [None, True, "4", "auto ", [1], {}, math.nan, math.inf, -math.inf, 10**400]
@@ -46,6 +47,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("provisional_scale", "a finite number >= 0 or 'auto'", [*NOT_NUMBERS, -0.5]),
     ("max_update_interval", "an integer >= 1", [*NOT_INTEGERS, 0, -1, "auto"]),
     ("full_warm_up_rounds", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
+    ("max_worker_restarts", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
     ("update_interval", "an integer >= 1 or 'auto'", [*NOT_INTEGERS, 0, -1]),
     ("select_interval", "an integer >= 0 or 'auto'", [*NOT_INTEGERS, -1]),
     ("publish_lag", "an integer >= 0 or 'auto'", [*NOT_INTEGERS, -1]),
