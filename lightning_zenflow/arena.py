@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow import protocol
+from lightning_zenflow.forked_children import MEMORY_PREFIX
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition, Range
 
@@ -56,7 +57,7 @@ class Arena:
     def __init__(self, partition: Partition, sizes: ArenaSizes, *, device: torch.device) -> None:
         self._sizes = sizes
         header = _layout(partition, sizes)
-        self._fd = os.memfd_create("zenflow-arena", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, header.total_bytes)
         self._memory = mmap.mmap(self._fd, header.total_bytes)
         # A forked dataloader worker must neither hold nor copy the model's optimizer states.

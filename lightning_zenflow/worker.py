@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lightning_zenflow import protocol
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.executable import worker_executable
+from lightning_zenflow.forked_children import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +94,9 @@ class Worker:
     def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keep_from_children(self._socket)
         # A file in memory rather than a pipe: nobody has to read it while the worker lives.
-        self._stderr_fd = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
+        self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
         # A limit that was meant for the trainer's libraries; the worker has as many threads as it has cores.

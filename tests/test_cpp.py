@@ -140,14 +140,6 @@ def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
     assert " 0 failed" in result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2 * _BUILD_TIMEOUT_S)
-def test_worker_killed_at_every_instant(build: Callable[[str], Build]) -> None:
-    """The group "kill" with every single change of the arena."""
-    result = _run([build("plain").tests, "kill"], timeout_s=_BUILD_TIMEOUT_S, ZENFLOW_KILL_STRIDE="1")
-    assert result.returncode == 0, result.stdout
-
-
 @pytest.mark.timeout(2 * _BUILD_TIMEOUT_S)
 def test_worker_carries_its_runtimes(build: Callable[[str], Build]) -> None:
     ldd = _program("ldd")
