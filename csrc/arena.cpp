@@ -45,7 +45,9 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
     }
     check_dtype("gradient_dtype", header.gradient_dtype);
     check_dtype("weight_dtype", header.weight_dtype);
-    if (header.n_step_records == 0) fail("arena: n_step_records is 0, at least 1 is needed");
+    // The count of the step before is read while a step's own is written.
+    if (header.n_step_records < 2) fail("arena: n_step_records is ", header.n_step_records, ", at least 2 are needed");
+    if (header.n_journal_slots == 0) fail("arena: n_journal_slots is 0, at least 1 is needed");
     const uint64_t record_bytes = sizeof(StepRecord) + uint64_t{header.n_param_groups} * sizeof(Hyperparameters);
     const uint64_t rounded_up = (record_bytes + kRecordAlignment - 1) / kRecordAlignment * kRecordAlignment;
     if (header.step_record_bytes != rounded_up) {
@@ -53,7 +55,6 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
              " needs ", rounded_up);
     }
     if (header.resolved_step < 0) fail("arena: resolved_step is ", header.resolved_step, ", allowed are 0 and above");
-    if (header.resolved_count < 0) fail("arena: resolved_count is ", header.resolved_count, ", allowed are 0 and above");
 }
 
 void check_region(const Region& region, uint64_t total_bytes) {
@@ -87,6 +88,8 @@ void check_regions(const ArenaHeader& header) {
         {"pages_offset", header.pages_offset, "n_pages", header.n_pages, page_numel * gradient_bytes, gradient_bytes},
         {"publish_offset", header.publish_offset, "n_publish_buffers", header.n_publish_buffers, page_numel * weight_bytes,
          weight_bytes},
+        {"journal_offset", header.journal_offset, "n_journal_slots", header.n_journal_slots, sizeof(JournalSlot),
+         alignof(JournalSlot)},
     };
     for (const Region& region : regions) check_region(region, header.total_bytes);
 

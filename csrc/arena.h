@@ -23,7 +23,7 @@ class Arena {
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // As it was when the arena was mapped; resolved_step and resolved_count are read below.
+    // As it was when the arena was mapped; the fields that change are read below.
     const ArenaHeader& header() const { return header_; }
     const std::vector<Range>& ranges() const { return ranges_; }
     const std::vector<Block>& blocks() const { return blocks_; }
@@ -41,7 +41,10 @@ class Arena {
     const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) const;
 
     int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }
-    int64_t& resolved_count() const { return at<ArenaHeader>(0)->resolved_count; }
+    int64_t& begun_round() const { return at<ArenaHeader>(0)->begun_round; }
+    int64_t& completed_round() const { return at<ArenaHeader>(0)->completed_round; }
+    uint64_t& n_shares() const { return at<ArenaHeader>(0)->n_shares; }
+    JournalSlot& journal_slot(uint64_t index) const { return at<JournalSlot>(header_.journal_offset)[index]; }
 
   private:
     template <typename T>

@@ -12,6 +12,7 @@
 #include "half.h"
 #include "parallel.h"
 #include "replay_adamw.h"
+#include "tile_journal.h"
 
 namespace zenflow {
 namespace {
@@ -76,6 +77,7 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
     Array<BFloat16> published(n, from_float<BFloat16>(0.0f));
     const auto max_steps = static_cast<size_t>(options.max_steps);
     Array<BFloat16> pages(n * max_steps, from_float<BFloat16>(1e-3f));
+    Array<JournalSlot> journal(options.cores.size(), JournalSlot{});
     Hyperparameters hyperparameters{};
     hyperparameters.lr = 1e-4;
     hyperparameters.beta1 = 0.9;
@@ -100,11 +102,14 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
             const double seconds = seconds_of([&](int thread, int n_threads) {
                 const Share share = share_of(n, thread, n_threads);
                 std::vector<const void*> gradients(n_steps);
+                JournalSlot& slot = journal.data()[thread];
+                slot.saved_at = kNothingSaved;
                 for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
                     for (size_t s = 0; s < n_steps; ++s) gradients[s] = pages.data() + s * n + begin;
+                    slot.position = begin;
                     const WindowView window{Rule::kReplay, n_steps, gradients.data(), coefficients.data(), 4.0f};
                     kernel(master.data() + begin, exp_avg.data() + begin, exp_avg_sq.data() + begin, window,
-                           std::min(kChunkElements, share.end - begin), published.data() + begin);
+                           std::min(kChunkElements, share.end - begin), published.data() + begin, &slot);
                 }
             });
             write(output, "replay", static_cast<int64_t>(n_steps), seconds, n, 26.0 + 2.0 * static_cast<double>(n_steps));

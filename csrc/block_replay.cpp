@@ -1,6 +1,7 @@
 #include "block_replay.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "error.h"
 #include "parallel.h"
@@ -18,6 +19,7 @@ BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
     : arena_(arena),
       records_(records),
       kernel_(replay_kernel(arena.gradient_dtype(), arena.weight_dtype(), best_instruction_set())),
+      journal_(arena),
       segments_(arena.blocks().size()),
       coefficients_(arena.header().n_param_groups) {
     // Both tables ascend, so one pass over them meets every pair that overlaps.
@@ -54,21 +56,25 @@ void BlockReplay::check(const Round& round, const uint32_t* pages) const {
     if (!(round.look_ahead >= 0.0f && round.look_ahead <= kMaxLookAhead)) {
         fail("round: look_ahead is ", round.look_ahead, ", allowed are numbers from 0 to ", kMaxLookAhead);
     }
-    if (round.n_updates < 0) fail("round: n_updates is ", round.n_updates, ", allowed are numbers from 0");
+    if (round.n_updates < 0 || round.n_updates == std::numeric_limits<int64_t>::max()) {
+        fail("round: n_updates is ", round.n_updates, ", allowed are numbers from 0");
+    }
+    journal_.check(round);
 }
 
 void BlockReplay::run(const Round& round, const uint32_t* pages) {
     collect_coefficients(round, pages);
     collect_chunks(round);
-    const Block& block = arena_.blocks()[round.block];
-    std::byte* const publish_buffer = arena_.publish_buffer(round.publish_buffer);
-
-    // Each thread takes consecutive chunks, the same of a block in every round: they may still be in its caches.
+    if (!journal_.is_in_hand(round)) journal_.begin(round, shares());
+    const size_t n_shares = journal_.n_shares();
+    gradients_.resize(n_shares * pages_.size());
     run_in_parallel([&](int thread, int n_threads) {
-        const size_t begin = chunks_.size() * static_cast<size_t>(thread) / static_cast<size_t>(n_threads);
-        const size_t end = chunks_.size() * static_cast<size_t>(thread + 1) / static_cast<size_t>(n_threads);
-        for (size_t i = begin; i < end; ++i) run_chunk(chunks_[i], round, block, publish_buffer);
+        // As many threads as shares, but for what a worker with another number of threads left.
+        for (auto share = static_cast<size_t>(thread); share < n_shares; share += static_cast<size_t>(n_threads)) {
+            run_share(share, round);
+        }
     });
+    journal_.finish(round);
 }
 
 void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages) {
@@ -94,23 +100,45 @@ void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages
 }
 
 void BlockReplay::collect_chunks(const Round& round) {
-    const uint64_t block_begin = arena_.blocks()[round.block].begin;
-    const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype());
     chunks_.clear();
-    gradients_.clear();
     for (const Segment& segment : segments_[round.block]) {
         for (uint64_t begin = segment.begin; begin < segment.end; begin += kChunkElements) {
-            chunks_.push_back({begin, std::min(kChunkElements, segment.end - begin), segment.param_group, gradients_.size()});
-            for (const std::byte* const page : pages_) gradients_.push_back(page + (begin - block_begin) * gradient_bytes);
+            chunks_.push_back({begin, std::min(kChunkElements, segment.end - begin), segment.param_group});
         }
     }
 }
 
-void BlockReplay::run_chunk(const Chunk& chunk, const Round& round, const Block& block, std::byte* publish_buffer) {
-    const WindowView window{static_cast<Rule>(round.rule), pages_.size(), gradients_.data() + chunk.first_gradient,
-                            coefficients_[chunk.param_group].data(), round.look_ahead};
-    kernel_(arena_.master() + chunk.begin, arena_.exp_avg() + chunk.begin, arena_.exp_avg_sq() + chunk.begin, window, chunk.size,
-            publish_buffer + (chunk.begin - block.begin) * element_bytes(arena_.weight_dtype()));
+// Consecutive chunks, the same of a block in every round: they may still be in the thread's caches.
+std::vector<Journal::Share> BlockReplay::shares() const {
+    std::vector<Journal::Share> result;
+    const size_t n = std::min({chunks_.size(), journal_.max_shares(), static_cast<size_t>(n_parallel_threads())});
+    for (size_t i = 0; i < n; ++i) {
+        const Chunk& first = chunks_[chunks_.size() * i / n];
+        const Chunk& last = chunks_[chunks_.size() * (i + 1) / n - 1];
+        result.push_back({first.begin, last.begin + last.size});
+    }
+    return result;
+}
+
+void BlockReplay::run_share(size_t share, const Round& round) {
+    JournalSlot& slot = journal_.slot(share);
+    const uint64_t block_begin = arena_.blocks()[round.block].begin;
+    const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype());
+    const void** const gradients = gradients_.data() + share * pages_.size();
+    std::byte* const published = arena_.publish_buffer(round.publish_buffer);
+    const auto first = std::partition_point(chunks_.begin(), chunks_.end(),
+                                            [&](const Chunk& chunk) { return chunk.begin + chunk.size <= slot.position; });
+    for (auto chunk = first; chunk != chunks_.end() && chunk->begin < slot.end; ++chunk) {
+        // Past what is done, and past padding.
+        slot.position = std::max(slot.position, chunk->begin);
+        const uint64_t begin = slot.position;
+        for (size_t s = 0; s < pages_.size(); ++s) gradients[s] = pages_[s] + (begin - block_begin) * gradient_bytes;
+        const WindowView window{static_cast<Rule>(round.rule), pages_.size(), gradients, coefficients_[chunk->param_group].data(),
+                                round.look_ahead};
+        kernel_(arena_.master() + begin, arena_.exp_avg() + begin, arena_.exp_avg_sq() + begin, window,
+                chunk->begin + chunk->size - begin, published + (begin - block_begin) * element_bytes(arena_.weight_dtype()),
+                &slot);
+    }
 }
 
 }  // namespace zenflow

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "journal.h"
 #include "protocol.h"
 #include "replay_adamw.h"
 #include "step_records.h"
@@ -18,11 +19,15 @@ class BlockReplay {
     BlockReplay(const Arena& arena, const StepRecords& records);
 
     // Throws Error, naming field, value and what is allowed, if `round` names a block, page or publish buffer the arena does not
-    // have. `pages` holds round.n_steps page indexes.
+    // have, or cannot follow the rounds before it. `pages` holds round.n_steps page indexes.
     void check(const Round& round, const uint32_t* pages) const;
 
-    // Carries out a checked round whose steps are resolved. When it returns, what the threads wrote happens before whatever the
-    // caller does next. Elements in no range are left alone, in master and moments as well as in the publish buffer.
+    // Whether a checked round has been carried out before, by this worker or by one that was killed before it could say so.
+    bool is_complete(const Round& round) const { return journal_.is_complete(round); }
+
+    // Carries out a checked round that is not complete and whose steps are resolved, or what is left of it. When it returns, what
+    // the threads wrote happens before whatever the caller does next. Elements in no range are left alone, in master and moments
+    // as well as in the publish buffer.
     void run(const Round& round, const uint32_t* pages);
 
   private:
@@ -37,23 +42,24 @@ class BlockReplay {
         uint64_t begin;  // in the partition
         uint64_t size;
         uint32_t param_group;
-        size_t first_gradient;  // in gradients_
     };
 
     void collect_coefficients(const Round& round, const uint32_t* pages);
     void collect_chunks(const Round& round);
-    void run_chunk(const Chunk& chunk, const Round& round, const Block& block, std::byte* publish_buffer);
+    std::vector<Journal::Share> shares() const;
+    void run_share(size_t share, const Round& round);
 
     const Arena& arena_;
     const StepRecords& records_;
     const ReplayKernel kernel_;
+    Journal journal_;
     std::vector<std::vector<Segment>> segments_;  // per block
 
     // Of the round in hand; members so that their memory is allocated once.
     std::vector<const std::byte*> pages_;                      // of the applied steps
     std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, see WindowView
     std::vector<Chunk> chunks_;
-    std::vector<const void*> gradients_;  // per chunk, of the applied steps
+    std::vector<const void*> gradients_;  // per share, of the applied steps of the chunk in hand
 };
 
 }  // namespace zenflow

@@ -61,7 +61,7 @@ void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void*
     const zenflow::StepCoefficients coefficients = zenflow::step_coefficients(*hyperparameters, count, factor);
     const zenflow::WindowView window{zenflow::Rule::kReplay, 1, &gradient, &coefficients, 0.0f};
     zenflow::replay_kernel(type, type, zenflow::best_instruction_set())(master, exp_avg, exp_avg_sq, window,
-                                                                        static_cast<size_t>(n), weights);
+                                                                        static_cast<size_t>(n), weights, nullptr);
 }
 
 void zenflow_gather_columns(const void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,

@@ -14,6 +14,8 @@ void print_layout(std::ostream& out) {
     out << "kVersion " << kVersion << '\n';
     out << "kHeaderBytes " << kHeaderBytes << '\n';
     out << "kMaxMessageBytes " << kMaxMessageBytes << '\n';
+    out << "kTileElements " << kTileElements << '\n';
+    out << "kJournalSlotBytes " << kJournalSlotBytes << '\n';
 
     SIZE(ArenaHeader);
     FIELD(ArenaHeader, magic);
@@ -29,6 +31,8 @@ void print_layout(std::ostream& out) {
     FIELD(ArenaHeader, n_pages);
     FIELD(ArenaHeader, n_publish_buffers);
     FIELD(ArenaHeader, page_numel);
+    FIELD(ArenaHeader, n_journal_slots);
+    FIELD(ArenaHeader, reserved);
     FIELD(ArenaHeader, ranges_offset);
     FIELD(ArenaHeader, blocks_offset);
     FIELD(ArenaHeader, step_records_offset);
@@ -38,8 +42,11 @@ void print_layout(std::ostream& out) {
     FIELD(ArenaHeader, exp_avg_sq_offset);
     FIELD(ArenaHeader, pages_offset);
     FIELD(ArenaHeader, publish_offset);
+    FIELD(ArenaHeader, journal_offset);
     FIELD(ArenaHeader, resolved_step);
-    FIELD(ArenaHeader, resolved_count);
+    FIELD(ArenaHeader, begun_round);
+    FIELD(ArenaHeader, completed_round);
+    FIELD(ArenaHeader, n_shares);
 
     SIZE(Range);
     FIELD(Range, begin);
@@ -69,6 +76,14 @@ void print_layout(std::ostream& out) {
     FIELD(StepRecord, word);
     FIELD(StepRecord, count);
     FIELD(StepRecord, reserved);
+
+    SIZE(JournalSlot);
+    FIELD(JournalSlot, saved);
+    FIELD(JournalSlot, begin);
+    FIELD(JournalSlot, end);
+    FIELD(JournalSlot, position);
+    FIELD(JournalSlot, saved_at);
+    FIELD(JournalSlot, reserved);
 
     SIZE(MessageHeader);
     FIELD(MessageHeader, type);

@@ -19,6 +19,9 @@ extern "C" void __tsan_release(void* address);
 
 namespace zenflow {
 
+// How many threads the next parallel region of the caller has.
+inline int n_parallel_threads() { return omp_get_max_threads(); }
+
 // Calls body(thread, n_threads) once on each of OpenMP's threads, the caller being thread 0, and returns when all are through.
 // What the caller did before happens before the calls, and they happen before what it does next. `body` must not throw.
 template <typename Body>

@@ -7,11 +7,19 @@
 // offsets that a test compares.
 //
 // Ownership. Who may write what, and when:
-//   header, tables             trainer, before the worker starts; `resolved_*` belong to the worker while a round is in flight
+//   header, tables             trainer, before the worker starts; the fields from `resolved_step` on belong to the worker while a
+//                              round is in flight
 //   step records               trainer, before the first round that names the step; `word` by a device copy that may come later
 //   gradient pages             trainer, until the round that names the page is submitted; free again when its Done arrived
 //   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise
 //   publish buffers            worker, from submission until Done; the trainer until it submits the next round that names it
+//   journal                    worker
+//
+// Death of the worker. It may be killed at any instant: a new one on the same arena carries on once the trainer has submitted
+// those rounds again, unchanged and in order, whose Done it has not seen. Rounds up to `completed_round` are answered without
+// being done twice. The round between that and `begun_round` is continued where the journal says (tile_journal.h, journal.h);
+// every other one has touched nothing. All of this relies on program order alone: a thread that is killed has carried out its
+// instructions up to some point and none after it, and the memory outlives the process.
 //
 // A round's data may still be on its way from the device when the Round message arrives. The worker therefore waits for the
 // sequence word of the round's last step before it touches anything: the device copies gradients, then the clip coefficient, then
@@ -25,9 +33,11 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 2;
+constexpr uint64_t kVersion = 3;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
+constexpr size_t kTileElements = 128;  // that the kernel updates at once
+constexpr size_t kJournalSlotBytes = 4096;
 
 enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -46,7 +56,9 @@ struct ArenaHeader {
     uint32_t n_step_records;  // capacity of the ring of step records; step t lives in record t % n_step_records
     uint32_t n_pages;
     uint32_t n_publish_buffers;
-    uint64_t page_numel;  // elements of a page and of a publish buffer: the largest block, rounded up to 4096 bytes
+    uint64_t page_numel;       // elements of a page and of a publish buffer: the largest block, rounded up to 4096 bytes
+    uint32_t n_journal_slots;  // at least 1; rounds are shared out to no more threads than that
+    uint32_t reserved;
 
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
@@ -57,13 +69,17 @@ struct ArenaHeader {
     uint64_t exp_avg_sq_offset;    // float[numel]
     uint64_t pages_offset;         // gradient_dtype[n_pages][page_numel]
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][page_numel]
+    uint64_t journal_offset;       // JournalSlot[n_journal_slots]
 
-    // The last step whose word the worker has read, and how many steps up to and including it were applied (their clip
-    // coefficient was not NaN). The trainer sets them before start and, with no round in flight, after loading a checkpoint.
-    // Where that sets resolved_step back, it also sets every word's sequence to 0: one left from before would count as the
-    // repeated step's.
+    // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their clip
+    // coefficient was not NaN). The trainer sets both before start and, with no round in flight, after loading a checkpoint.
+    // It then also sets every word's sequence to 0: one left from before would count as a repeated step's.
     int64_t resolved_step;
-    int64_t resolved_count;
+
+    // The last round that was begun, and the last that is complete; 0 before the first. They differ while one is in hand.
+    int64_t begun_round;
+    int64_t completed_round;
+    uint64_t n_shares;  // of the round begun last: the journal's first slots
 };
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit its page");
 
@@ -102,9 +118,20 @@ struct StepWord {
 // Followed in memory by Hyperparameters[n_param_groups].
 struct StepRecord {
     StepWord word;
-    int64_t count;  // worker: number of applied steps up to and including this one; valid once step <= resolved_step
+    int64_t count;  // worker: number of applied steps up to and including this one; valid once resolved_step has reached it
     int64_t reserved;
 };
+
+// One thread's share of a round, and how far it is; tile_journal.h says how it is kept.
+struct JournalSlot {
+    float saved[3 * kTileElements];  // master, exp_avg and exp_avg_sq of one tile before its last update
+    uint64_t begin;                  // elements [begin, end) of the partition, in order
+    uint64_t end;
+    uint64_t position;  // everything before it is done; the tile in hand begins here
+    uint64_t saved_at;  // element at which the tile in `saved` begins
+    uint8_t reserved[kJournalSlotBytes - 3 * kTileElements * sizeof(float) - 4 * sizeof(uint64_t)];
+};
+static_assert(sizeof(JournalSlot) == kJournalSlotBytes, "slots are whole pages of memory, so that threads share none");
 
 enum class MessageType : uint32_t {
     kRound = 1,  // trainer -> worker: Round, then uint32_t pages[n_steps]
@@ -130,7 +157,7 @@ enum class Rule : uint32_t {
 struct Round {
     uint32_t type;
     uint32_t block;
-    int64_t round_id;
+    int64_t round_id;  // from 1, ascending
     int64_t first_step;
     uint32_t n_steps;
     uint32_t publish_buffer;
@@ -150,7 +177,7 @@ struct Done {
     uint32_t block;
     int64_t round_id;
     int64_t wait_ns;  // time between reading the message and the arrival of the round's word
-    int64_t busy_ns;  // time spent computing after that
+    int64_t busy_ns;  // time spent computing after that; both are 0 if the round was complete before
 };
 
 }  // namespace zenflow

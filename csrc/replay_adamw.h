@@ -56,11 +56,15 @@ struct WindowView {
     float look_ahead;  // in steps; 0 publishes the exact weights
 };
 
-// Applies a window to `n` elements and writes the new weights, moved on by the look-ahead and rounded to nearest even, to
-// `published`; n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
-// gradients may coincide with each other and with `published`, if their types are the same. Thread-safe for disjoint elements.
+// Applies a window to `n` elements, which begin at `slot`'s position, and writes the new weights, moved on by the look-ahead and
+// rounded to nearest even, to `published`; n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and
+// do not overlap, but gradients may coincide with each other and with `published`, if their types are the same. Thread-safe for
+// disjoint elements.
+//
+// A call that is killed can be made again for the elements from the slot's position on (tile_journal.h). Without a slot (null), a
+// call that is killed leaves elements that nobody can make whole.
 using ReplayKernel = void (*)(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& window, size_t n,
-                              void* published);
+                              void* published, JournalSlot* slot);
 
 // What a kernel is compiled for, the best last. kBaseline is what every CPU of the architecture has.
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };

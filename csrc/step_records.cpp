@@ -1,6 +1,7 @@
 #include "step_records.h"
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <thread>
 
@@ -49,12 +50,19 @@ void StepRecords::check(int64_t first_step, uint32_t n_steps) const {
 }
 
 bool StepRecords::resolve(int64_t last_step, const std::function<bool()>& trainer_gone) const {
-    for (int64_t step = arena_.resolved_step() + 1; step <= last_step; ++step) {
+    for (int64_t step = arena_.resolved_step(); step < last_step;) {
+        const int64_t count_before = arena_.step_record(step).count;
+        if (count_before < 0 || count_before == std::numeric_limits<int64_t>::max()) {
+            fail("arena: step ", step, "'s count is ", count_before, ", allowed are numbers from 0");
+        }
+        ++step;
         if (!wait_for_word(step, trainer_gone)) return false;
         StepRecord& record = arena_.step_record(step);
         const bool applied = record.word.clip == record.word.clip;
-        record.count = arena_.resolved_count() + (applied ? 1 : 0);
-        arena_.resolved_count() = record.count;
+        record.count = count_before + (applied ? 1 : 0);
+        // The step is resolved with this and not before; a worker that takes over in between counts it again, from the same
+        // count.
+        std::atomic_signal_fence(std::memory_order_seq_cst);
         arena_.resolved_step() = step;
     }
     return true;

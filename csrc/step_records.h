@@ -21,9 +21,9 @@ class StepRecords {
     void check(int64_t first_step, uint32_t n_steps) const;
 
     // Resolves the steps up to and including `last_step` that are not yet, in order: waits for each one's word, counts it if its
-    // clip coefficient is not NaN, and stores the count in its record and in the arena's header. On return everything the device
-    // wrote before those words can be read. `trainer_gone` is asked every few milliseconds while waiting; once it says yes, the
-    // wait ends with false. Throws Error if a word does not arrive in time or a later step has taken the record.
+    // clip coefficient is not NaN, and stores the count in its record. On return everything the device wrote
+    // before those words can be read. `trainer_gone` is asked every few milliseconds while waiting; once it says yes, the wait
+    // ends with false. Throws Error if a word does not arrive in time, a later step has taken the record, or a count is none.
     bool resolve(int64_t last_step, const std::function<bool()>& trainer_gone) const;
 
     struct Step {

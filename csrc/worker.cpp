@@ -126,6 +126,9 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     const auto received_at = std::chrono::steady_clock::now();
     replay.check(round, pages);
     records.check(round.first_step, round.n_steps);
+    if (replay.is_complete(round)) {
+        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id, 0, 0});
+    }
     if (round.n_steps > 0) {
         const int64_t last_step = round.first_step + round.n_steps - 1;
         if (!records.resolve(last_step, [&channel] { return channel.trainer_gone(); })) return false;

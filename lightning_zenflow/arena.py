@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow import protocol
+from lightning_zenflow.forked_children import MEMORY_PREFIX
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition, Range
 
@@ -31,6 +32,8 @@ class ArenaSizes:
     n_publish_buffers: int
     dtype: torch.dtype
     """Element type of gradients and published weights: the model's."""
+    n_threads: int = 1
+    """Of the worker; each keeps a journal of what it has in hand."""
 
 
 class Arena:
@@ -54,7 +57,7 @@ class Arena:
     def __init__(self, partition: Partition, sizes: ArenaSizes, *, device: torch.device) -> None:
         self._sizes = sizes
         header = _layout(partition, sizes)
-        self._fd = os.memfd_create("zenflow-arena", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, header.total_bytes)
         self._memory = mmap.mmap(self._fd, header.total_bytes)
         # A forked dataloader worker must neither hold nor copy the model's optimizer states.
@@ -80,6 +83,8 @@ class Arena:
         clip_begin, sequence_begin = word + protocol.StepWord.clip.offset, word + protocol.StepWord.sequence.offset
         self.clip = records[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
         self.sequence = records[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
+        count_begin = protocol.StepRecord.count.offset
+        self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # Page-locked memory is what lets the device copy without the host's help.
         self.pinned = device.type == "cuda"
         self._reserved: list[tuple[int, int]] = []
@@ -121,12 +126,19 @@ class Arena:
 
     @property
     def resolved(self) -> tuple[int, int]:
-        """The last step whose factor the worker has read, and the number of applied steps up to it. Exact when no round is in flight."""
-        return int(self._header.resolved_step), int(self._header.resolved_count)
+        """The last step whose factor the worker has read, and the number of applied steps up to it; to be set and exact when no round is in
+        flight.
+        """
+        step = int(self._header.resolved_step)
+        return step, int(self._counts[step % self.n_step_records])
 
     @resolved.setter
     def resolved(self, value: tuple[int, int]) -> None:
-        self._header.resolved_step, self._header.resolved_count = value
+        step, count = value
+        # Words of a run before this one must not count as those of its steps.
+        self.sequence.zero_()
+        self._counts[step % self.n_step_records] = count
+        self._header.resolved_step = step
 
     def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters]) -> None:
         """Fills the step's record; its factor and sequence word follow from the device."""
@@ -184,6 +196,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         n_step_records=sizes.n_step_records,
         n_pages=sizes.n_pages,
         n_publish_buffers=sizes.n_publish_buffers,
+        n_journal_slots=sizes.n_threads,
         # Whole pages of memory, so that none is cut where one reservation ends and the next begins: the device copies within one only.
         page_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
     )
@@ -202,6 +215,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         _CACHE_LINE_BYTES,
     )
     header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
+    header.journal_offset = reserve(header.n_journal_slots * ctypes.sizeof(protocol.JournalSlot))
     header.master_offset = reserve(4 * header.numel)
     header.exp_avg_offset = reserve(4 * header.numel)
     header.exp_avg_sq_offset = reserve(4 * header.numel)

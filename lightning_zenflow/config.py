@@ -114,6 +114,10 @@ class ZenFlowConfig:
     worker_timeout: float = 600.0
     """Longest wait for the worker before the run stops with an error, in seconds: a number > 0 and up to 1e6, default 600."""
 
+    max_worker_restarts: int = 3
+    """How many times within ten minutes a worker that was killed is replaced before the run stops with an error: an integer >= 0, default
+    3."""
+
     def __post_init__(self) -> None:
         """Validate every value and bring numbers to the type of their field."""
         self.topk_ratio = _number("topk_ratio", self.topk_ratio, _SHARE)
@@ -137,6 +141,7 @@ class ZenFlowConfig:
         self.worker_cores = _worker_cores("worker_cores", self.worker_cores)
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
         self.worker_timeout = _number("worker_timeout", self.worker_timeout, _TIMEOUT)
+        self.max_worker_restarts = _integer("max_worker_restarts", self.max_worker_restarts, minimum=0)
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise _refusal("update_interval", self.update_interval, allowed)

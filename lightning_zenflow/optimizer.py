@@ -34,6 +34,7 @@ from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selector import ColumnEnergies, Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
+from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.worker import Worker, WorkerError
 
 _log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._step = 0
         self._flushed_step = 0
         self._groups: list[GroupHyperparameters] | None = None
-        self._worker: Worker | None = None
+        self._worker: SupervisedWorker | None = None
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -113,6 +114,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 n_pages=max(schedule.n_pages for schedule in schedules),
                 n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
                 dtype=self.dtype,
+                n_threads=len(self._worker_cores),
             ),
             device=device,
         )
@@ -127,7 +129,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Where the stock optimizer keeps its weights on their way to the device.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         auto = AutoSchedule(intervals, lags)
-        self._worker = self._start_worker()
+        self._worker = SupervisedWorker(
+            self._start_worker, max_restarts=self._config.max_worker_restarts, stalls=self.stalls
+        )
         self._rounds = Rounds(
             self._partition,
             arena=self._arena,
@@ -276,12 +280,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if not self._freezing.update():
             return
         self.flush()
-        partition = self._freezing.trained_part()
-        assert self._worker is not None, "flush needs it as well"
-        self._worker.close()
-        self._arena.write_ranges(partition.ranges)
-        self._worker = self._start_worker()
-        self._rounds.change_ranges(partition, self._worker)
+        self._rounds.change_ranges(self._freezing.trained_part())
         self._start_over(int(self._count))
 
     def flush(self) -> None:

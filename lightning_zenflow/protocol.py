@@ -11,9 +11,11 @@ from typing import Final
 import torch
 
 MAGIC: Final = 0x574F4C464E455A31
-VERSION: Final = 2
+VERSION: Final = 3
 HEADER_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16384
+TILE_ELEMENTS: Final = 128
+JOURNAL_SLOT_BYTES: Final = 4096
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types of gradient pages and publish buffers, as ``zenflow::DataType`` numbers them."""
@@ -36,6 +38,8 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("n_pages", ctypes.c_uint32),
         ("n_publish_buffers", ctypes.c_uint32),
         ("page_numel", ctypes.c_uint64),
+        ("n_journal_slots", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
         ("ranges_offset", ctypes.c_uint64),
         ("blocks_offset", ctypes.c_uint64),
         ("step_records_offset", ctypes.c_uint64),
@@ -45,8 +49,11 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("exp_avg_sq_offset", ctypes.c_uint64),
         ("pages_offset", ctypes.c_uint64),
         ("publish_offset", ctypes.c_uint64),
+        ("journal_offset", ctypes.c_uint64),
         ("resolved_step", ctypes.c_int64),
-        ("resolved_count", ctypes.c_int64),
+        ("begun_round", ctypes.c_int64),
+        ("completed_round", ctypes.c_int64),
+        ("n_shares", ctypes.c_uint64),
     )
 
 
@@ -91,6 +98,19 @@ class StepRecord(ctypes.LittleEndianStructure):
     """``zenflow::StepRecord``: followed in memory by one ``Hyperparameters`` a parameter group."""
 
     _fields_ = (("word", StepWord), ("count", ctypes.c_int64), ("reserved", ctypes.c_int64))
+
+
+class JournalSlot(ctypes.LittleEndianStructure):
+    """``zenflow::JournalSlot``: one thread's share of a round, and how far it is."""
+
+    _fields_ = (
+        ("saved", ctypes.c_float * (3 * TILE_ELEMENTS)),
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("saved_at", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * (JOURNAL_SLOT_BYTES - 12 * TILE_ELEMENTS - 32)),
+    )
 
 
 class MessageType(enum.IntEnum):

@@ -14,7 +14,8 @@ from lightning_zenflow.partition import Partition, ranges_of_block
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
-from lightning_zenflow.worker import Worker
+from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.worker import Submission
 
 
 @dataclass(kw_only=True)
@@ -79,7 +80,7 @@ class Rounds:
     Args:
         partition: the rank's partition.
         arena: shared memory.
-        worker: the worker process.
+        worker: carries the rounds out, in order and each once, whatever happens to its process (see `SupervisedWorker`).
         pace: S and d at the start.
         publishing: how windows become weights.
         weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
@@ -91,7 +92,7 @@ class Rounds:
         partition: Partition,
         *,
         arena: Arena,
-        worker: Worker,
+        worker: SupervisedWorker,
         pace: Pace,
         publishing: Publishing,
         weights: Sequence[Tensor],
@@ -258,15 +259,15 @@ class Rounds:
             self._publish_oldest("flush")
         self._published_blocks.clear()
 
-    def change_ranges(self, partition: Partition, worker: Worker) -> None:
-        """Goes on with a worker that updates and publishes other ranges; right after a flush only.
+    def change_ranges(self, partition: Partition) -> None:
+        """Updates and publishes other ranges from now on; right after a flush only.
 
         Args:
             partition: as before but for its ranges.
-            worker: one that was started with these ranges in the arena.
         """
         assert not self._in_flight, "flush comes before"
-        self._worker = worker
+        self._arena.write_ranges(partition.ranges)
+        self._worker.exchange()
         self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
 
     def _submit(self, block: int, *, due_step: int, look_ahead: float = 0.0, cause: Cause = "publish_wait") -> None:
@@ -295,14 +296,16 @@ class Rounds:
         )
         self._next_round_id += 1
         self._worker.submit(
-            round_id=round_.round_id,
-            block=block,
-            first_step=window.first_step,
-            pages=window.pages,
-            publish_buffer=buffer,
-            rule=self._publishing.rule,
-            look_ahead=look_ahead,
-            n_updates=self._n_updates[block],
+            Submission(
+                round_id=round_.round_id,
+                block=block,
+                first_step=window.first_step,
+                pages=window.pages,
+                publish_buffer=buffer,
+                rule=self._publishing.rule,
+                look_ahead=look_ahead,
+                n_updates=self._n_updates[block],
+            )
         )
         self._n_updates[block] += bool(window.pages)
         self._in_flight.append(round_)

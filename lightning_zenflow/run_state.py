@@ -17,7 +17,14 @@ CHECKPOINT_KEY = "zenflow"
 VERSION = 1
 """Of what `RunState` writes; one more with every change that an older version would misread."""
 
-_WITHOUT_EFFECT = ("worker_cores", "pt_reserved_cores_perc", "worker_timeout", "offload", "accumulate_on")
+_WITHOUT_EFFECT = (
+    "worker_cores",
+    "pt_reserved_cores_perc",
+    "worker_timeout",
+    "max_worker_restarts",
+    "offload",
+    "accumulate_on",
+)
 """Keys of the configuration that change no number."""
 
 

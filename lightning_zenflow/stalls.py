@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-Cause = Literal["publish_wait", "publish_buffer", "select", "flush"]
+Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart"]
 """Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection and the
-state of the selected columns; for everything, in a flush."""
+state of the selected columns; for everything, in a flush; for a new worker, when the one before was found dead at a hand-over."""
 
 
 class StallClock:
@@ -32,6 +32,8 @@ class StallClock:
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self.steps = 0
         """Optimizer steps counted."""
+        self.worker_restarts = 0
+        """Workers that were started in place of one that a signal had ended."""
 
     @property
     def seconds(self) -> dict[str, float]:

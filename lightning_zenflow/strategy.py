@@ -47,7 +47,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     Args:
         config: where keys come from that are not given here: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict), with a ``zero_optimization.zenflow`` block or without.
-        topk_ratio: this and all following up to `worker_timeout`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
+        topk_ratio: this and all up to `max_worker_restarts`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
         **deepspeed_options: everything that `DeepSpeedStrategy` takes, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
@@ -78,6 +78,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         worker_cores: int | Sequence[int] | Literal["auto"] | None = None,
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
+        max_worker_restarts: int | None = None,
         **deepspeed_options: Any,
     ) -> None:
         keys = {
@@ -98,6 +99,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             "worker_cores": worker_cores,
             "pt_reserved_cores_perc": pt_reserved_cores_perc,
             "worker_timeout": worker_timeout,
+            "max_worker_restarts": max_worker_restarts,
         }
         if config is None:
             # The variable by which Lightning takes a DeepSpeed configuration from the environment.

@@ -2,7 +2,7 @@
 
 The worker is an executable of its own (C++, no Python) that inherits two file descriptors: the arena's and one end of a
 socket pair. When the trainer dies in whatever way, the kernel closes its end and the worker leaves; when the worker dies, the
-trainer's next wait sees the end of the stream and raises with the worker's last words.
+trainer's next wait sees the end of the stream and raises with the worker's last words. `lightning_zenflow.supervision` starts another.
 """
 
 import ctypes
@@ -18,16 +18,53 @@ from dataclasses import dataclass
 from lightning_zenflow import protocol
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.executable import worker_executable
+from lightning_zenflow.forked_children import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
-_EXIT_TIMEOUT_S = 10.0
+_EXIT_TIMEOUT_S = 1.0
+"""What a worker that is asked to exit may need; nothing is lost when it is killed instead."""
+_DEATH_TIMEOUT_S = 10.0
+"""What the kernel may need to end a process and to give back its memory."""
 _LAST_WORDS_BYTES = 4096
 
 
 class WorkerError(RuntimeError):
     """The worker failed, died or did not answer in time; the message holds its own words where it left any."""
+
+
+class WorkerKilled(WorkerError):
+    """A signal has ended the worker: whatever it was about, another one can go on in the same memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A round as it is handed over: the fields of ``zenflow::Round``, which says what they mean."""
+
+    round_id: int
+    block: int
+    first_step: int
+    pages: Sequence[int]
+    publish_buffer: int
+    rule: protocol.Rule = protocol.Rule.REPLAY
+    look_ahead: float = 0.0
+    n_updates: int = 0
+
+    def message(self) -> bytes:
+        """As it goes over the socket."""
+        header = protocol.Round(
+            type=protocol.MessageType.ROUND,
+            block=self.block,
+            round_id=self.round_id,
+            first_step=self.first_step,
+            n_steps=len(self.pages),
+            publish_buffer=self.publish_buffer,
+            rule=self.rule,
+            look_ahead=self.look_ahead,
+            n_updates=self.n_updates,
+        )
+        return bytes(header) + bytes((ctypes.c_uint32 * len(self.pages))(*self.pages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +87,16 @@ class Worker:
         timeout_s: longest wait for an answer, and the worker's own longest wait for a step's data.
 
     Raises:
+        WorkerKilled: a signal ended it before it was ready.
         WorkerError: it could not be started.
     """
 
     def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        keep_from_children(self._socket)
         # A file in memory rather than a pipe: nobody has to read it while the worker lives.
-        self._stderr_fd = os.memfd_create("zenflow-worker-stderr", os.MFD_CLOEXEC)
+        self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
         # A limit that was meant for the trainer's libraries; the worker has as many threads as it has cores.
@@ -95,34 +134,22 @@ class Worker:
         """Process number of the worker."""
         return self._process.pid
 
-    def submit(
-        self,
-        *,
-        round_id: int,
-        block: int,
-        first_step: int,
-        pages: Sequence[int],
-        publish_buffer: int,
-        rule: protocol.Rule = protocol.Rule.REPLAY,
-        look_ahead: float = 0.0,
-        n_updates: int = 0,
-    ) -> None:
-        """Hands a round over; returns at once. The arguments are the fields of ``zenflow::Round``."""
-        message = protocol.Round(
-            type=protocol.MessageType.ROUND,
-            block=block,
-            round_id=round_id,
-            first_step=first_step,
-            n_steps=len(pages),
-            publish_buffer=publish_buffer,
-            rule=rule,
-            look_ahead=look_ahead,
-            n_updates=n_updates,
-        )
-        self._send(bytes(message) + bytes((ctypes.c_uint32 * len(pages))(*pages)))
+    def submit(self, submission: Submission) -> None:
+        """Hands a round over; returns at once.
+
+        Raises:
+            WorkerKilled: a signal has ended the worker.
+            WorkerError: it has ended otherwise, or takes no messages.
+        """
+        self._send(submission.message())
 
     def wait(self) -> Completion:
-        """Waits for the oldest round that has not been answered yet."""
+        """Waits for the oldest round that has not been answered yet.
+
+        Raises:
+            WorkerKilled: a signal has ended the worker.
+            WorkerError: it failed and says how, has ended otherwise, or does not answer in time.
+        """
         done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
         return Completion(round_id=done.round_id, wait_s=done.wait_ns * 1e-9, busy_s=done.busy_ns * 1e-9)
 
@@ -140,7 +167,7 @@ class Worker:
         """Ends the worker now and frees everything that belonged to it. May be called again."""
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            self._process.wait(timeout=_DEATH_TIMEOUT_S)
         self._socket.close()
         if self._stderr_fd >= 0:
             os.close(self._stderr_fd)
@@ -156,7 +183,7 @@ class Worker:
                 f"the ZenFlow worker (process {self.pid}) took no message within {self._timeout_s:g} s"
             ) from error
         except OSError as error:
-            raise WorkerError(self._last_words()) from error
+            raise self._death() from error
 
     def _receive(self, expected: protocol.MessageType, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
@@ -170,9 +197,9 @@ class Worker:
         try:
             message = self._socket.recv(protocol.MAX_MESSAGE_BYTES)
         except OSError as error:
-            raise WorkerError(self._last_words()) from error
+            raise self._death() from error
         if not message:
-            raise WorkerError(self._last_words())
+            raise self._death()
         kind = protocol.MessageHeader.from_buffer_copy(message).type
         if kind == protocol.MessageType.ERROR:
             text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
@@ -181,17 +208,19 @@ class Worker:
             raise WorkerError(f"the ZenFlow worker sent message {kind} where {expected.name} was expected")
         return message
 
-    def _last_words(self) -> str:
-        """What to tell the user about a worker that is gone."""
+    def _death(self) -> WorkerError:
+        """What to raise about a worker that has closed its end."""
         try:
-            status = self._process.wait(timeout=_EXIT_TIMEOUT_S)
+            status = self._process.wait(timeout=_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return (
-                f"the ZenFlow worker (process {self.pid}) closed its connection but did not exit"
-                + self._quoted_stderr()
-            )
-        how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        return f"the ZenFlow worker (process {self.pid}) {how}" + self._quoted_stderr()
+            how = "closed its connection but did not exit"
+            return WorkerError(f"the ZenFlow worker (process {self.pid}) {how}{self._quoted_stderr()}")
+        if status < 0:
+            how = f"was killed by signal {-status}"
+            return WorkerKilled(f"the ZenFlow worker (process {self.pid}) {how}{self._quoted_stderr()}")
+        return WorkerError(
+            f"the ZenFlow worker (process {self.pid}) exited with status {status}{self._quoted_stderr()}"
+        )
 
     def _quoted_stderr(self) -> str:
         size = os.fstat(self._stderr_fd).st_size

@@ -31,6 +31,7 @@ DEFAULTS = {
     "worker_cores": "auto",
     "pt_reserved_cores_perc": 0.5,
     "worker_timeout": 600.0,
+    "max_worker_restarts": 3,
 }
 
 NOT_NUMBERS = [None, True, "4", "auto ", [1], {}, math.nan, math.inf, -math.inf, 10**400]
@@ -47,6 +48,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("provisional_scale", "a number from 0 to 1e+06 or 'auto'", [*NOT_NUMBERS, -0.5, 2e6]),
     ("max_update_interval", "an integer from 1 to 1024", [*NOT_INTEGERS, 0, -1, 1025, "auto"]),
     ("full_warm_up_rounds", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
+    ("max_worker_restarts", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
     ("update_interval", "an integer from 1 to 1024 or 'auto'", [*NOT_INTEGERS, 0, -1, 1025]),
     ("select_interval", "an integer >= 0 or 'auto'", [*NOT_INTEGERS, -1]),
     ("publish_lag", "an integer from 0 to 1024 or 'auto'", [*NOT_INTEGERS, -1, 1025]),

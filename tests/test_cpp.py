@@ -28,6 +28,8 @@ _GROUPS = (
     "block_replay",
     "worker",
 )
+_ONLY_PLAIN = ("kill",)
+"""Steps through the worker as it is shipped; a sanitizer's own instructions would be the most of it."""
 _GROUPS_WITH_THREADS = ("channel", "cores", "step_records", "block_replay", "worker")
 
 
@@ -121,7 +123,7 @@ def _cases() -> list[tuple[str, str]]:
         (sanitizer, group)
         for sanitizer in _SANITIZERS
         for group in (_GROUPS_WITH_THREADS if sanitizer == "thread" else _GROUPS)
-    ]
+    ] + [("plain", group) for group in _ONLY_PLAIN]
 
 
 @pytest.mark.timeout(2 * _BUILD_TIMEOUT_S)

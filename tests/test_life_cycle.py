@@ -306,7 +306,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name() -> None:
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="ZenFlow worker .* was killed by signal 9"):
-        fit(KillsWorker(shapes=((7, 5), (3,))), steps=10)
+        fit(KillsWorker(shapes=((7, 5), (3,))), ZenFlowStrategy(max_worker_restarts=0), steps=10)
 
 
 def test_the_worker_is_told_to_exit() -> None:

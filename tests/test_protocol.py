@@ -15,6 +15,7 @@ STRUCTURES = (
     protocol.Hyperparameters,
     protocol.StepWord,
     protocol.StepRecord,
+    protocol.JournalSlot,
     protocol.MessageHeader,
     protocol.Round,
     protocol.Ready,
@@ -45,6 +46,8 @@ def test_constants(layout: dict[str, int]) -> None:
         "kVersion": protocol.VERSION,
         "kHeaderBytes": protocol.HEADER_BYTES,
         "kMaxMessageBytes": protocol.MAX_MESSAGE_BYTES,
+        "kTileElements": protocol.TILE_ELEMENTS,
+        "kJournalSlotBytes": protocol.JOURNAL_SLOT_BYTES,
     }
     assert {name: constants[name] for name in ours} == ours
 

@@ -55,6 +55,7 @@ VALUES: dict[str, Any] = {
     "worker_cores": 1,
     "pt_reserved_cores_perc": 0.25,
     "worker_timeout": 33.0,
+    "max_worker_restarts": 7,
 }
 
 

@@ -15,7 +15,7 @@ from lightning_zenflow.affinity import allowed_cores
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition, Slice, build_partition, group_begins
-from lightning_zenflow.worker import Worker, WorkerError
+from lightning_zenflow.worker import Submission, Worker, WorkerError
 from models import generator
 from reference import Group, adamw_reference
 
@@ -114,7 +114,9 @@ def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtyp
                 page = (page + 1) % arena.pages.shape[0]
             round_id += 1
             worker.submit(
-                round_id=round_id, block=block, first_step=window[0], pages=pages, publish_buffer=round_id % 4
+                Submission(
+                    round_id=round_id, block=block, first_step=window[0], pages=pages, publish_buffer=round_id % 4
+                )
             )
             assert worker.wait().round_id == round_id
             b = partition.blocks[block]
@@ -167,7 +169,9 @@ def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
                     fill_page(arena, partition, block, page, step)
                 round_id += 1
                 worker.submit(
-                    round_id=round_id, block=block, first_step=window[0], pages=range(len(window)), publish_buffer=0
+                    Submission(
+                        round_id=round_id, block=block, first_step=window[0], pages=range(len(window)), publish_buffer=0
+                    )
                 )
                 worker.wait()
         worker.close()
@@ -181,7 +185,7 @@ def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, wo
     """The message may arrive long before the gradients do."""
     before = arena.master.clone()
     write_step(arena, 1, seal=False)
-    worker.submit(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0)
+    worker.submit(Submission(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0))
     time.sleep(0.05)  # a worker that did not wait would have done it all by now
     assert torch.equal(arena.master, before)
     fill_page(arena, partition, 0, 0, 1)
@@ -195,12 +199,12 @@ def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, wo
 def test_rounds_are_answered_in_order(arena: Arena, partition: Partition, worker: Worker) -> None:
     write_step(arena, 1)
     for block in range(3):
-        worker.submit(round_id=10 + block, block=block, first_step=1, pages=[block], publish_buffer=block)
+        worker.submit(Submission(round_id=10 + block, block=block, first_step=1, pages=[block], publish_buffer=block))
     assert [worker.wait().round_id for _ in range(3)] == [10, 11, 12]
 
 
 def test_a_round_of_no_steps_publishes(arena: Arena, partition: Partition, worker: Worker) -> None:
-    worker.submit(round_id=1, block=0, first_step=1, pages=[], publish_buffer=2)
+    worker.submit(Submission(round_id=1, block=0, first_step=1, pages=[], publish_buffer=2))
     worker.wait()
     b = partition.blocks[0]
     assert torch.equal(arena.publish[2, : b.end - b.begin], arena.master[b.begin : b.end])
@@ -218,7 +222,7 @@ def test_the_workers_error_reaches_the_caller(
     arena: Arena, worker: Worker, round_: dict[str, object], message: str
 ) -> None:
     write_step(arena, 1)
-    worker.submit(round_id=1, first_step=1, **round_)  # type: ignore[arg-type]
+    worker.submit(Submission(round_id=1, first_step=1, **round_))  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match=f"(?s)process {worker.pid}.*failed.*{message}"):
         worker.wait()
     wait_for(lambda: not is_alive(worker.pid))
@@ -230,7 +234,7 @@ def test_the_workers_error_reaches_the_caller(
 def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, when: str) -> None:
     if when == "in a round":
         write_step(arena, 1, seal=False)
-        worker.submit(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0)
+        worker.submit(Submission(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="was killed by signal 9"):
         worker.wait()
@@ -241,7 +245,7 @@ def test_a_dead_worker_takes_no_more_rounds(arena: Arena, worker: Worker) -> Non
     wait_for(lambda: not is_alive(worker.pid))
     with pytest.raises(WorkerError, match="was killed by signal 9"):
         for round_id in range(1, 3):
-            worker.submit(round_id=round_id, block=0, first_step=1, pages=[0], publish_buffer=0)
+            worker.submit(Submission(round_id=round_id, block=0, first_step=1, pages=[0], publish_buffer=0))
 
 
 def test_a_worker_that_does_not_answer(arena: Arena) -> None:
@@ -258,7 +262,7 @@ def test_a_worker_that_does_not_answer(arena: Arena) -> None:
 def test_data_that_never_arrives(arena: Arena) -> None:
     worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
     write_step(arena, 1, seal=False)
-    worker.submit(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0)
+    worker.submit(Submission(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0))
     with pytest.raises(WorkerError):
         worker.wait()
     worker.close()
@@ -316,7 +320,7 @@ def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker
     before = arena.master.clone()
     for block in range(len(partition.blocks)):
         fill_page(arena, partition, block, block, 1)
-        worker.submit(round_id=1 + block, block=block, first_step=1, pages=[block], publish_buffer=block)
+        worker.submit(Submission(round_id=1 + block, block=block, first_step=1, pages=[block], publish_buffer=block))
     worker.close()
     for s in partition.slices:
         assert (arena.master[s.begin : s.end] != before[s.begin : s.end]).all()
@@ -359,7 +363,7 @@ def test_the_trainers_death_ends_the_worker(state: str, how: signal.Signals) -> 
         worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=600)
         if state == "waiting":
             write_step(arena, 1, seal=False)
-            worker.submit(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0)
+            worker.submit(Submission(round_id=1, block=0, first_step=1, pages=[0], publish_buffer=0))
         os.write(write_end, str(worker.pid).encode())
         time.sleep(600)
         os._exit(0)

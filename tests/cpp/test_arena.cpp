@@ -53,9 +53,15 @@ TEST(arena, both_sides_see_the_same_memory) {
     CHECK_EQ(arena.step_record(7).word.clip, 0.25f);
     CHECK_EQ(&arena.step_record(7), &arena.step_record(3));
     arena.resolved_step() = 7;
-    arena.resolved_count() = 6;
+    arena.begun_round() = 6;
+    arena.completed_round() = 5;
+    arena.n_shares() = 2;
+    arena.journal_slot(2).position = 11;
     CHECK_EQ(trainer.header().resolved_step, 7);
-    CHECK_EQ(trainer.header().resolved_count, 6);
+    CHECK_EQ(trainer.header().begun_round, 6);
+    CHECK_EQ(trainer.header().completed_round, 5);
+    CHECK_EQ(trainer.header().n_shares, 2u);
+    CHECK_EQ(trainer.journal_slot(2).position, 11u);
 }
 
 TEST(arena, outlives_the_file_descriptor) {
@@ -106,7 +112,9 @@ TEST(arena, error_names_the_broken_header_field) {
         {"page_numel", [](ArenaHeader& h) { h.page_numel = kHuge64; }},
         {"step_record_bytes", [](ArenaHeader& h) { h.step_record_bytes += 64; }},
         {"resolved_step", [](ArenaHeader& h) { h.resolved_step = -1; }},
-        {"resolved_count", [](ArenaHeader& h) { h.resolved_count = -1; }},
+        {"n_journal_slots", [](ArenaHeader& h) { h.n_journal_slots = 0; }},
+        {"n_journal_slots", [](ArenaHeader& h) { h.n_journal_slots = 1000; }},
+        {"journal_offset", [](ArenaHeader& h) { h.journal_offset -= 64; }},
     };
     for (const Case& c : cases) {
         CHECK_CONTAINS(error_after([&c](TrainerArena& trainer) { c.change(trainer.header()); }), c.field);

@@ -217,7 +217,7 @@ TEST(device_kernels, adamw_is_the_replay_kernel) {
     const void* const gradients = gradient.data();
     const WindowView window{Rule::kReplay, 1, &gradients, &coefficients, 0.0f};
     replay_kernel(DataType::kBFloat16, DataType::kBFloat16, InstructionSet::kBaseline)(
-        master2.data(), exp_avg2.data(), exp_avg_sq2.data(), window, n, weights2.data());
+        master2.data(), exp_avg2.data(), exp_avg_sq2.data(), window, n, weights2.data(), nullptr);
     CHECK(same_bits(master, master2));
     CHECK(same_bits(exp_avg, exp_avg2));
     CHECK(same_bits(exp_avg_sq, exp_avg_sq2));

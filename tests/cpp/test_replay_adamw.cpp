@@ -105,7 +105,7 @@ void check_kernel(const State& before, const State& after, const Window& window,
     }
     const WindowView view{Rule::kReplay, pointers.size(), pointers.data(), window.coefficients.data(), 0.0f};
     replay_kernel(gradient_type, published_type, instruction_set)(master.floats(), exp_avg.floats(), exp_avg_sq.floats(), view, n,
-                                                                  published.data());
+                                                                  published.data(), nullptr);
     test::check_same_bits(what + " master", master.floats(), after.master.data(), n);
     test::check_same_bits(what + " exp_avg", exp_avg.floats(), after.exp_avg.data(), n);
     test::check_same_bits(what + " exp_avg_sq", exp_avg_sq.floats(), after.exp_avg_sq.data(), n);
@@ -199,7 +199,8 @@ TEST(replay_adamw, replay_equals_single_steps_and_chunks_equal_the_whole) {
         for (size_t s = 0; s < n_steps; ++s) {
             const void* const gradient = window.bytes[s].data();
             const WindowView view{Rule::kReplay, 1, &gradient, &window.coefficients[s], 0.0f};
-            kernel(stepwise.master.data(), stepwise.exp_avg.data(), stepwise.exp_avg_sq.data(), view, n, published.data());
+            kernel(stepwise.master.data(), stepwise.exp_avg.data(), stepwise.exp_avg_sq.data(), view, n, published.data(),
+                   nullptr);
         }
         test::check_same_bits("stepwise master", stepwise.master.data(), after.master.data(), n);
         test::check_same_bits("stepwise exp_avg", stepwise.exp_avg.data(), after.exp_avg.data(), n);
@@ -213,7 +214,7 @@ TEST(replay_adamw, replay_equals_single_steps_and_chunks_equal_the_whole) {
             for (const auto& bytes : window.bytes) pointers.push_back(bytes.data() + 2 * begin);
             const WindowView view{Rule::kReplay, n_steps, pointers.data(), window.coefficients.data(), 0.0f};
             kernel(chunked.master.data() + begin, chunked.exp_avg.data() + begin, chunked.exp_avg_sq.data() + begin, view, size,
-                   published.data() + begin);
+                   published.data() + begin, nullptr);
         }
         test::check_same_bits("chunked master", chunked.master.data(), after.master.data(), n);
         test::check_same_bytes("chunked published", reinterpret_cast<const std::byte*>(published.data()), after.master,
@@ -237,7 +238,7 @@ TEST(replay_adamw, stays_close_to_adamw_in_double_precision) {
             const void* const pointer = gradient.data();
             const WindowView view{Rule::kReplay, 1, &pointer, &coefficients, 0.0f};
             replay_kernel(DataType::kFloat32, DataType::kFloat32, best_instruction_set())(
-                state.master.data(), state.exp_avg.data(), state.exp_avg_sq.data(), view, n, published.data());
+                state.master.data(), state.exp_avg.data(), state.exp_avg_sq.data(), view, n, published.data(), nullptr);
             for (size_t i = 0; i < n; ++i) {
                 const double g = 0.5 * gradient[i] + (h.decoupled == 0 ? h.weight_decay * w[i] : 0.0);
                 if (h.decoupled != 0) w[i] -= h.lr * h.weight_decay * w[i];

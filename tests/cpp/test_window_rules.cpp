@@ -22,8 +22,9 @@ float moved_on(const State& state, size_t i, const StepCoefficients& c, float lo
 }
 
 void run(State& state, const WindowView& window, std::vector<float>& published, InstructionSet instruction_set) {
-    replay_kernel(DataType::kFloat32, DataType::kFloat32, instruction_set)(
-        state.master.data(), state.exp_avg.data(), state.exp_avg_sq.data(), window, state.master.size(), published.data());
+    replay_kernel(DataType::kFloat32, DataType::kFloat32, instruction_set)(state.master.data(), state.exp_avg.data(),
+                                                                           state.exp_avg_sq.data(), window, state.master.size(),
+                                                                           published.data(), nullptr);
 }
 
 template <typename Body>

@@ -169,7 +169,7 @@ void train(DataType type) {
     check_done(worker.receive_done(), 0, 2);
     check_done(worker.receive_done(), 1, 3);
     CHECK_EQ(training.arena().header().resolved_step, 2);
-    CHECK_EQ(training.arena().header().resolved_count, 2);
+    CHECK_EQ(training.arena().record(2).count, 2);
     training.expect(0, 1, 2);
     training.expect(1, 1, 2);
     training.check_state();
@@ -190,7 +190,7 @@ void train(DataType type) {
     check_done(worker.receive_done(), 1, 6);
     CHECK_EQ(worker.wait(), 0);
     CHECK_EQ(training.arena().header().resolved_step, 4);
-    CHECK_EQ(training.arena().header().resolved_count, 3);
+    CHECK_EQ(training.arena().record(4).count, 3);
     training.expect(0, 3, 2);
     training.expect(1, 3, 2);
     training.check_state();
@@ -204,7 +204,7 @@ void train(DataType type) {
     training.arrive(5, 1.0f);
     next.submit(round_of(0, 7, 5, 1, 1), training.pages(5, 1, 0));
     check_done(next.receive_done(), 0, 7);
-    CHECK_EQ(training.arena().header().resolved_count, 4);
+    CHECK_EQ(training.arena().record(5).count, 4);
     training.expect(0, 5, 1);
     training.check_state();
     training.check_published(0, 1);

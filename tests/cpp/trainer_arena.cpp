@@ -29,6 +29,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) {
     header.n_step_records = spec.n_step_records;
     header.n_pages = spec.n_pages;
     header.n_publish_buffers = spec.n_publish_buffers;
+    header.n_journal_slots = spec.n_journal_slots;
     uint64_t largest_block = 0;
     for (const Block& block : spec.blocks) largest_block = std::max(largest_block, block.end - block.begin);
     header.page_numel = round_up(largest_block, 64);
@@ -48,6 +49,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) {
     header.exp_avg_sq_offset = reserve(spec.numel * sizeof(float));
     header.pages_offset = reserve(spec.n_pages * header.page_numel * element_bytes(spec.gradient_dtype));
     header.publish_offset = reserve(spec.n_publish_buffers * header.page_numel * element_bytes(spec.weight_dtype));
+    header.journal_offset = reserve(spec.n_journal_slots * sizeof(JournalSlot));
     header.total_bytes = end;
 
     bytes_ = end;

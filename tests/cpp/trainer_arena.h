@@ -17,6 +17,7 @@ struct ArenaSpec {
     uint32_t n_step_records = 4;
     uint32_t n_pages = 6;
     uint32_t n_publish_buffers = 2;
+    uint32_t n_journal_slots = 3;
     DataType gradient_dtype = DataType::kFloat32;
     DataType weight_dtype = DataType::kFloat32;
 };
@@ -40,6 +41,9 @@ class TrainerArena {
     std::byte* publish_buffer(uint32_t index);
     StepRecord& record(int64_t step);
     Hyperparameters& hyperparameters(int64_t step, uint32_t param_group);
+    JournalSlot& journal_slot(size_t index) { return at<JournalSlot>(header().journal_offset)[index]; }
+    size_t bytes() const { return bytes_; }
+    std::byte* memory() { return memory_; }
 
     // The step's word as the device writes it: clip coefficient first, then, for all to see, the sequence number.
     void write_word(int64_t step, float clip);

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sched.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -121,6 +122,12 @@ std::string WorkerProcess::receive_error() {
     const std::string message = receive();
     message_as<MessageHeader>(message, MessageType::kError);
     return message.substr(sizeof(MessageHeader));
+}
+
+size_t WorkerProcess::bytes_waiting() const {
+    int bytes = 0;
+    CHECK_EQ(ioctl(socket_, FIONREAD, &bytes), 0);
+    return static_cast<size_t>(bytes);
 }
 
 void WorkerProcess::close_socket() {

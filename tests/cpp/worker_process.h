@@ -29,6 +29,10 @@ class WorkerProcess {
     void submit(const Round& round, const std::vector<uint32_t>& pages);
     void ask_to_exit();
     void signal(int number);
+    pid_t pid() const { return pid_; }
+
+    // Bytes of messages that have arrived and are waiting to be received.
+    size_t bytes_waiting() const;
 
     // The next message, which must be of this type; waits for it. An Error message's text becomes the failure's.
     Ready receive_ready();

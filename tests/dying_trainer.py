@@ -1,0 +1,63 @@
+"""A training that ends in one of several ways; run as a script, in a process of its own.
+
+Arguments: how it ends (see `Ends`), and how many processes load data. It prints its worker's process number once training is under way.
+"""
+
+import os
+import sys
+import time
+
+# The test's own folder; the models are tiny, more threads would only wait for each other.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from harness import fit, workers
+from lightning_zenflow import ZenFlowStrategy
+from models import Indexes, LinearLossModule
+
+
+class Ends(LinearLossModule):
+    """Ends in its 4th step: "waits" to be killed, has an "error", or stops the "trainer"."""
+
+    how = "waits"
+    n_loaders = 0
+
+    @override
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(
+            Indexes(self.length), num_workers=self.n_loaders, multiprocessing_context="fork" if self.n_loaders else None
+        )
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            print(*workers(), flush=True)
+            if self.how == "error":
+                raise RuntimeError("the user's own mistake")
+            if self.how == "trainer":
+                self.trainer.should_stop = True
+            while self.how == "waits" and not self.trainer.received_sigterm:
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def main(how: str, n_loaders: int) -> None:
+    model = Ends(shapes=((7, 5), (3,)))
+    model.how, model.n_loaders = how, n_loaders
+    try:
+        fit(model, ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)
+    except RuntimeError as error:
+        assert "the user's own mistake" in str(error), error
+    assert workers() == []
+    model.how = "second fit"
+    fit(model, steps=6)
+    print("through", flush=True)
+    # Until the test has looked at what is left.
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
