@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.device_memory import has_room
 from lightning_zenflow.partition import Partition
 
 _log = logging.getLogger(__name__)
-
-_RESERVE = 0.05
-"""Share of the device's memory that "auto" leaves alone: what the allocator loses between tensors, and batches that are longer."""
 
 
 class Accumulation(ABC):
@@ -125,17 +123,8 @@ def new_accumulation(
         dtype: the model's type.
     """
     if where == "auto":
-        where = "device" if _has_room(partition.numel * dtype.itemsize, device) else "host"
+        where = "device" if has_room(partition.numel * dtype.itemsize, device) else "host"
         _log.info("ZenFlow: accumulate_on='auto': gradients are added up on the %s", where)
     if where == "host":
         return HostAccumulation(partition, pages, device=device, dtype=dtype)
     return DeviceAccumulation(partition, device=device, dtype=dtype)
-
-
-def _has_room(n_bytes: int, device: torch.device) -> bool:
-    """Whether so many bytes are free beside all that the device held at the same time so far; yes where the device is the host."""
-    if device.type != "cuda":
-        return True
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return bool(free + unused >= n_bytes + _RESERVE * total)

@@ -261,8 +261,9 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
     Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
     host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
-    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both
-    directions, on the training's own stream; "auto" is taken for the device.
+    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe both
+    ways, on the training's own stream; "auto" is taken for the device.
+    Gradients that the stand-in repeats after a publish stay on the device where it has room, and come back over PCIe elsewhere.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)
@@ -272,8 +273,19 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     auto = AutoSchedule(config.update_intervals, config.publish_lags)
     sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
 
+    device_bytes = _weight_bytes(workload) + _bucket_bytes(workload) + _zenflow_device_bytes(workload, machine, config)
+
+    def repeated_bytes(pace: Pace) -> float:
+        stand_in = config.effective_provisional_scale > 0
+        return stand_in * b * partition * pace.publish_lag / pace.update_interval
+
+    def kept_bytes(pace: Pace) -> float:
+        repeated = repeated_bytes(pace)
+        return repeated if device_bytes + repeated <= machine.gpu_mem * _GB else 0.0
+
     def copy_s(pace: Pace) -> float:
-        return late_s + upload_s / pace.update_interval + 2 * sums * upload_s
+        read_back_s = (repeated_bytes(pace) - kept_bytes(pace)) / (machine.pcie * _GB)
+        return late_s + upload_s / pace.update_interval + 2 * sums * upload_s + read_back_s
 
     def round_s(step: int, n_steps: int) -> float:
         traffic = replay_bytes(n_steps, b) + b * (n_steps + 1)
@@ -288,16 +300,13 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     )
     settled = steps[-_SETTLED_STEPS:]
     pace = settled[-1].pace
+    paces = sorted({s.pace for s in steps})
     cost = _cost(
         machine,
-        device_bytes=_weight_bytes(workload)
-        + _bucket_bytes(workload)
-        + _zenflow_device_bytes(workload, machine, config),
-        rank_host_bytes=arena_bytes_of(
-            partition, n_blocks=n_blocks, paces=sorted({s.pace for s in steps}), dtype_bytes=b
-        ),
+        device_bytes=device_bytes + max(kept_bytes(p) for p in paces),
+        rank_host_bytes=arena_bytes_of(partition, n_blocks=n_blocks, paces=paces, dtype_bytes=b),
         down_bytes=b * partition * (1 + sums),
-        up_bytes=b * partition * (1 / pace.update_interval + sums),
+        up_bytes=b * partition * (1 / pace.update_interval + sums) + repeated_bytes(pace) - kept_bytes(pace),
         cpu_s=sum(s.worker_s for s in settled) / len(settled),
         copy_s=copy_s(pace),
         wait_s=sum(s.stall_s for s in settled) / len(settled),
@@ -307,15 +316,14 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
 
 
 def _zenflow_device_bytes(workload: Workload, machine: Machine, config: ZenFlowConfig) -> float:
-    """State and gradients of the selected columns, the stand-in's row and column floats and its working memory, accumulated gradients.
+    """State and gradients of the selected columns, the stand-in's row and column floats, accumulated gradients.
 
-    The stand-in works on one matrix at a time with three fp32 arrays of its size (`provisional.provisional_values`).
+    The stand-in works in place (`triton_kernels`).
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_bytes = (STATE_BYTES + b) * workload.model.device_owned_numel(config.topk_ratio) / machine.gpus
     if config.effective_provisional_scale > 0:
         n_bytes += 4 * workload.model.statistics_numel / machine.gpus
-        n_bytes += 12 * min(workload.model.largest_numel, partition)
     if workload.accumulate_grad_batches > 1:
         n_bytes += b * (min(workload.model.largest_numel, partition) if config.accumulate_on == "host" else partition)
     return n_bytes

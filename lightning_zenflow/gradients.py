@@ -90,7 +90,7 @@ class GradientIntake:
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._totals: list[Tensor] = []
-        self.repeated = RepeatedMoves(stand_in)
+        self.repeated = RepeatedMoves(stand_in, partition.numel * dtype.itemsize, lambda: rounds.pace)
         """What the stand-in moves once more after a publish."""
         self.stand_in_needed = True
         """Whether the stand-in moves weights in this step: not if the exact ones are published at its end."""
@@ -187,9 +187,7 @@ class GradientIntake:
             if due is None or due > step:
                 stand_in.apply(move, first_row, rows)
             if due is not None:
-                # The page stays as it is until its own round is published; the bucket that the gradient came in does not.
-                kept = destination.page if rows.device == destination.page.device else rows.clone()
-                self.repeated.keep(self._rounds.block_of(part), step, move, first_row, kept)
+                self.repeated.keep(self._rounds.block_of(part), step, move, first_row, rows, destination.page)
 
     def _accumulate(self, index: int, gradient: Tensor) -> None:
         """Takes a gradient of a micro-batch that is not the step's last."""

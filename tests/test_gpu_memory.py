@@ -106,13 +106,15 @@ def test_memory_ceiling(offload: bool) -> None:
     assert 0.04 * numel < memory.owned < 0.06 * numel
     weights, buckets = 2 * numel, 2 * 2 * bucket
     columns = (2 if offload else 2 + 12) * memory.owned
-    # Of one matrix: gradients before they are in a bucket, and the stand-in's temporary values in float32 and random bits.
+    # At S = 4 and d = 1 a quarter of the gradients waits for a publish.
+    repeated = 2 * numel // 4
+    # Of one matrix: gradients before they are in a bucket, and torch's temporary values where there is no Triton.
     working = 24 * width * width
-    allowed = weights + buckets + columns + working
+    allowed = weights + buckets + columns + repeated + working
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
     assert memory.n_bytes - before < 1.1 * allowed + 96 * 2**20, (
         f"{(memory.n_bytes - before) / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f}: weights {weights / 2**20:.0f},"
-        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, working memory {working / 2**20:.0f}"
+        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, repeated {repeated / 2**20:.0f}, working memory {working / 2**20:.0f}"
     )
 
 
