@@ -114,7 +114,8 @@ def test_memory_ceiling(offload: bool) -> None:
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
     assert memory.n_bytes - before < 1.1 * allowed + 96 * 2**20, (
         f"{(memory.n_bytes - before) / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f}: weights {weights / 2**20:.0f},"
-        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, repeated {repeated / 2**20:.0f}, working memory {working / 2**20:.0f}"
+        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, repeated {repeated / 2**20:.0f},"
+        f" working memory {working / 2**20:.0f}"
     )
 
 
