@@ -138,7 +138,8 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     const auto finished_at = std::chrono::steady_clock::now();
     // Sending and receiving take the socket's lock, so whoever has read Done sees everything written before it.
     return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
-                             nanoseconds_between(received_at, arrived_at), nanoseconds_between(arrived_at, finished_at)});
+                             nanoseconds_between({}, received_at), nanoseconds_between(received_at, arrived_at),
+                             nanoseconds_between(arrived_at, finished_at)});
 }
 
 // Returns when the trainer asks for it or is gone.

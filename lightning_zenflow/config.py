@@ -118,6 +118,9 @@ class ZenFlowConfig:
     """How many times within ten minutes a worker that was killed is replaced before the run stops with an error: an integer >= 0, default
     3."""
 
+    stall_monitor: bool = True
+    """Whether stall metrics are logged and summed up at the end of fit (`lightning_zenflow.StallMonitor`): true or false, default true."""
+
     def __post_init__(self) -> None:
         """Validate every value and bring numbers to the type of their field."""
         self.topk_ratio = _number("topk_ratio", self.topk_ratio, _SHARE)
@@ -142,6 +145,7 @@ class ZenFlowConfig:
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
         self.worker_timeout = _number("worker_timeout", self.worker_timeout, _TIMEOUT)
         self.max_worker_restarts = _integer("max_worker_restarts", self.max_worker_restarts, minimum=0)
+        self.stall_monitor = _boolean("stall_monitor", self.stall_monitor)
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise _refusal("update_interval", self.update_interval, allowed)

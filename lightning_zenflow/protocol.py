@@ -165,6 +165,7 @@ class Done(ctypes.LittleEndianStructure):
         ("type", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("round_id", ctypes.c_int64),
+        ("start_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("busy_ns", ctypes.c_int64),
     )

@@ -24,6 +24,7 @@ _WITHOUT_EFFECT = (
     "max_worker_restarts",
     "offload",
     "accumulate_on",
+    "stall_monitor",
 )
 """Keys of the configuration that change no number."""
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
+from lightning_zenflow.callbacks import StallMonitor
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
@@ -47,7 +48,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     Args:
         config: where keys come from that are not given here: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict), with a ``zero_optimization.zenflow`` block or without.
-        topk_ratio: this and all up to `max_worker_restarts`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
+        topk_ratio: this and all up to `stall_monitor`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
         **deepspeed_options: everything that `DeepSpeedStrategy` takes, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
@@ -79,6 +80,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
+        stall_monitor: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
         keys = {
@@ -100,6 +102,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             "pt_reserved_cores_perc": pt_reserved_cores_perc,
             "worker_timeout": worker_timeout,
             "max_worker_restarts": max_worker_restarts,
+            "stall_monitor": stall_monitor,
         }
         if config is None:
             # The variable by which Lightning takes a DeepSpeed configuration from the environment.
@@ -141,6 +144,15 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+        monitored = any(isinstance(callback, StallMonitor) for callback in callbacks)
+        if self.zenflow_config.stall_monitor and not monitored:
+            # In front: checkpoint callbacks must stay behind all others.
+            callbacks.insert(0, StallMonitor())
 
     @override
     def setup_environment(self) -> None:

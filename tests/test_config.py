@@ -32,6 +32,7 @@ DEFAULTS = {
     "pt_reserved_cores_perc": 0.5,
     "worker_timeout": 600.0,
     "max_worker_restarts": 3,
+    "stall_monitor": True,
 }
 
 NOT_NUMBERS = [None, True, "4", "auto ", [1], {}, math.nan, math.inf, -math.inf, 10**400]
@@ -55,6 +56,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("overlap_step", "true or false", NOT_BOOLEANS),
     ("offload", "true or false", NOT_BOOLEANS),
     ("accumulate_on", "'auto', 'device' or 'host'", [None, True, 1, "cpu", "Host", ["host"]]),
+    ("stall_monitor", "true or false", NOT_BOOLEANS),
     ("deferred_update", "'replay' or 'accumulate'", [None, True, 1, "Replay", "", []]),
     (
         "select_strategy",
@@ -71,6 +73,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("offload", True, True),
     ("accumulate_on", "host", "host"),
+    ("stall_monitor", False, False),
     ("topk_ratio", 0, 0.0),
     ("topk_ratio", 1, 1.0),
     ("topk_ratio", np.float32(0.5), 0.5),
