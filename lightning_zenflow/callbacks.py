@@ -44,11 +44,11 @@ class StallMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        _strategy_of(trainer)
+        strategy_of(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._optimizer = _strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
+        self._optimizer = strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
         if self._optimizer is None:
             return
         self._step_s = array("d")
@@ -93,7 +93,7 @@ class StallMonitor(pl.Callback):
         if self._summary and len(self._step_s) > 1:
             training = Training(
                 step_s=self._step_s[1:],
-                config=_strategy_of(trainer).zenflow_config,
+                config=strategy_of(trainer).zenflow_config,
                 worker_cores=len(self._optimizer.worker_cores),
                 dtype_bytes=self._optimizer.dtype.itemsize,
                 accumulate_grad_batches=trainer.accumulate_grad_batches,
@@ -143,7 +143,7 @@ def _log_interval(trainer: pl.Trainer) -> int:
     return interval
 
 
-def _strategy_of(trainer: pl.Trainer) -> "ZenFlowStrategy":
+def strategy_of(trainer: pl.Trainer) -> "ZenFlowStrategy":
     """The trainer's strategy.
 
     Raises:

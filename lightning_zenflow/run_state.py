@@ -25,6 +25,8 @@ _WITHOUT_EFFECT = (
     "offload",
     "accumulate_on",
     "stall_monitor",
+    "timeline",
+    "timeline_steps",
 )
 """Keys of the configuration that change no number."""
 

@@ -57,6 +57,8 @@ VALUES: dict[str, Any] = {
     "worker_timeout": 33.0,
     "max_worker_restarts": 7,
     "stall_monitor": False,
+    "timeline": "logs/timeline.json",
+    "timeline_steps": [3, 4],
 }
 
 
