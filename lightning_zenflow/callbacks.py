@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_zenflow.dashboard import Dashboard
 from lightning_zenflow.metrics import CopySample, Reading, interval_metrics
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.summary import Training, summary
@@ -31,16 +33,20 @@ class StallMonitor(pl.Callback):
     Args:
         progress_bar: whether the progress bar shows the device's waiting in percent.
         summary: whether a table and a sentence of advice are logged at the end of fit.
+        figure_every_n_steps: how often TensorBoard gets a drawing of three steps, for which a CUDA device is waited for once; 0: never.
+            matplotlib must be installed.
     """
 
-    def __init__(self, *, progress_bar: bool = True, summary: bool = True) -> None:
+    def __init__(self, *, progress_bar: bool = True, summary: bool = True, figure_every_n_steps: int = 1000) -> None:
         self._progress_bar = progress_bar
+        self._figure_every_n_steps = figure_every_n_steps
         self._summary = summary
         self._optimizer: ZenFlowZeroOptimizer | None = None
         self._step_s = array("d")
         self._n_logged = 0
         self._recording: Recording | None = None
         self._copies: CopySample | None = None
+        self._dashboards: list[Dashboard] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -57,6 +63,11 @@ class StallMonitor(pl.Callback):
         self._global_step = trainer.global_step
         self._logged = self._before = self._read(self._optimizer)
         self._sample_copies(trainer, self._optimizer)
+        self._dashboards = [
+            Dashboard(logger.experiment, self._optimizer, figure_every_n_steps=self._figure_every_n_steps)
+            for logger in trainer.loggers
+            if isinstance(logger, TensorBoardLogger)
+        ]
         self._last_ns = time.perf_counter_ns()
 
     @override
@@ -72,6 +83,8 @@ class StallMonitor(pl.Callback):
             self._before = self._read(self._optimizer)
         if self._logs(trainer) and self._global_step % _log_interval(trainer) == 0:
             self._log(trainer, pl_module, self._optimizer)
+        for dashboard in self._dashboards:
+            dashboard.end_step(self._global_step)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,6 +113,7 @@ class StallMonitor(pl.Callback):
             )
             rank_zero_info(summary(training, self._before, self._read(self._optimizer)))
         self._optimizer = None
+        self._dashboards = []
 
     @staticmethod
     def _read(optimizer: ZenFlowZeroOptimizer) -> Reading:

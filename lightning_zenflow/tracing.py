@@ -146,11 +146,12 @@ class Tracer:
         """Asks for a recording.
 
         Args:
-            skip: steps left out before it; 0: the step that comes next is the first.
+            skip: steps left out before it; 0: the one that has just begun is the first.
             steps: how many.
-            aligned: whether it matters when the device did something, and not only for how long. For that the device is waited for, once
-                in a run, before the first such step.
+            aligned: whether it matters when the device did something, and not only for how long. For that the device is waited for before
+                the first step, which cannot have begun already.
         """
+        assert skip > 0 or not aligned
         first = self._step + skip
         recording = Recording(first=first, last=first + steps - 1, aligned=aligned)
         self._recordings.append(recording)
@@ -161,9 +162,7 @@ class Tracer:
     @property
     def needs_alignment(self) -> bool:
         """Whether the device must be waited for before the next step (`align`)."""
-        if not self._on_cuda or self._anchor is not None:
-            return False
-        return any(r.aligned and r.first <= self._step + 1 <= r.last for r in self._recordings)
+        return self._on_cuda and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
 
     def align(self) -> None:
         """Finds out how the device's times become the host's. Waits for the device."""
