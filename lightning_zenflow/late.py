@@ -27,6 +27,6 @@ class LateValues:
 
     def read(self) -> Tensor:
         """The values, on the CPU. Waits for those that have not arrived."""
-        if self._arrived is not None:
+        if self._arrived is not None and not self.arrived:
             self._arrived.synchronize()
         return self._values

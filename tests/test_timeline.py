@@ -1,6 +1,7 @@
 """The timeline: a valid Chrome trace whose lanes, spans and waits are right, and its drawing."""
 
 import json
+import sys
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -107,8 +108,7 @@ def test_what_belongs_to_a_step_lies_in_it(lanes: dict[str, list[dict[str, Any]]
     for name, spans in lanes.items():
         if name != "worker":
             assert all(inside(span, steps[span["args"]["step"]]) for span in spans), name
-    for name in ("provisional update", "copies down"):
-        assert all(any(inside(span, backward) for backward in lanes["backward"]) for span in lanes[name]), name
+    assert all(any(inside(span, backward) for backward in lanes["backward"]) for span in lanes["copies down"])
 
 
 def test_copies_say_what_they_copied(lanes: dict[str, list[dict[str, Any]]]) -> None:
@@ -135,6 +135,15 @@ def test_drawing(path: Path, tmp_path: Path) -> None:
     assert main(["timeline", str(path), "--png", str(tmp_path / "out.png")]) == 0
     content = (tmp_path / "out.png").read_bytes()
     assert content.startswith(PNG) and len(content) > 10_000
+
+
+def test_without_matplotlib(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main(["timeline", str(path), "--png", str(tmp_path / "out.png")])
+    assert "drawing a timeline needs matplotlib: pip install 'lightning-zenflow[timeline]'" in capsys.readouterr().err
 
 
 def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
