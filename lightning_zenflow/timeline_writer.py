@@ -60,5 +60,10 @@ class TimelineWriter(pl.Callback):
             _log.warning("ZenFlow: timeline=%r: training ended before step %d", str(self._path), self._first)
             return
         worker = f"worker on cores {self._optimizer.worker_cores}"
-        write_trace(chrome_trace(steps, worker=worker), self._path)
+        try:
+            write_trace(chrome_trace(steps, worker=worker), self._path)
+        except OSError as error:
+            # No reason to end a training.
+            _log.warning("ZenFlow: timeline=%r cannot be written: %s", str(self._path), error)
+            return
         rank_zero_info(f"ZenFlow: timeline of steps {steps[0].step} to {steps[-1].step} in {self._path}")

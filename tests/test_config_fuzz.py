@@ -44,6 +44,9 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "worker_cores": st.sampled_from(["auto", 1, [0]]),
     "pt_reserved_cores_perc": SHARES,
     "worker_timeout": st.floats(200, 1e6),
+    "stall_monitor": st.booleans(),
+    "timeline": st.sampled_from([f"{tempfile.gettempdir()}/zenflow-fuzz/timeline.json", "/proc/no/such/folder.json"]),
+    "timeline_steps": st.sampled_from(["auto", [2, 2], [2, 1000]]),
 }
 JUNK: st.SearchStrategy[Any] = (
     LARGE

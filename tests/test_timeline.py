@@ -164,6 +164,11 @@ def test_a_training_that_ends_early(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith("step ")] == ["step 5", "step 6"]
 
 
+def test_a_path_that_cannot_be_written_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    train(Path("/proc/no/such/timeline.json"), steps=10)
+    assert any("timeline='/proc/no/such/timeline.json' cannot be written" in message for message in caplog.messages)
+
+
 def test_a_training_that_ends_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path / "none.json", steps=3)
     assert any(message.endswith("none.json': training ended before step 5") for message in caplog.messages)
