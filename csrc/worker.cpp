@@ -127,7 +127,8 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     replay.check(round, pages);
     records.check(round.first_step, round.n_steps);
     if (replay.is_complete(round)) {
-        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id, 0, 0});
+        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
+                                 nanoseconds_between({}, received_at), 0, 0});
     }
     if (round.n_steps > 0) {
         const int64_t last_step = round.first_step + round.n_steps - 1;

@@ -204,7 +204,12 @@ class GradientIntake:
         self._rounds.prepare()
         if self._accumulation is None:
             self._accumulation = new_accumulation(
-                self._accumulate_on, self._partition, self._pages, device=self._device, dtype=self._dtype
+                self._accumulate_on,
+                self._partition,
+                self._pages,
+                self._rounds.counts,
+                device=self._device,
+                dtype=self._dtype,
             )
         if index in self._partial:
             self._accumulation.add(index, gradient)

@@ -45,9 +45,9 @@ class RoundCounts:
     """Numbers that only grow."""
 
     down_bytes: int = 0
-    """Gradients, factors and step numbers that were copied to the arena."""
+    """Gradients, their sums over micro-batches, factors and step numbers that were copied to the arena."""
     up_bytes: int = 0
-    """Published weights that were copied to the model."""
+    """Published weights, and sums over micro-batches, that were copied to the device."""
     gradients: int = 0
     """Gradients (one step's, of one block) that have become visible in the model's weights."""
     age_steps: int = 0

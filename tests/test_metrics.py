@@ -131,6 +131,16 @@ def test_offloaded_columns_are_counted(tmp_path: Path) -> None:
         assert more == pytest.approx(12 * owned)
 
 
+def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> None:
+    options = {"steps": 12, "every": 6, "accumulate_grad_batches": 3}
+    device = logged(tmp_path / "1", fixed(select_interval=0, accumulate_on="device"), **options)[-1]
+    host = logged(tmp_path / "2", fixed(select_interval=0, accumulate_on="host"), **options)[-1]
+    for way in ("down", "up"):
+        # Of three micro-batches the first two leave a sum, which the next one takes.
+        more = host[f"zenflow/traffic/{way}_model_sizes"] - device[f"zenflow/traffic/{way}_model_sizes"]
+        assert more == pytest.approx(2)
+
+
 class Diverging(LinearLossModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
