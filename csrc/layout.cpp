@@ -109,6 +109,7 @@ void print_layout(std::ostream& out) {
     FIELD(Done, type);
     FIELD(Done, block);
     FIELD(Done, round_id);
+    FIELD(Done, start_ns);
     FIELD(Done, wait_ns);
     FIELD(Done, busy_ns);
 }

@@ -33,7 +33,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 3;
+constexpr uint64_t kVersion = 4;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // that the kernel updates at once
@@ -176,8 +176,9 @@ struct Done {
     uint32_t type;
     uint32_t block;
     int64_t round_id;
-    int64_t wait_ns;  // time between reading the message and the arrival of the round's word
-    int64_t busy_ns;  // time spent computing after that; both are 0 if the round was complete before
+    int64_t start_ns;  // when the message was read: CLOCK_MONOTONIC, which the trainer reads as well
+    int64_t wait_ns;   // time between reading the message and the arrival of the round's word
+    int64_t busy_ns;   // time spent computing after that; this and wait_ns are 0 if the round was complete before
 };
 
 }  // namespace zenflow

@@ -127,7 +127,8 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     replay.check(round, pages);
     records.check(round.first_step, round.n_steps);
     if (replay.is_complete(round)) {
-        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id, 0, 0});
+        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
+                                 nanoseconds_between({}, received_at), 0, 0});
     }
     if (round.n_steps > 0) {
         const int64_t last_step = round.first_step + round.n_steps - 1;
@@ -138,7 +139,8 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     const auto finished_at = std::chrono::steady_clock::now();
     // Sending and receiving take the socket's lock, so whoever has read Done sees everything written before it.
     return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
-                             nanoseconds_between(received_at, arrived_at), nanoseconds_between(arrived_at, finished_at)});
+                             nanoseconds_between({}, received_at), nanoseconds_between(received_at, arrived_at),
+                             nanoseconds_between(arrived_at, finished_at)});
 }
 
 // Returns when the trainer asks for it or is gone.

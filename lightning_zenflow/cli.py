@@ -4,11 +4,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.estimate import Machine, Workload, estimate
 from lightning_zenflow.estimate_report import as_dict, as_text
 from lightning_zenflow.model_shapes import shapes_of_count, shapes_of_hugging_face_config
+from lightning_zenflow.timeline import read_trace
+from lightning_zenflow.timeline_plot import draw_to
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -22,8 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0. Wrong arguments end the process with status 2 and a message on standard error.
     """
-    parser, estimate_parser = _parsers()
+    parser, estimate_parser, timeline_parser = _parsers()
     options = parser.parse_args(arguments)
+    if "file" in options:
+        try:
+            draw_to(read_trace(options.file), options.png)
+        except (ModuleNotFoundError, OSError, ValueError) as error:
+            timeline_parser.error(str(error))
+        return 0
     try:
         text = _estimate(options)
     except ConfigValueError as error:
@@ -60,8 +69,8 @@ def _estimate(options: argparse.Namespace) -> str:
     return json.dumps(as_dict(prediction), indent=2) if options.json else as_text(prediction)
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The command's parser and that of `estimate`."""
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The command's parser and those of `estimate` and `timeline`."""
     parser = argparse.ArgumentParser(prog="lightning-zenflow", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="command")
     summary = "predict memory, traffic and time of a step on a machine that is not at hand"
@@ -108,7 +117,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     zenflow.add_argument("--publish-lag", type=_integer_or_auto, default="auto", help="default %(default)s")
 
     command.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, instead of a table")
-    return parser, command
+
+    summary = "draw a timeline that ZenFlowStrategy(timeline=FILE) wrote"
+    timeline = commands.add_parser("timeline", help=summary, description=f"{summary}.", allow_abbrev=False)
+    timeline.add_argument("file", type=Path, help="the timeline, JSON; ui.perfetto.dev opens it as well")
+    timeline.add_argument("--png", type=Path, required=True, metavar="OUT", help="file to write the drawing to")
+    return parser, command, timeline
 
 
 def _integer_or_auto(text: str) -> int | str:

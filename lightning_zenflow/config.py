@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -118,6 +119,17 @@ class ZenFlowConfig:
     """How many times within ten minutes a worker that was killed is replaced before the run stops with an error: an integer >= 0, default
     3."""
 
+    stall_monitor: bool = True
+    """Whether stall metrics are logged and summed up at the end of fit (`lightning_zenflow.StallMonitor`): true or false, default true."""
+
+    timeline: str | None = None
+    """File to which a few steps are written in the Chrome trace format, for Perfetto or `lightning-zenflow timeline`: a path that ends in
+    ".json", default none."""
+
+    timeline_steps: list[int] | Literal["auto"] = "auto"
+    """Which ones: [first, last], two integers with 2 <= first <= last, counted from 1 where the fit starts; "auto", the default: five steps
+    from the fifth after full_warm_up_rounds on."""
+
     def __post_init__(self) -> None:
         """Validate every value and bring numbers to the type of their field."""
         self.topk_ratio = _number("topk_ratio", self.topk_ratio, _SHARE)
@@ -142,6 +154,9 @@ class ZenFlowConfig:
         self.pt_reserved_cores_perc = _number("pt_reserved_cores_perc", self.pt_reserved_cores_perc, _SHARE)
         self.worker_timeout = _number("worker_timeout", self.worker_timeout, _TIMEOUT)
         self.max_worker_restarts = _integer("max_worker_restarts", self.max_worker_restarts, minimum=0)
+        self.stall_monitor = _boolean("stall_monitor", self.stall_monitor)
+        self.timeline = _timeline("timeline", self.timeline)
+        self.timeline_steps = _timeline_steps("timeline_steps", self.timeline_steps)
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             allowed = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise _refusal("update_interval", self.update_interval, allowed)
@@ -181,6 +196,14 @@ class ZenFlowConfig:
     def is_immediate(self) -> bool:
         """Whether every step ends with weights that have all of its gradients (S = 1, d = 0), so that nothing is to be approximated."""
         return self.update_intervals == [1] and self.publish_lags == [0]
+
+    @property
+    def timeline_range(self) -> tuple[int, int]:
+        """First and last step of the timeline, counted from 1 where the fit starts."""
+        if self.timeline_steps == "auto":
+            return self.full_warm_up_rounds + 5, self.full_warm_up_rounds + 9
+        first, last = self.timeline_steps
+        return first, last
 
     @property
     def effective_look_ahead(self) -> float | Literal["auto"]:
@@ -316,6 +339,26 @@ def _is_import_path(value: str) -> bool:
     module, colon, attribute = value.partition(":")
     names = [*module.split("."), *(attribute.split(".") if colon else [])]
     return len(names) > 1 and all(name.isidentifier() for name in names)
+
+
+def _timeline(key: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    path = str(value) if isinstance(value, str | Path) else ""
+    if not path.endswith(".json"):
+        raise _refusal(key, value, "a path that ends in '.json'")
+    return path
+
+
+def _timeline_steps(key: str, value: Any) -> list[int] | Literal["auto"]:
+    allowed = "'auto' or [first, last], two integers with 2 <= first <= last"
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or len(value) != 2:
+        raise _refusal(key, value, allowed)
+    if not all(map(_is_integer, value)) or not 2 <= value[0] <= value[1]:
+        raise _refusal(key, value, allowed)
+    return [int(step) for step in value]
 
 
 def _worker_cores(key: str, value: Any) -> int | list[int] | Literal["auto"]:

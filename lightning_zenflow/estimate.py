@@ -193,6 +193,21 @@ def cpu_adamw_bytes(dtype_bytes: int) -> float:
     return 8 + 28 + 4 + dtype_bytes
 
 
+def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> tuple[int, int]:
+    """What ZeRO-Offload of DeepSpeed 0.19.8 copies in an optimizer step, in bytes a parameter: (device to host, host to device).
+
+    Down go fp32 gradients (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`), up go weights of the model's type. With accumulation the
+    running sum goes down after each micro-batch and comes back for the next one (`async_accumulate_grad_in_cpu_via_gpu`).
+
+    Args:
+        dtype_bytes: of a weight and of a gradient.
+        accumulate_grad_batches: micro-batches in an optimizer step.
+    """
+    b, n = dtype_bytes, accumulate_grad_batches
+    sums_down, sums_up = (b * n, b * (n - 1)) if n > 1 else (0, 0)
+    return 4 + sums_down, b + sums_up
+
+
 def arena_bytes_of(partition_numel: int, *, n_blocks: int, paces: Sequence[Pace], dtype_bytes: int) -> float:
     """Host memory that one rank's arena has in use, but for headers and alignment: what `rounds.Rounds.set_pace` has the arena reserve.
 
@@ -230,24 +245,22 @@ def _no_offload(workload: Workload, machine: Machine) -> Cost:
 def _zero_offload(workload: Workload, machine: Machine) -> Cost:
     """ZeRO-Offload of DeepSpeed 0.19.8 at its best: pinned memory, and gradients copied while backward goes on.
 
-    Down go fp32 gradients (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`), up go weights of the model's type. With accumulation the
-    running sum goes down after each micro-batch and comes back for the next one (`async_accumulate_grad_in_cpu_via_gpu`). The step then
-    waits for the CPU, and for the weights. On the host are master, moments, fp32 gradients and the weights' buffer, and the running
-    sum; on the device, besides weights and buckets, a buffer of the size of the largest parameter.
+    The step waits for the CPU, and for the weights. On the host are master, moments, fp32 gradients and the weights' buffer, and the
+    running sum; on the device, besides weights and buckets, a buffer of the size of the largest parameter.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n = workload.accumulate_grad_batches
-    sums_down, sums_up = (b * n, b * (n - 1)) if n > 1 else (0, 0)
+    down, up = zero_offload_traffic(dtype_bytes=b, accumulate_grad_batches=n)
     backward_s = BACKWARD_SHARE * workload.step_ms / 1e3
-    in_backward_s = (4 + sums_down + sums_up) * partition / (machine.pcie * _GB)
+    in_backward_s = (down + up - b) * partition / (machine.pcie * _GB)
     copy_s = max(0.0, in_backward_s - backward_s) + b * partition / (machine.pcie * _GB)
     cpu_s = cpu_adamw_bytes(b) * partition / _rank_bandwidth(machine)
     return _cost(
         machine,
         device_bytes=_weight_bytes(workload) + _bucket_bytes(workload) + b * workload.model.largest_numel,
         rank_host_bytes=(STATE_BYTES + 4 + b + (b if n > 1 else 0)) * partition,
-        down_bytes=(4 + sums_down) * partition,
-        up_bytes=(b + sums_up) * partition,
+        down_bytes=down * partition,
+        up_bytes=up * partition,
         cpu_s=cpu_s,
         copy_s=copy_s,
         wait_s=cpu_s,
@@ -261,9 +274,9 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
     Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
     host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
-    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe both
-    ways, on the training's own stream; "auto" is taken for the device.
-    Gradients that the stand-in repeats after a publish stay on the device where it has room, and come back over PCIe elsewhere.
+    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in
+    both directions, on the training's own stream; "auto" is taken for the device. Gradients that the stand-in repeats after a publish stay
+    on the device where it has room, and come back over PCIe elsewhere.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)

@@ -15,6 +15,7 @@ from lightning_zenflow.repeated_moves import RepeatedMoves
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.stand_in import Move, StandIn
+from lightning_zenflow.tracing import Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,7 @@ class GradientIntake:
         ownership: which entries' gradients are kept on the device.
         stand_in: what moves host-owned weights at once, if anything.
         kernels: passes over gradients.
+        tracer: records the copies and the stand-in.
         device: where gradients come from.
         dtype: the model's type.
         accumulate_on: `ZenFlowConfig.accumulate_on`.
@@ -64,6 +66,7 @@ class GradientIntake:
         ownership: Ownership,
         stand_in: StandIn | None,
         kernels: Kernels,
+        tracer: Tracer,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -74,6 +77,7 @@ class GradientIntake:
         self._ownership = ownership
         self._stand_in = stand_in
         self._kernels = kernels
+        self._tracer = tracer
         # Not the partition's tiles: those are cut where blocks end, and statistics must not depend on blocks.
         parts: list[list[int]] = [[] for _ in partition.slices]
         for part, tile in enumerate(partition.tiles):
@@ -160,13 +164,17 @@ class GradientIntake:
         energies = self.energies if s.is_matrix else None
         moves = self._stand_in is not None and self.stand_in_needed and self._stand_in.moves(index) and tile.rows > 1
         matrix = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
-        statistics = self._kernels.take(matrix, destinations, directions=energies is not None or moves)
+        n_bytes = tile.numel * gradient.element_size()
+        with self._tracer.span("copies down", n_bytes=n_bytes):
+            statistics = self._kernels.take(matrix, destinations, directions=energies is not None or moves)
+        self._rounds.counts.down_bytes += n_bytes
         self._totals.append(statistics.total)
         if energies is not None and statistics.columns is not None:
             energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
         if self._stand_in is not None and moves:
             move = self._stand_in.measure(index, statistics)
-            self._move(self._stand_in, move, matrix, rectangle, destinations, step)
+            with self._tracer.span("provisional update"):
+                self._move(self._stand_in, move, matrix, rectangle, destinations, step)
 
     def _move(
         self,
@@ -194,7 +202,12 @@ class GradientIntake:
         self._rounds.prepare()
         if self._accumulation is None:
             self._accumulation = new_accumulation(
-                self._accumulate_on, self._partition, self._pages, device=self._device, dtype=self._dtype
+                self._accumulate_on,
+                self._partition,
+                self._pages,
+                self._rounds.counts,
+                device=self._device,
+                dtype=self._dtype,
             )
         if index in self._partial:
             self._accumulation.add(index, gradient)

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, refuse_unsupported, row_length
 from lightning_zenflow.freezing import Freezing
+from lightning_zenflow.gauges import Gauges
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
@@ -35,9 +35,8 @@ from lightning_zenflow.selector import ColumnEnergies, Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
 from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Worker, WorkerError
-
-_log = logging.getLogger(__name__)
 
 
 class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -68,6 +67,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     Attributes:
         stalls: where training waited.
+        tracer: records what happens in single steps.
+        gauges: everything that is counted, to be read at any time.
     """
 
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
@@ -101,7 +102,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         ]
         device = self._weights[0].device
-        self.stalls = StallClock(device)
+        self.tracer = Tracer(device)
+        self.stalls = StallClock(device, self.tracer)
         intervals, lags = self._config.update_intervals, self._config.publish_lags
         self._partition = build_partition(read_slices(self), self.partition_size, max(intervals))
         n_blocks = len(self._partition.blocks)
@@ -144,6 +146,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             ),
             weights=self._weights,
             stalls=self.stalls,
+            tracer=self.tracer,
         )
         parameters = parameters_in_order(self)
         new_selector = partial(
@@ -174,6 +177,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._ownership,
             self._stand_in,
             self._kernels,
+            self.tracer,
             device=device,
             dtype=self.dtype,
             accumulate_on=self._config.accumulate_on,
@@ -191,14 +195,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
-        self._start_over(count=0)
-        _log.info(
-            "ZenFlow: %d parameters on this rank in %d blocks, %.2f GiB of shared host memory, worker on cores %s",
-            sum(s.numel for s in self._partition.slices),
-            n_blocks,
-            self._arena.reserved_bytes / 2**30,
-            self._worker_cores,
+        self.gauges = Gauges(
+            self._partition,
+            arena=self._arena,
+            rounds=self._rounds,
+            ownership=self._ownership,
+            planner=self._planner,
+            stalls=self.stalls,
+            skipped=self.skipped,
+            device=device,
         )
+        self._start_over(count=0)
+        rank_zero_info(self._description())
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
@@ -246,7 +254,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # seal
         self._rounds.seal(step, scale.factor)
         # update
-        self._ownership.step(groups, self._count, scale)
+        with self.tracer.span("exact step"):
+            self._ownership.step(groups, self._count, scale)
         if self._stand_in is not None:
             self._stand_in.end_step(scale.factor, scale.finite)
         # select
@@ -257,7 +266,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         )
         # publish
         published = self._rounds.publish(step)
-        self._intake.repeated.published(published)
+        with self.tracer.span("provisional update"):
+            self._intake.repeated.published(published)
         self._change_owners(published)
         self._ownership.write_weights(self._weights)
         # gather
@@ -313,6 +323,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._worker = None
         self._arena.close()
 
+    def _description(self) -> str:
+        """What was decided, in one line."""
+        config, pace = self._config, self.pace
+        given = {"update_interval": pace.update_interval, "publish_lag": pace.publish_lag}
+        auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
+        return (
+            f"ZenFlow: {sum(s.numel for s in self._partition.slices):,} parameters on this rank in {len(self._partition.blocks)} blocks;"
+            f" update_interval={pace.update_interval}{auto['update_interval']}, publish_lag={pace.publish_lag}{auto['publish_lag']};"
+            f" topk_ratio={config.topk_ratio:g}; worker on cores {self._worker_cores},"
+            f" training with {torch.get_num_threads()} threads; {self._arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+        )
+
     def _start_worker(self) -> Worker:
         return Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
 
@@ -325,6 +347,16 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def pace(self) -> Pace:
         """S and d of the next steps."""
         return self._rounds.pace
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process number of the worker; None once it has been ended."""
+        return None if self._worker is None else self._worker.pid
+
+    @property
+    def worker_cores(self) -> list[int]:
+        """Logical cores of the worker."""
+        return list(self._worker_cores)
 
     @property
     def closed(self) -> bool:
@@ -404,6 +436,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Says what is to be done with the next step's gradients."""
         self._groups = None
         self._plan = self._planner.plan(self._step + 1)
+        if self.tracer.needs_alignment:
+            with self.stalls.measure("timeline"):
+                self.tracer.align()
+        self.tracer.begin_step(self._step + 1)
         self._intake.stand_in_needed = not self._plan.shows_exact_weights
         self._intake.energies = self._planner.selector.new_energies() if self._plan.measures else None
 
@@ -411,6 +447,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Adds the proxies over the ranks and selects anew where that is due; returns what the gradient rule of `auto` needs."""
         dist.all_reduce(energies.flat, group=self.dp_process_group)
         deferral = self._planner.selector.deferral(energies, self._config.auto_ratio)
+        knows_columns = self._planner.selector.n_selections > 0
+        if knows_columns:
+            self.gauges.note_energy(self._planner.selector.owned_energy(energies))
         if self._plan.selects:
             # The host gathers what the new columns need, so it waits for the device; counted as stall.
             with self.stalls.measure("select"):
@@ -418,6 +457,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if columns is not None:
                 self._ownership.select(self._freezing.of_slices(columns))
                 self._planner.selected(self._step)
+            if not knows_columns:
+                self.gauges.note_energy(self._planner.selector.owned_energy(energies))
         return deferral
 
     def _change_owners(self, published: Collection[int]) -> None:

@@ -14,6 +14,9 @@ from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, Selection
 from lightning_zenflow.partition import Partition
 
+_WEIGHT_BYTES, _STATE_BYTES = 4, 12
+"""Of one entry: its fp32 master weight; this and two fp32 moments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _PastStep:
@@ -55,6 +58,10 @@ class Ownership:
         kernels: passes over gradients and entries.
         device: where the entries are updated.
         dtype: the model's type.
+
+    Attributes:
+        down_bytes: state that was copied from the device to host memory since the start.
+        up_bytes: state that was copied the other way.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class Ownership:
         self._kernels = kernels
         self._device = device
         self._dtype = dtype
+        self.down_bytes = self.up_bytes = 0
         self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
         self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
@@ -158,7 +166,7 @@ class Ownership:
             self._incoming[block] = None
             self._current[block] = columns = None if selection is None else self._columns_of(block, selection)
             if columns is not None:
-                columns.load(self._arena)
+                self._load(columns)
 
     def changes(self, blocks: Iterable[int]) -> bool:
         """Whether any of the blocks has new columns on their way."""
@@ -170,9 +178,10 @@ class Ownership:
             incoming = self._incoming[block]
             if incoming is not None:
                 self._store(block)
-                incoming.columns.load(self._arena)
+                self._load(incoming.columns)
                 for past in incoming.steps:
                     incoming.columns.step(past.groups, past.count, past.scale, past.gradients)
+                self._count_visits(incoming.columns, len(incoming.steps))
                 self._current[block], self._incoming[block] = incoming.columns, None
 
     def reload(self) -> None:
@@ -183,12 +192,24 @@ class Ownership:
                 self._current[block], self._incoming[block] = incoming.columns, None
         for columns in self._current:
             if columns is not None:
-                columns.load(self._arena)
+                self._load(columns)
+
+    def _load(self, columns: DeviceColumns) -> None:
+        columns.load(self._arena)
+        # What visits only leaves its weights on the device.
+        self.up_bytes += (_WEIGHT_BYTES if self._offload else _STATE_BYTES) * columns.numel
+
+    def _count_visits(self, columns: DeviceColumns, times: int) -> None:
+        if self._offload:
+            n_bytes = times * _STATE_BYTES * columns.numel
+            self.up_bytes += n_bytes
+            self.down_bytes += n_bytes
 
     def _store(self, block: int) -> None:
         columns = self._current[block]
         if columns is not None and not self._replayed:
             columns.store(self._arena)
+            self.down_bytes += 0 if self._offload else _STATE_BYTES * columns.numel
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Which columns of a tile's gradient are kept for `step`, and where: those that are owned, and those that will be."""
@@ -203,6 +224,7 @@ class Ownership:
         for current, incoming in zip(self._current, self._incoming, strict=True):
             if current is not None:
                 current.step(groups, count, scale)
+                self._count_visits(current, 1)
             if incoming is not None:
                 gradients = incoming.columns.gradients()
                 incoming.steps.append(_PastStep(groups=groups, count=count.clone(), scale=scale, gradients=gradients))

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 MAGIC: Final = 0x574F4C464E455A31
-VERSION: Final = 3
+VERSION: Final = 4
 HEADER_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
@@ -165,6 +165,7 @@ class Done(ctypes.LittleEndianStructure):
         ("type", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("round_id", ctypes.c_int64),
+        ("start_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("busy_ns", ctypes.c_int64),
     )

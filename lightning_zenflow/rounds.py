@@ -15,6 +15,7 @@ from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
 from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Submission
 
 
@@ -37,6 +38,20 @@ class _Round:
     due_step: int
     pages: list[int]
     publish_buffer: int
+
+
+@dataclass(kw_only=True)
+class RoundCounts:
+    """Numbers that only grow."""
+
+    down_bytes: int = 0
+    """Gradients, their sums over micro-batches, factors and step numbers that were copied to the arena."""
+    up_bytes: int = 0
+    """Published weights, and sums over micro-batches, that were copied to the device."""
+    gradients: int = 0
+    """Gradients (one step's, of one block) that have become visible in the model's weights."""
+    age_steps: int = 0
+    """Sum over these of the steps between the gradient's own and the one at whose end it became visible."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +100,10 @@ class Rounds:
         publishing: how windows become weights.
         weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
         stalls: where waiting is counted.
+        tracer: records the copies.
+
+    Attributes:
+        counts: what was copied and published since the start.
     """
 
     def __init__(
@@ -97,6 +116,7 @@ class Rounds:
         publishing: Publishing,
         weights: Sequence[Tensor],
         stalls: StallClock,
+        tracer: Tracer,
     ) -> None:
         self._partition = partition
         self._arena = arena
@@ -105,6 +125,8 @@ class Rounds:
         self._n_updates = [0] * len(partition.blocks)
         self._weights = weights
         self._stalls = stalls
+        self._tracer = tracer
+        self.counts = RoundCounts()
         self._device = weights[0].device
         self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
         self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
@@ -126,6 +148,11 @@ class Rounds:
     def age(self) -> int:
         """Steps after which every block has had a window closed and its round published: S + d."""
         return self._schedule.update_interval + self._schedule.publish_lag
+
+    @property
+    def look_ahead(self) -> float:
+        """Steps along the momentum by which the next rounds' weights run ahead of the exact ones."""
+        return float(self.age - 1 if self._publishing.look_ahead == "auto" else self._publishing.look_ahead)
 
     @property
     def publishes_at_once(self) -> bool:
@@ -207,6 +234,7 @@ class Rounds:
         record = step % self._arena.n_step_records
         self._arena.clip[record].copy_(factor, non_blocking=True)
         self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
+        self.counts.down_bytes += factor.element_size() + self._sequence.element_size()
 
     def hand_over(self, step: int, *, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
         """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step.
@@ -222,15 +250,13 @@ class Rounds:
         """
         closing = list(range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step))
         # Mean gradients cannot be taken back from columns that leave the device: nothing may come between its window and the change.
-        s, d = self._schedule.update_interval, self._schedule.publish_lag
-        alone = self._publishing.rule is Rule.REPLAY and d < s
-        look_ahead = float(d + s - 1 if self._publishing.look_ahead == "auto" else self._publishing.look_ahead)
+        alone = self._publishing.rule is Rule.REPLAY and self._schedule.publish_lag < self._schedule.update_interval
         for block in closing:
             now = synchronous or (not alone and drain(block))
             self._submit(
                 block,
                 due_step=step if now else self._schedule.publish_step(step),
-                look_ahead=0.0 if synchronous else look_ahead,
+                look_ahead=0.0 if synchronous else self.look_ahead,
             )
         return closing
 
@@ -247,7 +273,7 @@ class Rounds:
         """Phase *publish*: returns the blocks whose weights were overwritten since the last call, and the last step that those are of."""
         due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
         for _ in range(due[-1] + 1 if due else 0):
-            self._publish_oldest("publish_wait")
+            self._publish_oldest(step, "publish_wait")
         published, self._published_blocks = self._published_blocks, {}
         return published
 
@@ -256,7 +282,7 @@ class Rounds:
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
-            self._publish_oldest("flush")
+            self._publish_oldest(step, "flush")
         self._published_blocks.clear()
 
     def change_ranges(self, partition: Partition) -> None:
@@ -279,7 +305,7 @@ class Rounds:
             window = _Window(first_step=due_step)
         while not self._free_buffers:
             # More rounds at once than the staggered schedule ever has (synchronous step, flush): they go through in turn.
-            self._publish_oldest(cause)
+            self._publish_oldest(due_step, cause)
         buffer = self._free_buffers.pop()
         if buffer in self._published_now and self._device.type == "cuda":
             with self._stalls.measure("publish_buffer"):
@@ -310,12 +336,14 @@ class Rounds:
         self._n_updates[block] += bool(window.pages)
         self._in_flight.append(round_)
 
-    def _publish_oldest(self, cause: Cause) -> None:
+    def _publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest round, copies its weights into the model and frees what it held."""
         round_ = self._in_flight.popleft()
         with self._stalls.measure(cause):
             completion = self._worker.wait()
-        self._stalls.add_worker_time(completion.busy_s)
+        self._stalls.add_round(
+            round_.block, start_ns=completion.start_ns, wait_ns=completion.wait_ns, busy_ns=completion.busy_ns
+        )
         assert completion.round_id == round_.round_id, "the worker answers in order of submission"
         first = self._partition.blocks[round_.block].begin
         new_weights = self._arena.publish[round_.publish_buffer]
@@ -323,7 +351,13 @@ class Rounds:
             target = self._weights[piece.index].narrow(
                 0, piece.begin - self._partition.group_begins[piece.index], piece.numel
             )
-            target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+            n_bytes = piece.numel * target.element_size()
+            with self._tracer.span("copies up", n_bytes=n_bytes):
+                target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+            self.counts.up_bytes += n_bytes
+        n = len(round_.pages)
+        self.counts.gradients += n
+        self.counts.age_steps += n * (step - round_.last_step) + n * (n - 1) // 2
         self._free_pages.extend(round_.pages)
         self._free_buffers.append(round_.publish_buffer)
         self._published_blocks[round_.block] = round_.last_step

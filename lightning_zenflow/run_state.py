@@ -24,6 +24,9 @@ _WITHOUT_EFFECT = (
     "max_worker_restarts",
     "offload",
     "accumulate_on",
+    "stall_monitor",
+    "timeline",
+    "timeline_steps",
 )
 """Keys of the configuration that change no number."""
 

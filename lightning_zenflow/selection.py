@@ -43,6 +43,20 @@ def overlap(current: Sequence[Tensor], fresh: Sequence[Tensor]) -> float:
     return kept / total if total else 1.0
 
 
+def owned_energy(energies: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
+    """Share of the matrices' gradient energy (sum of squares) that lies in device-owned columns.
+
+    Args:
+        energies: for each matrix, sums of squares of its columns, float32, on the device.
+        owned: for each matrix, the device-owned columns, int64, on the device.
+
+    Returns:
+        0-D float32 on the device; not finite where the gradients are not, or are all zero.
+    """
+    at_once = torch.stack([e.index_select(0, columns).sum() for e, columns in zip(energies, owned, strict=True)]).sum()
+    return at_once / torch.stack([energy.sum() for energy in energies]).sum()
+
+
 def deferral(energies: Sequence[Tensor], owned: Sequence[Tensor], share: float) -> Tensor | None:
     """After how many steps the gradients that wait weigh as much as those that were applied at once.
 

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zenflow.device_columns import Columns
-from lightning_zenflow.selection import column_count, deferral, overlap, select_columns
+from lightning_zenflow.selection import column_count, deferral, overlap, owned_energy, select_columns
 
 _SHORTEST_CHECK = 8
 _LONGEST_CHECK = 512
@@ -101,6 +101,8 @@ class Selector:
         self.epoch = 0
         """Number of the present epoch, kept up to date by the strategy."""
         self.n_selections = 0
+        self.last_overlap: float | None = None
+        """Share of the columns chosen last that were chosen before as well; None until there is something to compare."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was selected last, and when it is asked again."""
@@ -131,6 +133,10 @@ class Selector:
         """The gradient rule for the present columns and reduced proxies, see `selection.deferral`. Does not wait for the device."""
         return deferral(energies.of_parameters(), self._on_device, share)
 
+    def owned_energy(self, energies: ColumnEnergies) -> Tensor:
+        """Share of the gradient's energy in the present columns by reduced proxies, see `selection.owned_energy`. Does not wait."""
+        return owned_energy(energies.of_parameters(), self._on_device)
+
     def select(self, energies: ColumnEnergies, step: int) -> list[Columns | None] | None:
         """Chooses columns by reduced proxies. Waits for the device.
 
@@ -142,7 +148,9 @@ class Selector:
         if not all(bool(torch.isfinite(p).all()) for p in proxies):
             return None
         fresh = [self._choose(i, p, step) for i, p in enumerate(proxies)]
-        fits = self.n_selections > 0 and self._interval == "auto" and self._still_fits(fresh)
+        if self.n_selections > 0:
+            self.last_overlap = overlap(self._current, fresh)
+        fits = self._interval == "auto" and self._still_fits()
         self._schedule_next(step)
         if fits:
             return None
@@ -164,9 +172,11 @@ class Selector:
         chosen = self._callable(proxies, context)
         return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
 
-    def _still_fits(self, fresh: Sequence[Tensor]) -> bool:
+    def _still_fits(self) -> bool:
         """Also adapts how often is asked: less and less often while the answer stays the same."""
-        fits = overlap(self._current, fresh) >= _SMALLEST_OVERLAP
+        if self.last_overlap is None:
+            return False
+        fits = self.last_overlap >= _SMALLEST_OVERLAP
         longer, shorter = 2 * self._check_interval, self._check_interval // 2
         self._check_interval = min(longer, _LONGEST_CHECK) if fits else max(shorter, _SHORTEST_CHECK)
         return fits

@@ -4,13 +4,18 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart"]
+from lightning_zenflow.tracing import Tracer
+
+Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "timeline"]
 """Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection and the
-state of the selected columns; for everything, in a flush; for a new worker, when the one before was found dead at a hand-over."""
+state of the selected columns; for everything, in a flush; for a new worker, when the one before was found dead at a hand-over; for the
+device, before a timeline is recorded."""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class StallClock:
@@ -22,14 +27,16 @@ class StallClock:
 
     Args:
         device: what trains.
+        tracer: is told of every wait and of the worker's rounds.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tracer: Tracer) -> None:
         self._on_cuda = device.type == "cuda"
+        self._tracer = tracer
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._device_seconds: defaultdict[str, float] = defaultdict(float)
         self._worker_busy_s = 0.0
-        self._device_s = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self.steps = 0
         """Optimizer steps counted."""
         self.worker_restarts = 0
@@ -41,12 +48,17 @@ class StallClock:
         return dict(self._seconds)
 
     @property
+    def device_seconds(self) -> dict[str, float]:
+        """Seconds since the start that the device had nothing to do because of waiting, by cause."""
+        while self._events and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            cause, before, after = self._events.popleft()
+            self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
+        return dict(self._device_seconds)
+
+    @property
     def device_s(self) -> float:
         """Seconds since the start that the device had nothing to do because of waiting, whatever the cause."""
-        while self._events and self._events[0][1].query():  # type: ignore[no-untyped-call]
-            before, after = self._events.popleft()
-            self._device_s += 1e-3 * before.elapsed_time(after)
-        return self._device_s
+        return sum(self.device_seconds.values())
 
     @property
     def worker_busy_s(self) -> float:
@@ -57,21 +69,25 @@ class StallClock:
     def measure(self, cause: Cause) -> Iterator[None]:
         """Counts the time spent inside as waiting."""
         before = self._event()
-        begin = time.perf_counter()
+        begin_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - begin
+            end_ns = time.perf_counter_ns()
+            seconds = 1e-9 * (end_ns - begin_ns)
             self._seconds[cause] += seconds
             after = self._event()
             if before is None or after is None:
-                self._device_s += seconds
+                self._device_seconds[cause] += seconds
+                self._tracer.add_wait(cause, begin_ns, end_ns, None)
             else:
-                self._events.append((before, after))
+                self._events.append((cause, before, after))
+                self._tracer.add_wait(cause, begin_ns, end_ns, (before, after))
 
-    def add_worker_time(self, busy_s: float) -> None:
+    def add_round(self, block: int, *, start_ns: int, wait_ns: int, busy_ns: int) -> None:
         """Counts what the worker reported of one round."""
-        self._worker_busy_s += busy_s
+        self._worker_busy_s += 1e-9 * busy_ns
+        self._tracer.add_round(block, start_ns=start_ns, wait_ns=wait_ns, busy_ns=busy_ns)
 
     def _event(self) -> torch.cuda.Event | None:
         if not self._on_cuda:

@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
+from lightning_zenflow.callbacks import StallMonitor
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
@@ -31,6 +32,8 @@ from lightning_zenflow.exact_weights import ExactWeights
 from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.timeline_writer import TimelineWriter
+from lightning_zenflow.tracing import Lane
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -47,7 +50,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     Args:
         config: where keys come from that are not given here: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict), with a ``zero_optimization.zenflow`` block or without.
-        topk_ratio: this and all up to `max_worker_restarts`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
+        topk_ratio: this and all up to `timeline_steps`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
         **deepspeed_options: everything that `DeepSpeedStrategy` takes, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
@@ -79,6 +82,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
+        stall_monitor: bool | None = None,
+        timeline: str | Path | None = None,
+        timeline_steps: str | Sequence[int] | None = None,
         **deepspeed_options: Any,
     ) -> None:
         keys = {
@@ -100,6 +106,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             "pt_reserved_cores_perc": pt_reserved_cores_perc,
             "worker_timeout": worker_timeout,
             "max_worker_restarts": max_worker_restarts,
+            "stall_monitor": stall_monitor,
+            "timeline": timeline,
+            "timeline_steps": timeline_steps,
         }
         if config is None:
             # The variable by which Lightning takes a DeepSpeed configuration from the environment.
@@ -141,6 +150,18 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+        monitored = any(isinstance(callback, StallMonitor) for callback in callbacks)
+        if self.zenflow_config.stall_monitor and not monitored:
+            # In front: checkpoint callbacks must stay behind all others.
+            callbacks.insert(0, StallMonitor())
+        if self.zenflow_config.timeline is not None and not any(isinstance(c, TimelineWriter) for c in callbacks):
+            first, last = self.zenflow_config.timeline_range
+            callbacks.insert(0, TimelineWriter(Path(self.zenflow_config.timeline), first=first, last=last))
 
     @override
     def setup_environment(self) -> None:
@@ -280,11 +301,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Divides the loss by `accumulate_grad_batches` once: Lightning has done so, DeepSpeed would do it again."""
         self._micro_batches += 1
-        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+        with self._span("backward"):
+            return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().training_step(*args, **kwargs)
+        with self._span("forward"):
+            output = super().training_step(*args, **kwargs)
         if output is None:
             # Lightning's plugin for DeepSpeed notices in a step's last micro-batch only.
             raise MisconfigurationException(
@@ -306,6 +329,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._micro_batches = 0
         return output
+
+    def _span(self, lane: Lane) -> AbstractContextManager[None]:
+        return nullcontext() if self._optimizer is None else self._optimizer.tracer.span(lane)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

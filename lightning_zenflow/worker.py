@@ -72,10 +72,12 @@ class Completion:
     """The worker's answer to one round."""
 
     round_id: int
-    wait_s: float
-    """Seconds the worker waited for the round's data."""
-    busy_s: float
-    """Seconds it computed."""
+    start_ns: int
+    """When the worker turned to the round, by the monotonic clock (`time.perf_counter_ns`)."""
+    wait_ns: int
+    """Nanoseconds it waited for the round's data."""
+    busy_ns: int
+    """Nanoseconds it computed."""
 
 
 class Worker:
@@ -151,7 +153,7 @@ class Worker:
             WorkerError: it failed and says how, has ended otherwise, or does not answer in time.
         """
         done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
-        return Completion(round_id=done.round_id, wait_s=done.wait_ns * 1e-9, busy_s=done.busy_ns * 1e-9)
+        return Completion(round_id=done.round_id, start_ns=done.start_ns, wait_ns=done.wait_ns, busy_ns=done.busy_ns)
 
     def close(self) -> None:
         """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""

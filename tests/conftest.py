@@ -17,6 +17,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the test of the dashboard leaves the picture that README shows."""
+    parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
+
+
 @pytest.fixture
 def no_worker_is_left() -> Iterator[None]:
     """Fails a test after which a worker process of this process remains."""

@@ -9,6 +9,7 @@ import torch
 from harness import Case, Run, make_trainer, run_here, run_on_ranks
 from lightning_zenflow.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
 from lightning_zenflow.partition import Slice, build_partition
+from lightning_zenflow.rounds import RoundCounts
 
 APPROXIMATE = {"look_ahead": "auto", "provisional_scale": "auto"}
 BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)
@@ -98,12 +99,14 @@ def test_sums(where: Literal["auto", "device", "host"], kind: type) -> None:
     page = torch.empty(partition.numel, dtype=torch.bfloat16)
     cut = 12
     device = torch.device("cpu")
-    sums = new_accumulation(
-        where, partition, lambda index: [(0, page[:cut]), (cut, page[cut:30])], device=device, dtype=torch.bfloat16
-    )
+    counts = RoundCounts()
+    pages = [(0, page[:cut]), (cut, page[cut:30])]
+    sums = new_accumulation(where, partition, lambda index: pages, counts, device=device, dtype=torch.bfloat16)
     assert type(sums) is kind
     gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
     sums.keep(0, gradients[0].clone())
     for gradient in gradients[1:]:
         sums.add(0, gradient.clone())
     assert torch.equal(sums.kept(0), gradients[0] + gradients[1] + gradients[2])
+    n_bytes = 3 * 30 * 2 if where == "host" else 0
+    assert (counts.down_bytes, counts.up_bytes) == (n_bytes, n_bytes)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ DEFAULTS = {
     "pt_reserved_cores_perc": 0.5,
     "worker_timeout": 600.0,
     "max_worker_restarts": 3,
+    "stall_monitor": True,
+    "timeline": None,
+    "timeline_steps": "auto",
 }
 
 NOT_NUMBERS = [None, True, "4", "auto ", [1], {}, math.nan, math.inf, -math.inf, 10**400]
@@ -55,6 +59,9 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("overlap_step", "true or false", NOT_BOOLEANS),
     ("offload", "true or false", NOT_BOOLEANS),
     ("accumulate_on", "'auto', 'device' or 'host'", [None, True, 1, "cpu", "Host", ["host"]]),
+    ("stall_monitor", "true or false", NOT_BOOLEANS),
+    ("timeline", "a path that ends in '.json'", [True, 1, "", "timeline.png", []]),
+    ("timeline_steps", "'auto' or [first, last]", [None, True, 5, "all", [5], [1, 2], [4, 3], [2.0, 3], [2, 3, 4]]),
     ("deferred_update", "'replay' or 'accumulate'", [None, True, 1, "Replay", "", []]),
     (
         "select_strategy",
@@ -71,6 +78,9 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("offload", True, True),
     ("accumulate_on", "host", "host"),
+    ("stall_monitor", False, False),
+    ("timeline", Path("logs/timeline.json"), "logs/timeline.json"),
+    ("timeline_steps", (5, 5), [5, 5]),
     ("topk_ratio", 0, 0.0),
     ("topk_ratio", 1, 1.0),
     ("topk_ratio", np.float32(0.5), 0.5),

@@ -41,9 +41,14 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "provisional_scale": st.floats(0, 2) | st.sampled_from(["auto", 1e6]),
     "auto_ratio": SHARES,
     "offload": st.booleans(),
+    "accumulate_on": st.sampled_from(["auto", "device", "host"]),
     "worker_cores": st.sampled_from(["auto", 1, [0]]),
     "pt_reserved_cores_perc": SHARES,
     "worker_timeout": st.floats(200, 1e6),
+    "max_worker_restarts": st.integers(0, 9),
+    "stall_monitor": st.booleans(),
+    "timeline": st.sampled_from([f"{tempfile.gettempdir()}/zenflow-fuzz/timeline.json", "/proc/no/such/folder.json"]),
+    "timeline_steps": st.sampled_from(["auto", [2, 2], [2, 1000]]),
 }
 JUNK: st.SearchStrategy[Any] = (
     LARGE

@@ -190,7 +190,7 @@ def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, wo
     assert torch.equal(arena.master, before)
     fill_page(arena, partition, 0, 0, 1)
     arena.sequence[1] = 1
-    assert worker.wait().wait_s > 0
+    assert worker.wait().wait_ns > 0
     b = partition.blocks[0]
     assert not torch.equal(arena.master[b.begin : b.end], before[b.begin : b.end])
     assert torch.equal(arena.master[b.end :], before[b.end :])

@@ -24,6 +24,7 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.partition import Partition
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Submission, Worker, WorkerError
 from models import LinearLossModule
 from test_worker import fill_page, is_alive, make_arena, make_partition, wait_for, write_step
@@ -129,7 +130,8 @@ class KilledAtStart(Worker):
 
 
 def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
-    stalls = StallClock(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    stalls = StallClock(cpu, Tracer(cpu))
     return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
 
 

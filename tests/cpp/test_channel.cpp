@@ -61,7 +61,7 @@ TEST(channel, keeps_message_boundaries_and_order) {
 TEST(channel, sends_whole_structures) {
     const Pair pair;
     Channel channel(pair.worker);
-    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 5, 6}));
+    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 4, 5, 6}));
     CHECK(channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), 2, kVersion}));
     Done done{};
     CHECK_EQ(recv(pair.trainer, &done, sizeof(done), MSG_TRUNC), static_cast<ssize_t>(sizeof(Done)));

@@ -140,6 +140,7 @@ class Training {
 void check_done(const Done& done, uint32_t block, int64_t round_id) {
     CHECK_EQ(done.block, block);
     CHECK_EQ(done.round_id, round_id);
+    CHECK(done.start_ns > 0);
     CHECK(done.wait_ns >= 0);
     CHECK(done.busy_ns > 0);
 }
