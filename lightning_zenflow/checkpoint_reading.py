@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
-    GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
     PARAM_SHAPES,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
 
+from lightning_zenflow.repartition import MOMENTS, repartition
 from lightning_zenflow.run_state import CHECKPOINT_KEY, VERSION
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """For each parameter group the shapes of its parameters by name, in order."""
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
@@ -148,7 +146,7 @@ class SavedCheckpoint:
             raise _refusal(file, "allowed is ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
         for group, param_group in enumerate(base["param_groups"]):
             of_group = base["state"].get(param_group["params"][0], {})
-            missing = [key for key in ("step", *_MOMENTS) if key not in of_group]
+            missing = [key for key in ("step", *MOMENTS) if key not in of_group]
             if missing:
                 raise _refusal(
                     file, f"parameter group {group} has no {missing[0]}: it is not the complete state of AdamW or Adam"
@@ -179,48 +177,6 @@ class SavedCheckpoint:
             return self.optimizer_state(rank, bf16=bf16)
         saved = [self.optimizer_state(r, bf16=bf16) for r in range(self.world_size)]
         return repartition(saved, partition_sizes, rank)
-
-
-def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[int], rank: int) -> dict[str, Any]:
-    """One rank's part of an optimizer state that was saved by another number of ranks.
-
-    A parameter group is one flat tensor over all ranks, cut into equal parts, with padding at its end only. So the parts without padding,
-    one after the other, are the same for every number of ranks.
-
-    Args:
-        saved: the states of all ranks that saved, in their order.
-        partition_sizes: elements of each parameter group's part on the rank, padding included.
-        rank: whose state is wanted.
-
-    Returns:
-        As an element of `saved`; tensors are copies. What is not AdamW's is the first rank's.
-    """
-    base = saved[0][BASE_OPTIMIZER_STATE]
-    keys = [param_group["params"][0] for param_group in base["param_groups"]]
-    masters, states = [], {}
-    for group, (key, size) in enumerate(zip(keys, partition_sizes, strict=True)):
-        first = base["state"][key]
-        # Neither master weights nor moments of padding are ever read.
-        master, *moments = (torch.zeros(size) for _ in range(1 + len(_MOMENTS)))
-        begin = rank * size
-        offset = 0
-        for state in saved:
-            part = state[SINGLE_PARTITION_OF_FP32_GROUPS][group]
-            lower, upper = max(begin, offset), min(begin + size, offset + part.numel())
-            if lower < upper:
-                theirs = state[BASE_OPTIMIZER_STATE]["state"][key]
-                sources = [part, *(theirs[name] for name in _MOMENTS)]
-                for target, source in zip((master, *moments), sources, strict=True):
-                    target[lower - begin : upper - begin] = source[lower - offset : upper - offset]
-            offset += part.numel()
-        masters.append(master)
-        states[key] = {**first, **dict(zip(_MOMENTS, moments, strict=True))}
-    return {
-        **saved[0],
-        SINGLE_PARTITION_OF_FP32_GROUPS: masters,
-        GROUP_PADDINGS: [0] * len(masters),
-        BASE_OPTIMIZER_STATE: {**base, "state": states},
-    }
 
 
 def _refusal(path: Path, message: str) -> CheckpointError:
