@@ -233,5 +233,6 @@ def _cuda(call: str, *arguments: int) -> None:
     error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
     if error != 0:
         raise RuntimeError(
-            f"{call} failed with CUDA error {error}: the optimizer states' host memory cannot be page-locked"
+            f"{call} failed with CUDA error {error}: the optimizer states' host memory cannot be page-locked; `ulimit -l` may forbid it, or"
+            " too little memory is left"
         )

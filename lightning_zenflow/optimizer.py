@@ -1,5 +1,6 @@
 """DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.arena import Arena, ArenaSizes
+from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
@@ -20,6 +21,7 @@ from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices,
 from lightning_zenflow.freezing import Freezing
 from lightning_zenflow.gauges import Gauges
 from lightning_zenflow.gradients import GradientIntake
+from lightning_zenflow.host_memory import check_host_memory, refuse
 from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
 from lightning_zenflow.kernels import kernels_for
@@ -63,6 +65,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         *args: as `DeepSpeedZeroOptimizer`.
         zenflow: the configuration.
         worker_cores: logical cores of this rank's worker.
+        ranks_on_host: ranks that share this host's memory.
         **kwargs: as `DeepSpeedZeroOptimizer`.
 
     Attributes:
@@ -73,10 +76,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
 
-    def __init__(self, *args: Any, zenflow: ZenFlowConfig, worker_cores: Sequence[int], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, zenflow: ZenFlowConfig, worker_cores: Sequence[int], ranks_on_host: int, **kwargs: Any
+    ) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self._config = zenflow
         self._worker_cores = list(worker_cores)
+        self._ranks_on_host = ranks_on_host
         self._step = 0
         self._flushed_step = 0
         self._groups: list[GroupHyperparameters] | None = None
@@ -108,18 +114,17 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partition = build_partition(read_slices(self), self.partition_size, max(intervals))
         n_blocks = len(self._partition.blocks)
         schedules = [Schedule(n_blocks=n_blocks, update_interval=s, publish_lag=d) for s in intervals for d in lags]
-        self._arena = Arena(
-            self._partition,
-            ArenaSizes(
-                n_param_groups=len(self.optimizer.param_groups),
-                n_step_records=max(schedule.n_step_records for schedule in schedules),
-                n_pages=max(schedule.n_pages for schedule in schedules),
-                n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
-                dtype=self.dtype,
-                n_threads=len(self._worker_cores),
-            ),
-            device=device,
+        auto = AutoSchedule(intervals, lags)
+        sizes = ArenaSizes(
+            n_param_groups=len(self.optimizer.param_groups),
+            n_step_records=max(schedule.n_step_records for schedule in schedules),
+            n_pages=max(schedule.n_pages for schedule in schedules),
+            n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
+            dtype=self.dtype,
+            n_threads=len(self._worker_cores),
         )
+        self._refuse_too_little_memory(sizes, auto.pace)
+        self._arena = Arena(self._partition, sizes, device=device)
         self._count = torch.zeros((), dtype=torch.float64, device=device)
         self._host_state = HostState(
             self.optimizer,
@@ -130,7 +135,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         )
         # Where the stock optimizer keeps its weights on their way to the device.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        auto = AutoSchedule(intervals, lags)
         self._worker = SupervisedWorker(
             self._start_worker, max_restarts=self._config.max_worker_restarts, stalls=self.stalls
         )
@@ -334,6 +338,31 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             f" topk_ratio={config.topk_ratio:g}; worker on cores {self._worker_cores},"
             f" training with {torch.get_num_threads()} threads; {self._arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
         )
+
+    def _refuse_too_little_memory(self, sizes: ArenaSizes, pace: Pace) -> None:
+        """Compares what the arenas of this host's ranks need with what there is; alike on all ranks.
+
+        Raises:
+            MisconfigurationException: they do not fit, here or on another rank's host.
+        """
+        schedule = Schedule(
+            n_blocks=len(self._partition.blocks),
+            update_interval=pace.update_interval,
+            publish_lag=pace.publish_lag,
+        )
+        first = dataclasses.replace(sizes, n_pages=schedule.n_pages, n_publish_buffers=schedule.n_publish_buffers)
+        keys = ("update_interval", "publish_lag", "max_update_interval")
+        problem = check_host_memory(
+            first=arena_bytes(self._partition, first),
+            largest=arena_bytes(self._partition, sizes),
+            ranks=self._ranks_on_host,
+            keys=", ".join(f"{key}={getattr(self._config, key)!r}" for key in keys),
+        )
+        # Before any rank has taken its memory, and so that none waits for one that has failed.
+        problems = torch.tensor(float(problem is not None), device=self._weights[0].device)
+        dist.all_reduce(problems, group=self.dp_process_group)
+        if problems > 0:
+            refuse(problem)
 
     def _start_worker(self) -> Worker:
         return Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)

@@ -268,7 +268,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         built = []
 
         def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
-            built.append(ZenFlowZeroOptimizer(*args, zenflow=config, worker_cores=cores, **kwargs))
+            built.append(
+                ZenFlowZeroOptimizer(
+                    *args, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes, **kwargs
+                )
+            )
             return built[0]
 
         try:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from worker_fuzzer import fuzz
+
 _SOURCE = Path(__file__).parents[1] / "csrc"
 _BUILD_TIMEOUT_S = 900
 _RUN_TIMEOUT_S = 300
@@ -138,6 +140,13 @@ def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
     )
     assert result.returncode == 0, result.stdout
     assert " 0 failed" in result.stdout
+
+
+@pytest.mark.timeout(2 * _BUILD_TIMEOUT_S)
+@pytest.mark.parametrize("rounds", [40, pytest.param(5000, marks=pytest.mark.slow)])
+def test_broken_arenas_and_messages(build: Callable[[str], Build], rounds: int) -> None:
+    """An error message and exit code 1, or an answer; never a crash, a sanitizer's report or a hang."""
+    assert fuzz(build("address").worker, seed=1000 * rounds, rounds=rounds) == []
 
 
 @pytest.mark.timeout(2 * _BUILD_TIMEOUT_S)

@@ -1,11 +1,13 @@
 // The worker process from start to end, seen from the trainer's side. Where a test waits for the worker without a limit of its
 // own, a hang is the failure; whoever runs the tests ends it.
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -216,6 +218,66 @@ void train(DataType type) {
 TEST(worker, replays_rounds_in_float32) { train(DataType::kFloat32); }
 TEST(worker, replays_rounds_in_bfloat16) { train(DataType::kBFloat16); }
 TEST(worker, replays_rounds_in_float16) { train(DataType::kFloat16); }
+
+// Several threads, killed at random instants; test_kill.cpp has every instant, for one thread. Rounds whose answer was lost are
+// submitted again like all others.
+TEST(worker, carries_on_where_killed_ones_were) {
+    Training training(DataType::kBFloat16);
+    training.prepare(1);
+    training.prepare(2);
+    training.arrive(1, 0.5f);
+    training.arrive(2, 1.0f);
+    const auto submit = [&](WorkerProcess& worker) {
+        worker.submit(round_of(0, 1, 1, 2, 0), training.pages(1, 2, 0));
+        worker.submit(round_of(1, 2, 1, 2, 1), training.pages(1, 2, 1));
+    };
+    uint32_t random = 1;
+    for (int kill = 0; kill < 15; ++kill) {
+        WorkerProcess worker(training.arena(), test::all_cores());
+        worker.receive_ready();
+        submit(worker);
+        random = random * 1664525u + 1013904223u;
+        std::this_thread::sleep_for(std::chrono::microseconds(random % 400));
+        worker.signal(SIGKILL);
+        CHECK_EQ(worker.wait(), -SIGKILL);
+    }
+    WorkerProcess worker(training.arena(), first_core());
+    worker.receive_ready();
+    submit(worker);
+    CHECK_EQ(worker.receive_done().round_id, 1);
+    CHECK_EQ(worker.receive_done().round_id, 2);
+    training.expect(0, 1, 2);
+    training.expect(1, 1, 2);
+    training.check_state();
+    training.check_published(0, 0);
+    training.check_published(1, 1);
+    CHECK_EQ(training.arena().record(2).count, 2);
+}
+
+TEST(worker, refuses_a_round_out_of_turn) {
+    TrainerArena arena{ArenaSpec{}};
+    arena.header().begun_round = 5;
+    arena.header().completed_round = 4;
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    worker.submit(round_of(0, 4, 0, 0, 0), {});
+    CHECK_EQ(worker.receive_done().round_id, 4);
+    worker.submit(round_of(0, 6, 0, 0, 0), {});
+    CHECK_CONTAINS(worker.receive_error(), "round_id is 6, but round 5 has been begun and is not complete");
+    CHECK_EQ(worker.wait(), 1);
+}
+
+TEST(worker, refuses_a_journal_that_does_not_fit_the_round) {
+    TrainerArena arena{ArenaSpec{}};
+    arena.header().begun_round = 1;
+    arena.header().n_shares = 1;
+    arena.journal_slot(0).end = 65;
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    worker.submit(round_of(0, 1, 0, 0, 0), {});
+    CHECK_CONTAINS(worker.receive_error(), "journal: slot 0 is at 0 of [0, 65)");
+    CHECK_EQ(worker.wait(), 1);
+}
 
 TEST(worker, leaves_quietly_when_an_idle_trainer_dies) {
     const TrainerArena arena{ArenaSpec{}};
