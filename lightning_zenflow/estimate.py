@@ -261,8 +261,8 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
     Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
     host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
-    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both
-    directions, on the training's own stream; "auto" is taken for the device.
+    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe both
+    ways, on the training's own stream; "auto" is taken for the device.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)

@@ -39,6 +39,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "provisional_scale": st.floats(0, 2) | st.sampled_from(["auto", 1e30, 1e300]),
     "auto_ratio": SHARES,
     "offload": st.booleans(),
+    "accumulate_on": st.sampled_from(["auto", "device", "host"]),
     "worker_cores": st.sampled_from(["auto", 1, [0]]),
     "pt_reserved_cores_perc": SHARES,
     "worker_timeout": st.floats(200, 1e6) | st.sampled_from([1e12, 1e300]),
