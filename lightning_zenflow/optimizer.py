@@ -1,8 +1,6 @@
 """DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -13,32 +11,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.auto_schedule import AutoSchedule, Pace
+from lightning_zenflow.assembly import Parts, Shard
+from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, refuse_unsupported, row_length
 from lightning_zenflow.freezing import Freezing
-from lightning_zenflow.gauges import Gauges
-from lightning_zenflow.gradients import GradientIntake
-from lightning_zenflow.host_memory import check_host_memory, refuse
-from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
-from lightning_zenflow.kernels import kernels_for
-from lightning_zenflow.ownership import Ownership
-from lightning_zenflow.pace_control import PaceControl
-from lightning_zenflow.partition import build_partition
-from lightning_zenflow.planner import Planner
-from lightning_zenflow.protocol import Rule
-from lightning_zenflow.rounds import Publishing, Rounds
-from lightning_zenflow.run_state import CHECKPOINT_KEY, RunState
-from lightning_zenflow.schedule import Schedule
-from lightning_zenflow.selector import ColumnEnergies, Selector
-from lightning_zenflow.stalls import StallClock
-from lightning_zenflow.stand_in import StandIn
+from lightning_zenflow.run_state import CHECKPOINT_KEY
+from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.supervision import SupervisedWorker
-from lightning_zenflow.tracing import Tracer
-from lightning_zenflow.worker import Worker, WorkerError
+from lightning_zenflow.worker import WorkerError
 
 
 class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -72,6 +55,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         stalls: where training waited.
         tracer: records what happens in single steps.
         gauges: everything that is counted, to be read at any time.
+        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
     """
 
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
@@ -107,110 +91,37 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
         ]
-        device = self._weights[0].device
-        self.tracer = Tracer(device)
-        self.stalls = StallClock(device, self.tracer)
-        intervals, lags = self._config.update_intervals, self._config.publish_lags
-        self._partition = build_partition(read_slices(self), self.partition_size, max(intervals))
-        n_blocks = len(self._partition.blocks)
-        schedules = [Schedule(n_blocks=n_blocks, update_interval=s, publish_lag=d) for s in intervals for d in lags]
-        auto = AutoSchedule(intervals, lags)
-        sizes = ArenaSizes(
-            n_param_groups=len(self.optimizer.param_groups),
-            n_step_records=max(schedule.n_step_records for schedule in schedules),
-            n_pages=max(schedule.n_pages for schedule in schedules),
-            n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
-            dtype=self.dtype,
-            n_threads=len(self._worker_cores),
-        )
-        self._refuse_too_little_memory(sizes, auto.pace)
-        self._arena = Arena(self._partition, sizes, device=device)
-        self._count = torch.zeros((), dtype=torch.float64, device=device)
-        self._host_state = HostState(
-            self.optimizer,
-            self.single_partition_of_fp32_groups,
-            partition=self._partition,
+        parameters = parameters_in_order(self)
+        shard = Shard(
+            optimizer=self.optimizer,
+            fp32_groups=self.single_partition_of_fp32_groups,
             partition_sizes=self.partition_size,
-            arena=self._arena,
+            slices=read_slices(self),
+            weights=self._weights,
+            dtype=self.dtype,
+            names=[self.param_names[p] for p in parameters],
+            row_lengths=[row_length(p) for p in parameters],
+            group=self.dp_process_group,
         )
         # Where the stock optimizer keeps its weights on their way to the device.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        self._worker = SupervisedWorker(
-            self._start_worker, max_restarts=self._config.max_worker_restarts, stalls=self.stalls
-        )
-        self._rounds = Rounds(
-            self._partition,
-            arena=self._arena,
-            worker=self._worker,
-            pace=auto.pace,
-            publishing=Publishing(
-                rule=Rule[self._config.deferred_update.upper()],
-                look_ahead=self._config.effective_look_ahead,
-                provisional=self._config.effective_provisional_scale > 0,
-            ),
-            weights=self._weights,
-            stalls=self.stalls,
-            tracer=self.tracer,
-        )
-        parameters = parameters_in_order(self)
-        new_selector = partial(
-            Selector,
-            [self.param_names[p] for p in parameters],
-            [row_length(p) for p in parameters],
-            topk_ratio=self._config.topk_ratio,
-            strategy=self._config.select_strategy,
-            interval=self._config.select_interval,
-            device=device,
-        )
-        pace = PaceControl(auto, stalls=self.stalls, group=self.dp_process_group, device=device)
-        self._planner = Planner(self._config, self._rounds, pace if len(schedules) > 1 else None, new_selector)
-        self._kernels = kernels_for(device)
-        self._ownership = Ownership(
-            self._partition,
-            self._arena,
-            replayed=self._config.deferred_update == "replay",
-            offload=self._config.offload,
-            kernels=self._kernels,
-            device=device,
-            dtype=self.dtype,
-        )
-        self._stand_in = self._build_stand_in()
-        self._intake = GradientIntake(
-            self._partition,
-            self._rounds,
-            self._ownership,
-            self._stand_in,
-            self._kernels,
-            self.tracer,
-            device=device,
-            dtype=self.dtype,
-            accumulate_on=self._config.accumulate_on,
-        )
-        self._run_state = RunState(
+        parts = Parts(
             self._config,
-            self._partition,
-            dist.get_world_size(group=self.dp_process_group),
-            rounds=self._rounds,
-            ownership=self._ownership,
-            planner=self._planner,
-            stand_in=self._stand_in,
+            shard,
+            worker_cores=self._worker_cores,
+            ranks_on_host=self._ranks_on_host,
+            hyperparameters=self._hyperparameters,
         )
-        self._freezing = Freezing(self._partition, parameters)
-        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
-        self.gauges = Gauges(
-            self._partition,
-            arena=self._arena,
-            rounds=self._rounds,
-            ownership=self._ownership,
-            planner=self._planner,
-            stalls=self.stalls,
-            skipped=self.skipped,
-            device=device,
-        )
+        self._worker = parts.worker
+        self.tracer, self.stalls, self.gauges, self.skipped = parts.tracer, parts.stalls, parts.gauges, parts.skipped
+        self._arena, self._host_state, self._count = parts.arena, parts.host_state, parts.count
+        self._rounds, self._planner, self._ownership = parts.rounds, parts.planner, parts.ownership
+        self._stand_in, self._intake, self._run_state = parts.stand_in, parts.intake, parts.run_state
+        self._freezing = Freezing(parts.partition, parameters)
+        self._partition = parts.partition
+        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(parts.partition.slices)}
         self._start_over(count=0)
-        rank_zero_info(self._description())
+        rank_zero_info(parts.description())
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
@@ -327,46 +238,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._worker = None
         self._arena.close()
 
-    def _description(self) -> str:
-        """What was decided, in one line."""
-        config, pace = self._config, self.pace
-        given = {"update_interval": pace.update_interval, "publish_lag": pace.publish_lag}
-        auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
-        return (
-            f"ZenFlow: {sum(s.numel for s in self._partition.slices):,} parameters on this rank in {len(self._partition.blocks)} blocks;"
-            f" update_interval={pace.update_interval}{auto['update_interval']}, publish_lag={pace.publish_lag}{auto['publish_lag']};"
-            f" topk_ratio={config.topk_ratio:g}; worker on cores {self._worker_cores},"
-            f" training with {torch.get_num_threads()} threads; {self._arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
-        )
-
-    def _refuse_too_little_memory(self, sizes: ArenaSizes, pace: Pace) -> None:
-        """Compares what the arenas of this host's ranks need with what there is; alike on all ranks.
-
-        Raises:
-            MisconfigurationException: they do not fit, here or on another rank's host.
-        """
-        schedule = Schedule(
-            n_blocks=len(self._partition.blocks),
-            update_interval=pace.update_interval,
-            publish_lag=pace.publish_lag,
-        )
-        first = dataclasses.replace(sizes, n_pages=schedule.n_pages, n_publish_buffers=schedule.n_publish_buffers)
-        keys = ("update_interval", "publish_lag", "max_update_interval")
-        problem = check_host_memory(
-            first=arena_bytes(self._partition, first),
-            largest=arena_bytes(self._partition, sizes),
-            ranks=self._ranks_on_host,
-            keys=", ".join(f"{key}={getattr(self._config, key)!r}" for key in keys),
-        )
-        # Before any rank has taken its memory, and so that none waits for one that has failed.
-        problems = torch.tensor(float(problem is not None), device=self._weights[0].device)
-        dist.all_reduce(problems, group=self.dp_process_group)
-        if problems > 0:
-            refuse(problem)
-
-    def _start_worker(self) -> Worker:
-        return Worker(self._arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
-
     def _kill_worker(self) -> None:
         if self._worker is not None:
             self._worker.kill()
@@ -440,20 +311,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._groups is None:
             self._groups = read_hyperparameters(self.optimizer)
         return self._groups
-
-    def _build_stand_in(self) -> StandIn | None:
-        scale = self._config.effective_provisional_scale
-        if scale == 0:
-            return None
-        rank = dist.get_rank(group=self.dp_process_group)
-        return StandIn(
-            self._partition,
-            self._weights,
-            scale=scale,
-            rank=rank,
-            kernels=self._kernels,
-            hyperparameters=self._hyperparameters,
-        )
 
     def _start_over(self, count: int) -> None:
         """Begins anew after `count` applied steps: nothing is device-owned until the next selection."""

@@ -186,7 +186,7 @@ def test_training_by_torchs_passes(precision: str, monkeypatch: pytest.MonkeyPat
     everything = {"look_ahead": "auto", "provisional_scale": "auto", "select_interval": 3}
     case = Case(topk_ratio=0.3, precision=precision, max_norm=1.0, accumulate=2, strategy_options=everything)
     ours = run_here(case)
-    monkeypatch.setattr("lightning_zenflow.optimizer.kernels_for", lambda device: TorchKernels())
+    monkeypatch.setattr("lightning_zenflow.assembly.kernels_for", lambda device: TorchKernels())
     exact = run_here(replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={}))
     by_torch = run_here(case)
     for kind in ("master", "exp_avg", "exp_avg_sq"):

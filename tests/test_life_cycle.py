@@ -344,7 +344,7 @@ class ReadsOfDeviceValues(TorchDispatchMode):
 def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward and optimizer step of all steps after the selection, stand-in updates and look-ahead included."""
     # Those for a GPU; where the device is the CPU there is nothing to wait for.
-    monkeypatch.setattr("lightning_zenflow.optimizer.kernels_for", lambda device: TorchKernels())
+    monkeypatch.setattr("lightning_zenflow.assembly.kernels_for", lambda device: TorchKernels())
     mode = ReadsOfDeviceValues()
 
     class Watched(LinearLossModule):

@@ -165,7 +165,7 @@ def test_training_by_tritons_passes(monkeypatch: pytest.MonkeyPatch, kernels: Ke
     everything = {"look_ahead": "auto", "provisional_scale": "auto", "select_interval": 3}
     case = Case(topk_ratio=0.3, precision="bf16-true", max_norm=1.0, strategy_options=everything)
     ours = run_here(case)
-    monkeypatch.setattr("lightning_zenflow.optimizer.kernels_for", lambda device: kernels)
+    monkeypatch.setattr("lightning_zenflow.assembly.kernels_for", lambda device: kernels)
     by_triton = run_here(case)
     exact = run_here(replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={}))
     for kind in ("master", "exp_avg", "exp_avg_sq"):

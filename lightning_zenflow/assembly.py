@@ -1,0 +1,257 @@
+"""Builds what an optimizer step works with, in the order in which one part needs another."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
+from lightning_zenflow.auto_schedule import AutoSchedule, Pace
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.gauges import Gauges
+from lightning_zenflow.gradients import GradientIntake
+from lightning_zenflow.host_memory import check_host_memory, refuse
+from lightning_zenflow.host_state import HostState
+from lightning_zenflow.hyperparameters import GroupHyperparameters
+from lightning_zenflow.kernels import Kernels, kernels_for
+from lightning_zenflow.ownership import Ownership
+from lightning_zenflow.pace_control import PaceControl
+from lightning_zenflow.partition import Slice, build_partition
+from lightning_zenflow.planner import Planner
+from lightning_zenflow.protocol import Rule
+from lightning_zenflow.rounds import Publishing, Rounds
+from lightning_zenflow.run_state import RunState
+from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.selector import Selector
+from lightning_zenflow.stalls import StallClock
+from lightning_zenflow.stand_in import StandIn
+from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What DeepSpeed's optimizer knows of this rank's part of the training state."""
+
+    optimizer: Optimizer
+    """The user's; holds the fp32 partitions as its parameters."""
+    fp32_groups: list[Tensor]
+    """For each parameter group the rank's fp32 partition, which is replaced by the arena's."""
+    partition_sizes: Sequence[int]
+    """Elements of each, padding included."""
+    slices: Sequence[Slice]
+    """What of the model's parameters lies in them."""
+    weights: Sequence[Tensor]
+    """For each parameter group the rank's flat partition of the model's weights, on the device."""
+    dtype: torch.dtype
+    """The model's."""
+    names: Sequence[str]
+    """Of all parameters, in DeepSpeed's order."""
+    row_lengths: Sequence[int]
+    """Columns of each parameter's [out, rest] view."""
+    group: ProcessGroup
+    """The data-parallel ranks."""
+
+
+class Parts:
+    """The parts, each of which documents itself; the optimizer owns them and ends the worker.
+
+    Args:
+        config: the configuration.
+        shard: what DeepSpeed has.
+        worker_cores: logical cores of this rank's worker.
+        ranks_on_host: ranks that share this host's memory.
+        hyperparameters: reads those of the present step.
+
+    Raises:
+        MisconfigurationException: the host has not enough memory.
+        WorkerError: the worker could not be started.
+    """
+
+    def __init__(
+        self,
+        config: ZenFlowConfig,
+        shard: Shard,
+        *,
+        worker_cores: Sequence[int],
+        ranks_on_host: int,
+        hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
+    ) -> None:
+        self._config, self._shard, self._worker_cores = config, shard, list(worker_cores)
+        device = shard.weights[0].device
+        intervals, lags = config.update_intervals, config.publish_lags
+        auto = AutoSchedule(intervals, lags)
+        self.tracer = Tracer(device)
+        self.stalls = StallClock(device, self.tracer)
+        self.partition = build_partition(shard.slices, shard.partition_sizes, max(intervals))
+        sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
+        self._refuse_too_little_memory(sizes, self._arena_sizes([auto.pace]), ranks_on_host)
+        self.arena = Arena(self.partition, sizes, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.host_state = HostState(
+            shard.optimizer,
+            shard.fp32_groups,
+            partition=self.partition,
+            partition_sizes=shard.partition_sizes,
+            arena=self.arena,
+        )
+        self.worker = SupervisedWorker(self._start_worker, max_restarts=config.max_worker_restarts, stalls=self.stalls)
+        try:
+            self._build_steps_parts(auto, hyperparameters, device)
+        except BaseException:
+            self.worker.kill()
+            raise
+
+    def _build_steps_parts(
+        self, auto: AutoSchedule, hyperparameters: Callable[[], Sequence[GroupHyperparameters]], device: torch.device
+    ) -> None:
+        config, shard = self._config, self._shard
+        kernels = kernels_for(device)
+        self.rounds = Rounds(
+            self.partition,
+            arena=self.arena,
+            worker=self.worker,
+            pace=auto.pace,
+            publishing=Publishing(
+                rule=Rule[config.deferred_update.upper()],
+                look_ahead=config.effective_look_ahead,
+                provisional=config.effective_provisional_scale > 0,
+            ),
+            weights=shard.weights,
+            stalls=self.stalls,
+            tracer=self.tracer,
+        )
+        new_selector = partial(
+            Selector,
+            shard.names,
+            shard.row_lengths,
+            topk_ratio=config.topk_ratio,
+            strategy=config.select_strategy,
+            interval=config.select_interval,
+            device=device,
+        )
+        pace = PaceControl(auto, stalls=self.stalls, group=shard.group, device=device)
+        has_choice = len(config.update_intervals) * len(config.publish_lags) > 1
+        self.planner = Planner(config, self.rounds, pace if has_choice else None, new_selector)
+        self.ownership = Ownership(
+            self.partition,
+            self.arena,
+            replayed=config.deferred_update == "replay",
+            offload=config.offload,
+            kernels=kernels,
+            device=device,
+            dtype=shard.dtype,
+        )
+        self.stand_in = self._build_stand_in(kernels, hyperparameters)
+        self.intake = GradientIntake(
+            self.partition,
+            self.rounds,
+            self.ownership,
+            self.stand_in,
+            kernels,
+            self.tracer,
+            device=device,
+            dtype=shard.dtype,
+            accumulate_on=config.accumulate_on,
+        )
+        self.run_state = RunState(
+            config,
+            self.partition,
+            dist.get_world_size(group=shard.group),
+            rounds=self.rounds,
+            ownership=self.ownership,
+            planner=self.planner,
+            stand_in=self.stand_in,
+        )
+        self.gauges = Gauges(
+            self.partition,
+            arena=self.arena,
+            rounds=self.rounds,
+            ownership=self.ownership,
+            planner=self.planner,
+            stalls=self.stalls,
+            skipped=self.skipped,
+            device=device,
+        )
+
+    def description(self) -> str:
+        """What was decided, in one line."""
+        config, pace = self._config, self.rounds.pace
+        given = {"update_interval": pace.update_interval, "publish_lag": pace.publish_lag}
+        auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
+        return (
+            f"ZenFlow: {sum(s.numel for s in self.partition.slices):,} parameters on this rank in {len(self.partition.blocks)} blocks;"
+            f" update_interval={pace.update_interval}{auto['update_interval']}, publish_lag={pace.publish_lag}{auto['publish_lag']};"
+            f" topk_ratio={config.topk_ratio:g}; worker on cores {self._worker_cores},"
+            f" training with {torch.get_num_threads()} threads; {self.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+        )
+
+    def _start_worker(self) -> Worker:
+        return Worker(self.arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
+
+    def _build_stand_in(
+        self, kernels: Kernels, hyperparameters: Callable[[], Sequence[GroupHyperparameters]]
+    ) -> StandIn | None:
+        scale = self._config.effective_provisional_scale
+        if scale == 0:
+            return None
+        return StandIn(
+            self.partition,
+            self._shard.weights,
+            scale=scale,
+            rank=dist.get_rank(group=self._shard.group),
+            kernels=kernels,
+            hyperparameters=hyperparameters,
+        )
+
+    def _arena_sizes(self, paces: Sequence[Pace]) -> ArenaSizes:
+        """Enough for any of these S and d."""
+        schedules = [
+            Schedule(
+                n_blocks=len(self.partition.blocks),
+                update_interval=pace.update_interval,
+                publish_lag=pace.publish_lag,
+            )
+            for pace in paces
+        ]
+        return ArenaSizes(
+            n_param_groups=len(self._shard.optimizer.param_groups),
+            n_step_records=max(schedule.n_step_records for schedule in schedules),
+            n_pages=max(schedule.n_pages for schedule in schedules),
+            n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
+            dtype=self._shard.dtype,
+            n_threads=len(self._worker_cores),
+        )
+
+    def _refuse_too_little_memory(self, largest: ArenaSizes, first: ArenaSizes, ranks_on_host: int) -> None:
+        """Compares what the arenas of this host's ranks need with what there is; alike on all ranks.
+
+        Args:
+            largest: the arena as it is laid out.
+            first: what of its pages and buffers is used at the start.
+            ranks_on_host: ranks that share this host's memory.
+
+        Raises:
+            MisconfigurationException: they do not fit, here or on another rank's host.
+        """
+        used = dataclasses.replace(largest, n_pages=first.n_pages, n_publish_buffers=first.n_publish_buffers)
+        keys = ("update_interval", "publish_lag", "max_update_interval")
+        problem = check_host_memory(
+            first=arena_bytes(self.partition, used),
+            largest=arena_bytes(self.partition, largest),
+            ranks=ranks_on_host,
+            keys=", ".join(f"{key}={getattr(self._config, key)!r}" for key in keys),
+        )
+        # Before any rank has taken its memory, and so that none waits for one that has failed.
+        problems = torch.tensor(float(problem is not None), device=self._shard.weights[0].device)
+        dist.all_reduce(problems, group=self._shard.group)
+        if problems > 0:
+            refuse(problem)
