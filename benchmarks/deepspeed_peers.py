@@ -32,6 +32,17 @@ class ZeroOffload(ZenFlowStrategy):
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
 
+    # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.
+    handles_gradient_accumulation = DeepSpeedStrategy.handles_gradient_accumulation
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        return DeepSpeedStrategy.optimizer_step(self, *args, **kwargs)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        DeepSpeedStrategy.on_train_batch_start(self, batch, batch_idx)
+
 
 _ZENFLOW_BLOCK = {
     "topk_ratio": 0.05,

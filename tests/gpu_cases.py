@@ -58,6 +58,14 @@ RACES = {
         publish_lag=0,
         strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "offload": True},
     ),
+    "accumulated on the host": Case(
+        model="DeviceLinearLossModule",
+        model_options={"shapes": MANY_AND_HUGE},
+        topk_ratio=0.3,
+        accumulate=3,
+        max_norm=1.0,
+        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "accumulate_on": "host"},
+    ),
     "a network": Case(
         model="Perceptron",
         model_options={"widths": [96] * 12 + [4096, 4096, 64]},
