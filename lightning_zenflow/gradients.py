@@ -191,11 +191,13 @@ class GradientIntake:
             stand_in.apply(move, 0, matrix)
             return
         for part, destination, due in zip(rectangle.parts, destinations, due_steps, strict=True):
-            first_row, rows = destination.begin // matrix.shape[1], destination.part_of(matrix)
+            gradient = destination.part_of(matrix)
             if due is None or due > step:
-                stand_in.apply(move, first_row, rows)
+                stand_in.apply(move, destination.begin, gradient)
             if due is not None:
-                self.repeated.keep(self._rounds.block_of(part), step, move, first_row, rows, destination.page)
+                self.repeated.keep(
+                    self._rounds.block_of(part), step, move, destination.begin, gradient, destination.page
+                )
 
     def _accumulate(self, index: int, gradient: Tensor) -> None:
         """Takes a gradient of a micro-batch that is not the step's last."""

@@ -12,13 +12,13 @@ from lightning_zenflow.stand_in import Move, StandIn
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """One move of some rows."""
+    """One move of a part of a slice."""
 
     step: int
     move: Move
-    first_row: int
+    begin: int
     gradient: Tensor
-    """[rows, columns], on the device or in page-locked host memory."""
+    """[rows, width], on the device or in page-locked host memory."""
 
 
 class RepeatedMoves:
@@ -42,15 +42,15 @@ class RepeatedMoves:
         self._on_device: dict[Pace, bool] = {}
         self._kept: dict[int, list[_Kept]] = {}
 
-    def keep(self, block: int, step: int, move: Move, first_row: int, gradient: Tensor, page: Tensor) -> None:
-        """Remembers a move of rows of a block that has a round in flight; in backward.
+    def keep(self, block: int, step: int, move: Move, begin: int, gradient: Tensor, page: Tensor) -> None:
+        """Remembers a move of a part of a block that has a round in flight; in backward.
 
         Args:
             block: index into `Partition.blocks`.
             step: the gradient's.
-            move: see `StandIn.apply`; so is `first_row`.
-            first_row: see there.
-            gradient: [rows, columns], model dtype, on the weights' device; its memory is used again after this call.
+            move: see `StandIn.apply`; so is `begin`.
+            begin: see there.
+            gradient: [rows, width], model dtype, on the weights' device; its memory is used again after this call.
             page: the same on the host; stays as it is until a round with `step` is published, since it belongs to that round.
         """
         if gradient.device != page.device:
@@ -60,7 +60,7 @@ class RepeatedMoves:
                 self._on_device[pace] = has_room(n_bytes, gradient.device)
             if self._on_device[pace]:
                 page = gradient.clone()
-        kept = _Kept(step=step, move=move, first_row=first_row, gradient=page)
+        kept = _Kept(step=step, move=move, begin=begin, gradient=page)
         self._kept.setdefault(block, []).append(kept)
 
     def published(self, last_steps: Mapping[int, int]) -> None:
@@ -74,7 +74,7 @@ class RepeatedMoves:
             for kept in later:
                 assert self._stand_in is not None, "it has made the move"
                 gradient = kept.gradient.to(kept.move.of_rows.device, non_blocking=True)
-                self._stand_in.apply(kept.move, kept.first_row, gradient)
+                self._stand_in.apply(kept.move, kept.begin, gradient)
             if later:
                 self._kept[block] = later
 

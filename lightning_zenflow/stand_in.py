@@ -32,10 +32,6 @@ class _Body:
         """What changes from step to step."""
         return self.row, self.col, self.n
 
-    def of_slice(self, values: Tensor) -> Tensor:
-        """The full rows of the slice's values, [slice.numel] -> [rows, columns], a view."""
-        return values.narrow(0, self.offset, self.rows * self.columns).view(self.rows, self.columns)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
@@ -139,19 +135,26 @@ class StandIn:
         of_rows = of_rows * (self._factor * (self._scale * h.lr))
         return Move(slice=slice_index, of_rows=of_rows, of_columns=of_cols, finite=finite)
 
-    def apply(self, move: Move, first_row: int, gradient: Tensor) -> None:
-        """Moves some of a slice's full rows; the second part of a provisional update.
+    def apply(self, move: Move, begin: int, gradient: Tensor) -> None:
+        """Moves a part of a slice's full rows; the second part of a provisional update.
 
         Args:
             move: what `measure` has returned.
-            first_row: the first of them, counted over the slice's full rows.
-            gradient: [rows, columns], model dtype; theirs.
+            begin: the part's first element, counted over the slice's full rows.
+            gradient: [rows, width], model dtype; the part's: rows, or a piece of a single one.
         """
         body = self._bodies[move.slice]
         assert body is not None
-        weights = body.of_slice(body.weights).narrow(0, first_row, len(gradient))
-        of_rows = move.of_rows.narrow(0, first_row, len(gradient))
-        self._kernels.stand_in_(weights, gradient, of_rows, move.of_columns, self._noise, move.finite)
+        row, column = divmod(begin, body.columns)
+        rows, width = gradient.shape
+        self._kernels.stand_in_(
+            body.weights.narrow(0, body.offset + begin, rows * width).view(rows, width),
+            gradient,
+            move.of_rows.narrow(0, row, rows),
+            move.of_columns.narrow(1, column, width),
+            self._noise,
+            move.finite,
+        )
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:

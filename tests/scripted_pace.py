@@ -58,5 +58,5 @@ def scripted(script: Sequence[tuple[int, int, int]]) -> Iterator[list[ScriptedPa
         built.append(ScriptedPace(script, auto))
         return built[-1]
 
-    with mock.patch("lightning_zenflow.optimizer.PaceControl", build):
+    with mock.patch("lightning_zenflow.assembly.PaceControl", build):
         yield built
