@@ -1,0 +1,208 @@
+"""Draws the pictures of how_it_works.md: `python docs/draw_pictures.py` writes them to docs/images, or to the folder that is named.
+
+They show orders and overlaps, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
+"""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lightning_zenflow.schedule import Schedule
+
+TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
+STYLE = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    # The same bytes each time.
+    "svg.hashsalt": "lightning_zenflow",
+}
+
+
+def bar(axes: Axes, lane: float, begin: float, length: float, color: str, text: str = "", height: float = 0.72) -> None:
+    """A box in a lane, with a text in its middle."""
+    axes.add_patch(
+        Rectangle((begin, lane - height / 2), length, height, facecolor=color, edgecolor="white", linewidth=0.8)
+    )
+    dark = color == LIGHT
+    axes.text(
+        begin + length / 2, lane, text, ha="center", va="center", color="black" if dark else "white", fontsize=7.5
+    )
+
+
+def lanes(axes: Axes, names: list[str], length: float) -> None:
+    """Names from top to bottom; time without numbers."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, length)
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
+
+
+def draw_zero_offload(axes: Axes, length: float) -> None:
+    """Two steps: the device has nothing to do while gradients, AdamW and weights pass."""
+    lanes(axes, ["GPU", "PCIe", "CPU"], length)
+    begin = 0.0
+    for step in ("t", "t+1"):
+        bar(axes, 0, begin, 1, TRAIN, f"forw. {step}")
+        bar(axes, 0, begin + 1, 2, TRAIN, f"backward {step}")
+        bar(axes, 0, begin + 3, 4.5, WAIT, "waits")
+        bar(axes, 1, begin + 1.3, 2.2, COPY, "gradients, 2")
+        bar(axes, 2, begin + 3.5, 3, HOST, f"AdamW {step}")
+        bar(axes, 1, begin + 6.5, 1, COPY, "weights, 1")
+        begin += 7.5
+    axes.set_title("ZeRO-Offload", loc="left", fontsize=10, fontweight="bold")
+
+
+def draw_zenflow(axes: Axes, length: float) -> None:
+    """The same time holds four steps: the CPU works beside them."""
+    lanes(axes, ["GPU", "PCIe", "CPU"], length)
+    begin, duration = 0.0, 3.65
+    for number in range(4):
+        step = "t" if number == 0 else f"t+{number}"
+        bar(axes, 0, begin, 1, TRAIN, f"forw. {step}")
+        bar(axes, 0, begin + 1, 2, TRAIN, f"backward {step}")
+        bar(axes, 0, begin + 3, 0.65, STEP, "step")
+        bar(axes, 1, begin + 1.3, 1.5, COPY, "gradients, 1")
+        bar(axes, 1, begin + 3.2, 0.45, COPY, "¼")
+        bar(axes, 2, begin + 3.0 - (duration if number else 3.0), 2.4 if number else 2.0, HOST, "replays a quarter")
+        begin += duration
+    axes.set_title(
+        "ZenFlowStrategy, S = 4, d = 1 (a round is published one step after its hand-over)",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+
+
+def steps_side_by_side() -> Figure:
+    """Two steps of ZeRO-Offload above four of ours."""
+    length = 15.1
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9.6, 3.7), layout="constrained")
+    draw_zero_offload(above, length)
+    draw_zenflow(below, length)
+    below.set_xlabel(
+        "time, not to scale; numbers beside copies are bytes in sizes of the bf16 model", loc="left", fontsize=8
+    )
+    return figure
+
+
+def columns() -> Figure:
+    """Who owns what of a matrix, and where its exact state lives."""
+    figure, axes = plt.subplots(figsize=(9.6, 2.9), layout="constrained")
+    axes.set_axis_off()
+    axes.set_xlim(0, 32)
+    axes.set_ylim(9.2, -1.4)
+    n_columns, n_rows, owned = 12, 6, {2, 7, 8}
+    for column in range(n_columns):
+        for row in range(n_rows):
+            color = STEP if column in owned else LIGHT
+            axes.add_patch(Rectangle((column * 0.8, row * 0.9), 0.8, 0.9, facecolor=color, edgecolor="white"))
+    axes.text(4.8, -0.5, "weights [out, in], on the GPU, in bf16", ha="center")
+    axes.text(4.8, 6.3, "a column is what multiplies one input", ha="center", fontsize=8)
+    axes.text(4.8, 7.1, "columns with the largest gradients: device-owned", ha="center", fontsize=8, color=STEP)
+    axes.text(4.8, 7.9, "all others: host-owned", ha="center", fontsize=8, color="#66707c")
+    texts = [
+        (0.2, STEP, "GPU", "fp32 master and moments of the device-owned columns: AdamW in every step", 14),
+        (2.2, COPY, "GPU", "second moments of the stand-in: one float a row, one a column", 14),
+        (4.2, HOST, "host", "fp32 master and moments of every weight: S steps of AdamW in one pass, late", 14),
+        (6.2, TRAIN, "host", "gradients of the open windows, bf16", 14),
+    ]
+    for y, color, where, text, x in texts:
+        axes.add_patch(Rectangle((x, y), 1.9, 1.4, facecolor=color, edgecolor="white"))
+        axes.text(x + 0.95, y + 0.75, where, ha="center", va="center", color="white", fontsize=8)
+        axes.text(x + 2.3, y + 0.75, text, va="center", fontsize=8.5)
+    return figure
+
+
+def windows() -> Figure:
+    """Which step closes which block's window, and when its round is published; from the package's own schedule."""
+    schedule = Schedule(n_blocks=4, update_interval=4, publish_lag=1)
+    figure, axes = plt.subplots(figsize=(9.6, 2.9), layout="constrained")
+    last = 13
+    opened = dict.fromkeys(range(schedule.n_blocks), 1)
+    for step in range(1, last + 1):
+        for block in schedule.closing_blocks(step):
+            begin = opened[block]
+            if step >= 4:  # the first windows are shorter; start where the pattern has settled
+                bar(axes, block, begin, step + 1 - begin, LIGHT, f"gradients {begin} to {step}", 0.5)
+                bar(axes, block + 0.36, step + 1, schedule.publish_step(step) - step, HOST, "replay", 0.22)
+                axes.plot([schedule.publish_step(step) + 1], [block + 0.36], marker="^", color=STEP, markersize=7)
+            opened[block] = step + 1
+    axes.set_yticks(range(4), [f"block {block}" for block in range(4)])
+    axes.set_ylim(3.7, -0.5)
+    axes.set_xlim(1, last + 2)
+    axes.set_xticks([step + 0.5 for step in range(1, last + 2)], [str(step) for step in range(1, last + 2)])
+    axes.tick_params(left=False, bottom=False)
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel("step")
+    axes.set_title(
+        "S = 4, d = 1: every step closes one window (hand-over), replays one and publishes one (triangle)",
+        loc="left",
+        fontsize=10,
+    )
+    return figure
+
+
+def one_weight() -> Figure:
+    """A host-owned weight between publishes: stand-in, publish ahead of the exact value, and moves that are repeated."""
+    figure, axes = plt.subplots(figsize=(9.6, 3.0), layout="constrained")
+    steps = list(range(13))
+    adamw = [-0.1 * step - 0.35 * (1 - 0.8**step) for step in steps]
+    axes.plot(steps, adamw, color="#8a929c", linestyle="--", linewidth=1.2, label="AdamW without offload")
+    # Published at the end of step p: the exact weight after step p - 1, and the look-ahead, and the moves of step p again.
+    shown, x, y = adamw[0], [0.0], [adamw[0]]
+    for step in steps[1:]:
+        moved = 0.5 * (adamw[step] - adamw[step - 1]) * (1.15 if step % 2 else 0.75)
+        y += [shown, shown + moved]
+        x += [step, step]
+        shown += moved
+        if step in (5, 9):
+            exact = adamw[step - 1]
+            shown = exact + 4 * (adamw[step] - exact) + moved
+            y.append(shown)
+            x.append(step)
+            axes.plot([step], [exact], marker="o", color=HOST, markersize=6, linestyle="none")
+            axes.plot([step], [shown], marker="^", color=STEP, markersize=8, linestyle="none")
+    axes.plot(x, y, color=TRAIN, linewidth=1.6, label="the model's weight: stand-in in every step")
+    axes.plot([], [], marker="o", color=HOST, linestyle="none", label="exact weight of the step before, in the worker")
+    axes.plot(
+        [], [], marker="^", color=STEP, linestyle="none", label="publish: that, look-ahead, the last stand-in again"
+    )
+    axes.set_xticks(steps)
+    axes.set_yticks([])
+    axes.set_xlabel("step")
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("One host-owned weight, S = 4, d = 1 (a sketch)", loc="left", fontsize=10)
+    return figure
+
+
+PICTURES = {
+    "steps_side_by_side": steps_side_by_side,
+    "columns": columns,
+    "windows": windows,
+    "one_weight": one_weight,
+}
+
+
+def main(folder: Path) -> None:
+    """Writes every picture to a folder."""
+    with plt.rc_context(STYLE):
+        for name, draw in PICTURES.items():
+            figure = draw()
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            plt.close(figure)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images")
