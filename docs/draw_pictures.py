@@ -1,4 +1,4 @@
-"""Draws the pictures of how_it_works.md: `python docs/draw_pictures.py` writes them to docs/images, or to the folder that is named.
+"""Draws the pictures of how_it_works.md: `python -m docs.draw_pictures` writes them to docs/images, or to the folder that is named.
 
 They show orders and overlaps, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
 """

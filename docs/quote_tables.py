@@ -1,0 +1,96 @@
+"""Copies the columns and rows that the README shows from the measured tables of other documents: `python -m docs.quote_tables`.
+
+With a name behind it, the result goes to that file instead of the README.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.documents import put_into_document
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quote:
+    """A part of one measured table."""
+
+    document: str
+    table: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    """First cells of the rows; none: all rows."""
+
+
+QUOTES = (
+    Quote(
+        document="docs/performance.md",
+        table="step_time_cpu_150M_1x16",
+        columns=("method", "mean ms", "median ms", "p99/p50", "time / zero_offload", "waiting", "host GB"),
+    ),
+    Quote(
+        document="docs/performance.md",
+        table="step_time_simulated_151M_1x16",
+        columns=("method", "mean ms", "median ms", "above floor ms", "time / zero_offload", "waiting", "host GB"),
+    ),
+    Quote(
+        document="docs/performance.md",
+        table="kernel",
+        columns=("kernel", "ns a parameter and step", "DeepSpeed's time / its"),
+        rows=("replay, S=1", "replay, S=4", "DeepSpeedCPUAdam", "torch AdamW, fused"),
+    ),
+    Quote(
+        document="docs/convergence.md",
+        table="fast",
+        columns=("method", "val. loss", "min..max", "to AdamW", "seeds"),
+        rows=(
+            "DeepSpeed ZeRO-2 offload, AdamW",
+            "DeepSpeed ZenFlow, S=4, repaired",
+            "DeepSpeed ZenFlow, S=4, as released",
+            "ZenFlowStrategy, S=4",
+            "ZenFlowStrategy, S=8",
+            "ZenFlowStrategy, S and d auto",
+        ),
+    ),
+)
+
+
+def cells(line: str) -> list[str]:
+    """Those of one line of a Markdown table."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def quoted(quote: Quote) -> str:
+    """The part of the table that is shown, with the command that measured it, where the document has one, and when and where that was.
+
+    Raises:
+        ValueError: the document does not have the table, a column or a row.
+    """
+    text = (ROOT / quote.document).read_text()
+    _, found, rest = text.partition(f"<!-- table {quote.table} -->\n")
+    if not found:
+        raise ValueError(f"{quote.document} has no table {quote.table!r}; change QUOTES in docs/quote_tables.py")
+    lines = rest.partition("<!-- end -->")[0].strip().splitlines()
+    table = [cells(line) for line in lines if line.startswith("|")]
+    header, rows = table[0], table[2:]
+    missing = {*quote.columns} - {*header} | {*quote.rows} - {row[0] for row in rows}
+    if missing:
+        raise ValueError(f"{quote.document}, table {quote.table}: there is no {sorted(missing)}; change QUOTES")
+    places = [header.index(column) for column in quote.columns]
+    chosen = [[row[place] for place in places] for row in rows if not quote.rows or row[0] in quote.rows]
+    notes = [line for line in lines if line and not line.startswith("|")]
+    return "\n\n".join([tabulate(chosen, quote.columns, tablefmt="github", disable_numparse=True), *notes])
+
+
+def with_quotes(document: str) -> str:
+    """The document with every quoted table as it is now."""
+    return put_into_document(document, {quote.table: quoted(quote) for quote in QUOTES})
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else README
+    target.write_text(with_quotes(README.read_text()))
