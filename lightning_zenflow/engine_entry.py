@@ -21,7 +21,7 @@ _OVERRIDDEN = tuple(
 
 @contextmanager
 def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[None]:
-    """Lets ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`.
+    """Lets ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in this context destroys what was built.
 
     The engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other way in;
     the name is replaced only inside this context.
@@ -34,9 +34,20 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
         raise RuntimeError(
             _unsupported(f"missing in DeepSpeedZeroOptimizer: {missing}" if missing else "no name to replace")
         )
-    engine_module.DeepSpeedZeroOptimizer = factory
+    built: list[ZenFlowZeroOptimizer] = []
+
+    def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
+        built.append(factory(*args, **kwargs))
+        return built[-1]
+
+    engine_module.DeepSpeedZeroOptimizer = build
     try:
         yield
+    except BaseException:
+        # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
+        for unused in built:
+            unused.destroy()
+        raise
     finally:
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
 

@@ -26,6 +26,7 @@ from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
 from lightning_zenflow.config_sources import resolve_config
+from lightning_zenflow.cpu_training import use_deepspeed_on_cpu, with_local_ranks
 from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
 from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
 from lightning_zenflow.exact_weights import ExactWeights
@@ -34,6 +35,12 @@ from lightning_zenflow.hyperparameters import refuse_groups_without_training, va
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.timeline_writer import TimelineWriter
 from lightning_zenflow.tracing import Lane
+from lightning_zenflow.unsupported import (
+    refuse_missing_loss,
+    refuse_unsupported_module,
+    refuse_unsupported_precision,
+    several_optimizers,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -139,10 +146,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        # Lightning leaves CPU devices without index; its check, like DeepSpeed's, wants the local rank there.
-        if devices is not None and all(device.type == "cpu" for device in devices):
-            devices = [torch.device("cpu", rank) for rank in range(len(devices))]
-        self._parallel_devices = devices
+        self._parallel_devices = None if devices is None else with_local_ranks(devices)
 
     @property
     @override
@@ -166,7 +170,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         if isinstance(self.accelerator, CPUAccelerator):
-            _use_deepspeed_on_cpu()
+            use_deepspeed_on_cpu()
             # Past DeepSpeedStrategy's own method, which does nothing but refuse the CPU.
             super(DeepSpeedStrategy, self).setup_environment()
         else:
@@ -175,36 +179,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: automatic_optimization=False: allowed is True; manual optimization has no defined step at which"
-                " deferred updates could be handed over"
-            )
-        for name, module in self.lightning_module.named_modules():
-            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-                raise MisconfigurationException(
-                    f"ZenFlowStrategy: {name or type(module).__name__}.sparse=True: allowed is False; sparse gradients are not supported"
-                )
-        for name, parameter in self.lightning_module.named_parameters():
-            if parameter.dim() == 0:
-                raise MisconfigurationException(
-                    f"ZenFlowStrategy: {name} has shape (): allowed is at least one dimension, such as (1,); DeepSpeed cannot send others"
-                )
-        self._refuse_missing_fp16()
+        refuse_unsupported_module(self.lightning_module)
+        refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         if not any(isinstance(callback, ExactWeights) for callback in callbacks):
             callbacks.insert(0, ExactWeights(self._flush))
         super().setup(trainer)
-
-    def _refuse_missing_fp16(self) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        precision = self.precision_plugin.precision
-        if precision in ("16-true", "16-mixed") and not get_accelerator().is_fp16_supported():
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: precision={precision!r}: allowed is '32-true', 'bf16-true' or 'bf16-mixed' here; this device has no"
-                " instructions for 16-bit floats of type fp16"
-            )
 
     @override
     def _format_config(self) -> None:
@@ -232,11 +212,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            # Lightning advises manual optimization, which is refused as well.
-            raise MisconfigurationException(
-                "ZenFlowStrategy: configure_optimizers returned several optimizers: allowed is one; put the parameters into groups of"
-                " one optimizer"
-            ) from error
+            raise several_optimizers() from error
         validate_optimizer(optimizer)
         refuse_groups_without_training(optimizer, scheduled=scheduler is not None)
         return optimizer, scheduler
@@ -265,25 +241,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         self._micro_batches = 0
-        built = []
-
-        def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
-            built.append(
-                ZenFlowZeroOptimizer(
-                    *args, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes, **kwargs
-                )
-            )
-            return built[0]
-
-        try:
-            with zenflow_optimizer(build):
-                engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        build = partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes)
+        with zenflow_optimizer(build):
+            engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
             self._optimizer = optimizer_of(engine)
-        except BaseException:
-            # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
-            for unused in built:
-                unused.destroy()
-            raise
         return engine, deepspeed_optimizer
 
     @property
@@ -312,12 +273,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._span("forward"):
             output = super().training_step(*args, **kwargs)
-        if output is None:
-            # Lightning's plugin for DeepSpeed notices in a step's last micro-batch only.
-            raise MisconfigurationException(
-                "ZenFlowStrategy: training_step returned None: allowed is a loss; all ranks reduce gradients in every micro-batch, so"
-                " one that skips it would leave the others waiting (a loss of zero times any output skips a batch)"
-            )
+        refuse_missing_loss(output)
         return output
 
     @override
@@ -430,12 +386,3 @@ def register() -> None:
     """Makes ``Trainer(strategy="zenflow")`` known to Lightning; further calls change nothing."""
     if "zenflow" not in StrategyRegistry:
         ZenFlowStrategy.register_strategies(StrategyRegistry)
-
-
-def _use_deepspeed_on_cpu() -> None:
-    """DeepSpeed chooses one accelerator per process, and CUDA where there is any; training on the CPU needs its CPU accelerator."""
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    if get_accelerator().device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())

@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from lightning_zenflow.advice import Situation, advice
 from lightning_zenflow.auto_schedule import Pace
+from lightning_zenflow.byte_counts import zero_offload_traffic
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate import zero_offload_traffic
 from lightning_zenflow.metrics import Reading, difference, hidden_share
 
 

@@ -15,17 +15,10 @@ from torch import nn
 
 from lightning_zenflow.arena import ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import Pace
+from lightning_zenflow.byte_counts import arena_bytes_of, cpu_adamw_bytes, replay_bytes
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate import (
-    Machine,
-    Prediction,
-    Workload,
-    arena_bytes_of,
-    cpu_adamw_bytes,
-    estimate,
-    replay_bytes,
-)
+from lightning_zenflow.estimate import Machine, Prediction, Workload, estimate
 from lightning_zenflow.estimate_report import as_text
 from lightning_zenflow.model_shapes import (
     Matrix,
