@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -43,12 +43,6 @@ class LossRecorder(pl.Callback):
         if len(self._open) == self._every:
             self.means.append(sum(self._open) / self._every)
             self._open.clear()
-
-
-class Data(Protocol):
-    """A data module that knows the hash of its bytes."""
-
-    sha256: str
 
 
 def weights_hash(module: torch.nn.Module) -> str:

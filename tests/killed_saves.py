@@ -20,10 +20,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from harness import free_port, make_trainer
+from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint_reading import SavedCheckpoint
 from models import LinearLossModule
+from rank_processes import free_port
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.dlsym")
 """Of Python's audit hooks: whatever touches the file system, and the call that exchanges two names."""

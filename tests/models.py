@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -233,40 +230,6 @@ class DeviceLinearLossModule(LinearLossModule):
         return numbers * columns * (1 + step % 3)
 
 
-class Perceptron(TestModule):
-    """Linear layers with GELU between them, on inputs that are made where the weights are.
-
-    Args:
-        widths: of the layers, from input to output.
-        batch_size: rows of an input.
-    """
-
-    def __init__(
-        self,
-        *,
-        widths: Sequence[int],
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
-        batch_size: int = 8,
-    ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=1e-3))
-        self.batch_size = batch_size
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(torch.randn(p.shape, generator=generator(7, i)) / p.shape[-1] ** 0.5)
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        weight = self.layers[0].weight
-        g = torch.Generator(weight.device).manual_seed((step * 1009 + micro) * 1009 + rank)
-        x = torch.randn(self.batch_size, weight.shape[1], generator=g, device=weight.device).to(weight.dtype)
-        for layer in self.layers:
-            x = functional.gelu(layer(x))
-        return x.float().square().mean()
-
-
 class FreezingModule(LinearLossModule):
     """As `LinearLossModule`, with parameters that are frozen for some of the steps.
 
@@ -298,142 +261,3 @@ class FreezingModule(LinearLossModule):
     @override
     def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
         return None if self.is_frozen(index, step, micro) else super().gradient(index, step, micro, rank)
-
-
-class SmallNet(TestModule):
-    """A classifier: embedding, convolution, normalisation and two linear layers, all of them nonlinear in between.
-
-    Args:
-        batch_size: rows of an input.
-        ranks_differ: whether ranks see different data.
-    """
-
-    def __init__(
-        self,
-        *,
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
-        batch_size: int = 4,
-        ranks_differ: bool = True,
-    ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
-        self.batch_size = batch_size
-        self.ranks_differ = ranks_differ
-        self.embedding = nn.Embedding(23, 13)
-        self.convolution = nn.Conv2d(1, 5, 3, padding=1)
-        self.hidden = nn.Linear(5 * 7 * 13, 11)
-        self.norm = nn.LayerNorm(11)
-        self.head = nn.Linear(11, 3)
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        g = generator(4, step, micro, rank if self.ranks_differ else 0)
-        tokens = torch.randint(23, (self.batch_size, 7), generator=g).to(self.device)
-        x = self.embedding(tokens).unsqueeze(1)
-        x = torch.tanh(self.convolution(x)).flatten(1)
-        logits = self.head(functional.gelu(self.norm(self.hidden(x))))
-        return functional.cross_entropy(logits.float(), tokens.sum(1) % 3)
-
-
-class TiedNet(TestModule):
-    """A language model in small: the embedding's matrix is the head's as well, between them three residual layers.
-
-    Args:
-        checkpoint: layers whose activations are computed again in backward: none (""), "reentrant" or "non-reentrant" checkpointing.
-        head_in_checkpoint: whether the head, and with it a matrix that is used outside too, is computed again as well.
-        shared: whether the second layer is the first one once more.
-        frozen: layers that are frozen from the start.
-        frozen_in: steps, counted from 0, in which a layer is frozen, [begin, end), by its number.
-        used_every: a step in so many uses the last layer; 0: none does.
-    """
-
-    def __init__(
-        self,
-        *,
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
-        checkpoint: str = "",
-        head_in_checkpoint: bool = False,
-        shared: bool = False,
-        frozen: Sequence[int] = (),
-        frozen_in: dict[int, tuple[int, int]] | None = None,
-        used_every: int = 1,
-    ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
-        self.checkpoint = checkpoint
-        self.head_in_checkpoint = head_in_checkpoint
-        self.shared = shared
-        self.frozen_in = frozen_in or {}
-        self.used_every = used_every
-        self.embedding = nn.Embedding(19, 12)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 17), nn.GELU(), nn.Linear(17, 12)) for _ in range(3)
-        )
-        self.head = nn.Linear(12, 19)
-        self.head.weight = self.embedding.weight
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(0.3 * torch.randn(p.shape, generator=generator(5, i)))
-        for layer in frozen:
-            self.layers[layer].requires_grad_(False)
-        trained = [p for p in self.parameters() if p.requires_grad]
-        self.trained_groups = [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]]
-        self.frozen_from_start = [p for p in self.parameters() if not p.requires_grad]
-        self.frozen_weights: list[Tensor] = []
-
-    @override
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Those that were not frozen at the start."""
-        return self.trained_groups
-
-    def frozen_at(self, step: int) -> set[nn.Parameter]:
-        """Of those, the ones that are frozen in a step."""
-        layers = [self.layers[layer] for layer, (begin, end) in self.frozen_in.items() if begin <= step < end]
-        return {p for layer in layers for p in layer.parameters()}
-
-    @override
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        # As in a model that gives its optimizer everything, frozen or not.
-        configured["optimizer"].param_groups[0]["params"].extend(self.frozen_from_start)
-        return configured
-
-    @override
-    def on_train_start(self) -> None:
-        self.frozen_weights = [p.detach().clone() for p in self.frozen_from_start]
-
-    @override
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        frozen = self.frozen_at(batch_idx // self.accumulate)
-        for p in (p for group in self.trained_groups for p in group):
-            p.requires_grad_(p not in frozen)
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p, before in zip(self.frozen_from_start, self.frozen_weights, strict=True):
-            assert torch.equal(p, before), "a frozen parameter has moved"
-
-    def maybe_checkpointed(self, function: Any, x: Tensor) -> Tensor:
-        if not self.checkpoint:
-            return function(x)
-        result = checkpoint(function, x, use_reentrant=self.checkpoint == "reentrant")
-        assert isinstance(result, Tensor)
-        return result
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        g = generator(6, step, micro, rank)
-        tokens = torch.randint(19, (3, 8), generator=g).to(self.device)
-        x = self.embedding(tokens[:, :-1])
-        layers = [self.layers[0], self.layers[0 if self.shared else 1], self.layers[2]]
-        if self.used_every == 0 or step % self.used_every:
-            layers.pop()
-        for layer in layers:
-            x = x + self.maybe_checkpointed(layer, x)
-        logits = self.maybe_checkpointed(self.head, x) if self.head_in_checkpoint else self.head(x)
-        return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

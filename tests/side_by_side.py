@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from harness import StockStrategy, make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from models import OptimizerOptions, SmallNet
+from models import OptimizerOptions
+from networks import SmallNet
 
 Who = Literal["zenflow", "stock", "plain"]
 NOTHING_LATE: dict[str, Any] = {

@@ -6,10 +6,11 @@ from typing import Literal
 import pytest
 import torch
 
-from harness import Case, Run, make_trainer, run_here, run_on_ranks
+from harness import Case, Run, make_trainer, run_here
 from lightning_zenflow.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
 from lightning_zenflow.partition import Slice, build_partition
 from lightning_zenflow.rounds import RoundCounts
+from rank_processes import run_on_ranks
 
 APPROXIMATE = {"look_ahead": "auto", "provisional_scale": "auto"}
 BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
-from harness import Case, Run, StockStrategy, run_here, run_on_ranks
+from harness import Case, Run, StockStrategy, run_here
 from models import SHAPES
+from rank_processes import run_on_ranks
 from scripted_pace import scripted
 
 EVERYTHING = {

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import Case, Run, run_here, run_on_ranks
+from harness import Case, Run, run_here
+from rank_processes import run_on_ranks
 from test_checkpoint import EVERYTHING
 
 STEPS = 12

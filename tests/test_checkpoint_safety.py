@@ -15,11 +15,12 @@ import pytest
 import torch
 from typing_extensions import override
 
-from harness import Case, make_trainer, run_here, run_on_ranks
+from harness import Case, make_trainer, run_here
 from lightning_zenflow import checkpoint_writing
 from lightning_zenflow.checkpoint_reading import CheckpointError, SavedCheckpoint
 from lightning_zenflow.checkpoint_writing import begin_save, commit_save, remove, staging_path
 from models import LinearLossModule
+from rank_processes import run_on_ranks
 
 CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
 

@@ -167,8 +167,9 @@ def check(given: Given, *, train: bool) -> None:
         try:
             strategy = build(given.form, given.layout(given.config), Path(folder))
             if train:
-                model = LinearLossModule(shapes=((7, 5), (3,)))
-                fit(model, strategy, steps=2)
+                # In several micro-batches, or `accumulate_on` would do nothing.
+                model = LinearLossModule(shapes=((7, 5), (3,)), accumulate=2)
+                fit(model, strategy, steps=2, accumulate_grad_batches=2)
                 assert model.trainer.global_step == 2
         except OutOfScopeError:
             assert given.junk is not None

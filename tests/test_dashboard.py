@@ -13,11 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from benchmarks.accelerator import SimulatedAccelerator
-from harness import fit, free_port
+from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.dashboard import CHARTS, TIMELINE_TAG
 from lightning_zenflow.metrics import METRICS
-from models import SmallNet
+from networks import SmallNet
+from rank_processes import free_port
 
 _TIMEOUT_S = 120
 

@@ -1,11 +1,9 @@
-"""The cost model: by hand, against the arena that training allocates, and as a command."""
+"""The cost model: by hand, against the arena that training allocates, and what is counted of a model for it."""
 
 import contextlib
 import dataclasses
 import itertools
-import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from torch import nn
 from lightning_zenflow.arena import ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.byte_counts import arena_bytes_of, cpu_adamw_bytes, replay_bytes
-from lightning_zenflow.cli import main
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.estimate import Machine, Prediction, Workload, estimate
 from lightning_zenflow.estimate_report import as_text
@@ -29,27 +26,12 @@ from lightning_zenflow.model_shapes import (
 )
 from lightning_zenflow.partition import Slice, build_partition
 from lightning_zenflow.schedule import Schedule
-from models import SmallNet
+from networks import SmallNet
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINE = Machine(gpus=4, gpu_mem=80, pcie=25, cpu_bw=150)
 MODEL = ModelShapes(name="test", matrices=[Matrix(rows=50_000, columns=20_000, count=4)], vector_numel=1_000_000)
 """4.001e9 parameters."""
-COMMAND = [
-    "estimate",
-    "--params",
-    "7e9",
-    "--gpus",
-    "4",
-    "--gpu-mem",
-    "80",
-    "--pcie",
-    "25",
-    "--cpu-bw",
-    "150",
-    "--step-ms",
-    "500",
-]
 
 
 def predict(
@@ -268,15 +250,6 @@ def test_a_number_of_parameters_becomes_matrices(params: float) -> None:
         assert 4000 <= shapes.matrices[0].columns <= 4300
 
 
-@pytest.fixture
-def gpt2_config(tmp_path: Path) -> Path:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=101, n_positions=32, n_embd=24, n_layer=3, n_head=2)
-    folder = tmp_path / "small-gpt2"
-    config.save_pretrained(folder)
-    return folder
-
-
 def test_counts_by_a_hugging_face_config(gpt2_config: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -335,65 +308,6 @@ def test_workloads_that_are_none(change: dict[str, float]) -> None:
 def test_more_gpus_than_parameters() -> None:
     with pytest.raises(ValueError, match="gpus=4: allowed is an integer from 1 to the number of parameters, 3"):
         predict(shapes_of_count(3))
-
-
-def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(COMMAND) == 0
-    text = capsys.readouterr().out
-    assert "7 B trained parameters, on 4 GPUs of 80 GB" in text
-    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert rows["ZeRO-2, no offload"][-3:] == ["500", "100%", "yes"]
-    assert rows["ZeRO-Offload"][-3:] == ["2600", "19%", "yes"]
-    assert "ZenFlow settles at update_interval S = " in text
-    assert "limits" in text.splitlines()[-1]
-
-
-def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--json", "--update-interval", "4", "--publish-lag", "2", "--host-mem", "500"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    config = ZenFlowConfig(update_interval=4, publish_lag=2)
-    machine = dataclasses.replace(MACHINE, host_mem=500)
-    expected = estimate(Workload(model=shapes_of_count(7e9), step_ms=500), machine, config)
-    assert (result["update_interval"], result["publish_lag"], result["limit"]) == (4, 2, expected.limit)
-    assert result["zenflow"] == dataclasses.asdict(expected.zenflow)
-    assert result["workload"]["model"]["numel"] == 7_000_000_000
-
-
-def test_the_command_takes_a_hugging_face_config(gpt2_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--hf-config", str(gpt2_config), *COMMAND[3:], "--dtype", "fp32"]) == 0
-    assert capsys.readouterr().out.startswith("small-gpt2, ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu-mem", "0"], "argument --gpu-mem: gpu_mem=0.0: allowed is a finite number > 0"),
-        (["--gpus", "two"], "argument --gpus: invalid int value: 'two'"),
-        (
-            ["--topk-ratio", "2"],
-            "argument --topk-ratio: ZenFlowConfig: topk_ratio=2.0: allowed is a number from 0 to 1",
-        ),
-        (["--update-interval", "some"], "argument --update-interval: 'some': allowed is an integer or 'auto'"),
-        (["--update-interval", "32"], "update_interval=32: allowed is an integer from 1 to max_update_interval=16"),
-        (["--params", "nan"], "argument --params: params=nan: allowed is a finite number >= 1"),
-        (["--hf-config", "gpt2"], "argument --hf-config: not allowed with argument --params"),
-        (["--reduce-bucket-size", "1.5"], "argument --reduce-bucket-size: '1.5': allowed is an integer >= 1"),
-    ],
-)
-def test_errors_of_the_command(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*COMMAND, *arguments])
-    assert caught.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
-    assert "lightning-zenflow estimate: error" in captured.err
-
-
-def test_the_package_can_be_run_and_prints_nothing_else() -> None:
-    command = [sys.executable, "-m", "lightning_zenflow", *COMMAND, "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(result.stdout)["zenflow"]["fits_device"] is True
 
 
 def test_the_page_of_predictions_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

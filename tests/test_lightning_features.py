@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from harness import fit
-from models import TiedNet, generator
+from models import generator
+from networks import TiedNet
 from side_by_side import NOTHING_LATE, Net, compare, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")

@@ -18,7 +18,8 @@ from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.metrics import METRICS, CopySample, Reading, hidden_share, interval_metrics
 from lightning_zenflow.selection import owned_energy
 from lightning_zenflow.stalls import CAUSES
-from models import LinearLossModule, SmallNet
+from models import LinearLossModule
+from networks import SmallNet
 
 ROOT = Path(__file__).parent.parent
 

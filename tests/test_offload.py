@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import random_selection  # noqa: F401  # named by cases
-from harness import Case, Run, make_trainer, run_here, run_on_ranks
+from harness import Case, Run, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.clipping import StepScale, step_scale
@@ -22,6 +22,7 @@ from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.partition import Slice, build_partition
+from rank_processes import run_on_ranks
 
 CPU = torch.device("cpu")
 RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}

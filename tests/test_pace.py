@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from harness import Case, Run, fit, run_here, run_on_ranks
+from harness import Case, Run, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.auto_schedule import LARGEST_LAG, Pace
 from lightning_zenflow.pace_observer import PaceObserver
 from lightning_zenflow.selection import deferral
 from models import LinearLossModule
+from rank_processes import run_on_ranks
 from scripted_pace import scripted
 
 AUTO = {"update_interval": "auto", "publish_lag": "auto"}

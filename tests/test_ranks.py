@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import Case, Run, free_port, run_on_ranks
+from harness import Case, Run
+from rank_processes import free_port, run_on_ranks
 from reference import adamw_reference
 from side_by_side import Net
 from test_training import LATE, compare_with_oracle

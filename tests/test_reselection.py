@@ -17,7 +17,7 @@ from harness import Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.selection import overlap
 from lightning_zenflow.selector import Selector
-from models import SmallNet
+from networks import SmallNet
 from reference import AdamWState
 
 STEPS = 14

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from models import LinearLossModule, SmallNet
+from models import LinearLossModule
+from networks import SmallNet
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

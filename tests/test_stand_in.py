@@ -15,9 +15,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from harness import Case, Run, fit, run_here, run_on_ranks
+from harness import Case, Run, fit, run_here
 from lightning_zenflow.provisional import step_factors, update_second_moment_
-from models import SHAPES, FreezingModule, SmallNet
+from models import SHAPES, FreezingModule
+from networks import SmallNet
+from rank_processes import run_on_ranks
 from reference import AdamWState, Group, owned_elements
 
 STEPS = 10

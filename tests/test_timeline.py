@@ -16,7 +16,7 @@ from lightning_zenflow.callbacks import strategy_of
 from lightning_zenflow.cli import main
 from lightning_zenflow.timeline import STEP_LANE, read_trace
 from lightning_zenflow.tracing import LANES
-from models import SmallNet
+from networks import SmallNet
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIRST, LAST = 5, 9

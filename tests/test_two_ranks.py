@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import Case, Run, run_here, run_on_ranks
+from harness import Case, Run, run_here
 from models import OptimizerOptions
+from rank_processes import run_on_ranks
 from reference import AdamWState, adamw_reference
 from test_training import LATE, compare_with_oracle, compare_with_oracle_step_by_step
 
