@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy
-from models import Indexes, LinearLossModule
+from models import TINY, Indexes, LinearLossModule
 
 
 class Ends(LinearLossModule):
@@ -45,7 +45,7 @@ class Ends(LinearLossModule):
 
 
 def main(how: str, n_loaders: int) -> None:
-    model = Ends(shapes=((7, 5), (3,)))
+    model = Ends(shapes=TINY)
     model.how, model.n_loaders = how, n_loaders
     try:
         fit(model, ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)

@@ -4,7 +4,10 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,6 +30,23 @@ def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> s
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def check_configuration(
+    main: Callable[[], object], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An example's command knows all keys of a configuration, which builds a ZenFlowStrategy."""
+    from omegaconf import OmegaConf
+
+    from lightning_zenflow import ZenFlowStrategy
+
+    monkeypatch.setattr(sys, "argv", ["example.py", "fit", "--config", str(file), "--print_config"])
+    with pytest.raises(SystemExit) as exit_status:
+        main()
+    assert exit_status.value.code in (None, 0)
+    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
+    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
+    ZenFlowStrategy(**settings.init_args)
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

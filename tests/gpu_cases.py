@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 
 import random_selection  # noqa: F401  # named by cases
-from harness import Case, Run
+from harness import Case
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
@@ -28,14 +28,6 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
     optimizer = trainer.strategy.zenflow_optimizer
     assert optimizer is not None
     return optimizer
-
-
-def assert_same_state(ours: Run, theirs: Run) -> None:
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for i, (a, b) in enumerate(zip(getattr(ours, kind), getattr(theirs, kind), strict=True)):
-            assert torch.equal(a, b), f"{kind} of parameter {i} differs by up to {(a - b).abs().max():.3g}"
-    assert ours.counts == theirs.counts
-    assert ours.skipped == theirs.skipped
 
 
 MANY_AND_HUGE = [(64, 48)] * 20 + [(4096, 4096)] + [(53, 7)] * 6 + [(33,)] * 6

@@ -138,6 +138,10 @@ SHAPES = ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,), (5, 2, 2))
 """Of the parameters of `LinearLossModule`: prime sizes, so that ranks and blocks cut in mid-row."""
 
 
+TINY = ((7, 5), (3,))
+"""Of the smallest `LinearLossModule` that has columns to select."""
+
+
 class LinearLossModule(TestModule):
     """loss = sum over parameters of sum(p * G): the gradient is G whatever the weights are.
 

@@ -6,11 +6,12 @@ from typing import Literal
 import pytest
 import torch
 
-from harness import Case, Run, make_trainer, run_here
+from harness import Case, make_trainer, run_here
 from lightning_zenflow.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
 from lightning_zenflow.partition import Slice, build_partition
 from lightning_zenflow.rounds import RoundCounts
 from rank_processes import run_on_ranks
+from same_bits import assert_same_run
 
 APPROXIMATE = {"look_ahead": "auto", "provisional_scale": "auto"}
 BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)
@@ -48,18 +49,9 @@ def on(where: str, case: Case) -> Case:
     return replace(case, strategy_options={**case.strategy_options, "accumulate_on": where})
 
 
-def assert_same_bits(ours: Run, theirs: Run) -> None:
-    assert ours.losses == theirs.losses or any(loss != loss for of_step in ours.losses for loss in of_step)
-    assert (ours.skipped, ours.counts) == (theirs.skipped, theirs.counts)
-    for a, b in zip([*ours.shown, ours.weights], [*theirs.shown, theirs.weights], strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        assert all(torch.equal(x, y) for x, y in zip(getattr(ours, kind), getattr(theirs, kind), strict=True))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_gives_the_same_bits_as_the_device(name: str) -> None:
-    assert_same_bits(run_here(on("host", CASES[name])), run_here(on("device", CASES[name])))
+    assert_same_run(run_here(on("host", CASES[name])), run_here(on("device", CASES[name])))
 
 
 def test_flushes_between_micro_batches() -> None:
@@ -87,7 +79,7 @@ def test_two_ranks() -> None:
         assert [run.error for run in of_ranks] == [None, None]
     for name in names:
         for ours, theirs in zip(runs[f"{name} host"], runs[f"{name} device"], strict=True):
-            assert_same_bits(ours, theirs)
+            assert_same_run(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 import alpaca
 import export_alpaca
-from example_runs import EXAMPLES, ROOT, csv_rows, logged, run_example
+from example_runs import EXAMPLES, ROOT, check_configuration, csv_rows, logged, run_example
 
 SAMPLE = EXAMPLES / "data" / "alpaca"
 CONFIG = ROOT / "conf" / "alpaca.yaml"
@@ -33,17 +33,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, folder: Path, subcommand: str, *arg
 def test_configurations_have_known_keys_and_build_their_strategy(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from omegaconf import OmegaConf
-
-    from lightning_zenflow import ZenFlowStrategy
-
-    monkeypatch.setattr(sys, "argv", ["alpaca.py", "fit", "--config", str(ROOT / "conf" / file), "--print_config"])
-    with pytest.raises(SystemExit) as exit_status:
-        alpaca.main()
-    assert exit_status.value.code in (None, 0)
-    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
-    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
-    ZenFlowStrategy(**settings.init_args)
+    check_configuration(alpaca.main, ROOT / "conf" / file, monkeypatch, capsys)
 
 
 def test_yaml_and_json_of_the_large_model_say_the_same() -> None:

@@ -21,7 +21,7 @@ from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import zenflow_keys
 from lightning_zenflow.config_sources import _DEEPSPEED_ZENFLOW_KEYS
-from models import LinearLossModule
+from models import TINY, LinearLossModule
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -168,7 +168,7 @@ def check(given: Given, *, train: bool) -> None:
             strategy = build(given.form, given.layout(given.config), Path(folder))
             if train:
                 # In several micro-batches, or `accumulate_on` would do nothing.
-                model = LinearLossModule(shapes=((7, 5), (3,)), accumulate=2)
+                model = LinearLossModule(shapes=TINY, accumulate=2)
                 fit(model, strategy, steps=2, accumulate_grad_batches=2)
                 assert model.trainer.global_step == 2
         except OutOfScopeError:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness import Case, Run, run_here
 from models import OptimizerOptions
 from reference import AdamWState, adamw_reference
+from same_bits import assert_same_tensors
 
 STEPS = 11
 """No multiple of any update interval but 1, so that windows are open at the end."""
@@ -53,18 +53,13 @@ def exact(sequence: str) -> AdamWState:
     return adamw_reference(weights, gradients, groups, max_norm=SEQUENCES[sequence].get("max_norm", 0.0))
 
 
-def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"parameter {i} differs by up to {(a - b).abs().max():.3g}"
-
-
 def check(case: Case, sequence: str) -> None:
     run = run_here(case)
     # The same kernel over the same gradients in the same order: not a bit may depend on where windows begin and end.
-    assert_equal(run.master, baseline(sequence).master)
-    assert_equal(run.exp_avg, baseline(sequence).exp_avg)
-    assert_equal(run.exp_avg_sq, baseline(sequence).exp_avg_sq)
-    assert_equal(run.weights, [w.to(case.dtype) for w in run.master])
+    assert_same_tensors(run.master, baseline(sequence).master)
+    assert_same_tensors(run.exp_avg, baseline(sequence).exp_avg)
+    assert_same_tensors(run.exp_avg_sq, baseline(sequence).exp_avg_sq)
+    assert_same_tensors(run.weights, [w.to(case.dtype) for w in run.master])
     assert run.counts == [STEPS, STEPS]
     assert run.skipped == 0
 
@@ -162,18 +157,18 @@ def test_odd_shapes(shapes: tuple[tuple[int, ...], ...]) -> None:
             publish_lag=publish_lag,
         )
         run = run_here(case)
-        assert_equal(run.weights, run.master)
+        assert_same_tensors(run.weights, run.master)
         states.append(run)
     for other in states[1:]:
-        assert_equal(other.master, states[0].master)
-        assert_equal(other.exp_avg_sq, states[0].exp_avg_sq)
+        assert_same_tensors(other.master, states[0].master)
+        assert_same_tensors(other.exp_avg_sq, states[0].exp_avg_sq)
 
 
 def test_runs_repeat_to_the_bit() -> None:
     case = replace(case_of("bf16, clipped", 0.3, 4, 1), model="SmallNet", model_options={})
     first, second = run_here(case), run_here(case)
     assert first.losses == second.losses
-    assert_equal(first.master, second.master)
+    assert_same_tensors(first.master, second.master)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 import glue
 import make_glue_sample as sample_script
-from example_runs import ROOT, csv_rows, run_example
+from example_runs import ROOT, check_configuration, csv_rows, run_example
 from glue_files import CONFIG, SAMPLE
 
 
@@ -84,17 +84,7 @@ def test_printed_configuration_resolves_the_environment(
 def test_configurations_have_known_keys_and_build_their_strategy(
     file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from omegaconf import OmegaConf
-
-    from lightning_zenflow import ZenFlowStrategy
-
-    monkeypatch.setattr(sys, "argv", ["glue.py", "fit", "--config", str(ROOT / "conf" / file), "--print_config"])
-    with pytest.raises(SystemExit) as exit_status:
-        glue.main()
-    assert exit_status.value.code in (None, 0)
-    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
-    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
-    ZenFlowStrategy(**settings.init_args)
+    check_configuration(glue.main, ROOT / "conf" / file, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ import pytest
 import torch
 from typing_extensions import override
 
-from gpu_cases import APPROXIMATE, AUTO, EVERYTHING, RACES, assert_same_state, optimizer_of
+from gpu_cases import APPROXIMATE, AUTO, EVERYTHING, RACES, optimizer_of
 from harness import Case, Run, run_here
 from lightning_zenflow.auto_schedule import AutoSchedule, Decision, Observation
 from rank_processes import run_on_ranks
+from same_bits import assert_same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 

@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from gpu_cases import (
-    device,
-)
+from gpu_cases import device
+from kernel_cases import DTYPES, check_columns_there_and_back, check_statistics_of_a_bad_gradient, random
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
 from lightning_zenflow.hyperparameters import GroupHyperparameters
@@ -17,13 +15,7 @@ from lightning_zenflow.provisional import RoundingNoise
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (31, 17), (2, 70001), (700, 1031), (4096, 4096)]
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -51,13 +43,7 @@ def test_statistics(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_statistics_of_a_bad_gradient_are_not_finite(kernels: Kernels, value: float) -> None:
-    gradient = torch.ones(2, 517, device=device())
-    gradient[1, 500] = value
-    statistics = kernels.statistics(gradient, directions=True)
-    assert statistics.rows is not None and statistics.columns is not None
-    assert not torch.isfinite(statistics.total)
-    assert torch.isfinite(statistics.rows).tolist() == [True, False]
-    assert (~torch.isfinite(statistics.columns)).nonzero().flatten().tolist() == [500]
+    check_statistics_of_a_bad_gradient(kernels, value, 500, device())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -106,11 +92,4 @@ def test_adamw(kernels: Kernels, n: int, dtype: torch.dtype, decoupled: bool) ->
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype) -> None:
-    matrix, columns = random(900, 701, dtype=dtype).to(device()), torch.tensor([0, 3, 350, 700], device=device())
-    selected = torch.empty(900, 4, dtype=dtype, device=device())
-    kernels.gather_columns(matrix, columns, selected)
-    assert torch.equal(selected, matrix[:, columns])
-    target = torch.zeros_like(matrix)
-    kernels.scatter_columns(target, columns, selected)
-    assert torch.equal(target[:, columns], selected)
-    assert int((target != 0).sum()) == int((selected != 0).sum())
+    check_columns_there_and_back(kernels, dtype, device())

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import MILLISECOND, RACES, assert_same_state
+from gpu_cases import MILLISECOND, RACES
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.rounds import Rounds
+from same_bits import assert_same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy, host_memory
 from lightning_zenflow.host_memory import available, check_host_memory
-from models import LinearLossModule
+from models import TINY, LinearLossModule
 
 GIB = 2**30
 
@@ -87,5 +87,5 @@ def test_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         MisconfigurationException, match="ZenFlow needs .*(4096 bytes).*update_interval=4, publish_lag='auto'"
     ):
-        fit(LinearLossModule(shapes=((7, 5), (3,))), ZenFlowStrategy(update_interval=4))
+        fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(update_interval=4))
     assert workers() == []

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness import Case, run_here
+from kernel_cases import CPU, DTYPES, check_columns_there_and_back, check_statistics_of_a_bad_gradient, random
 from lightning_zenflow.adamw import adamw_step_
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
@@ -15,9 +15,7 @@ from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Destination, Kernels, Selection, TorchKernels, kernels_for
 from lightning_zenflow.provisional import RoundingNoise
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (31, 17), (7, 515), (2, 70001), (700, 1031)]
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=[1, 3])
@@ -26,10 +24,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -52,13 +46,7 @@ def test_statistics(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
 @pytest.mark.parametrize("position", [0, 500, 516])
 @pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
 def test_statistics_of_a_bad_gradient_are_not_finite(kernels: Kernels, value: float, position: int) -> None:
-    gradient = torch.ones(2, 517)
-    gradient[1, position] = value
-    statistics = kernels.statistics(gradient, directions=True)
-    assert statistics.rows is not None and statistics.columns is not None
-    assert not torch.isfinite(statistics.total)
-    assert torch.isfinite(statistics.rows).tolist() == [True, False]
-    assert (~torch.isfinite(statistics.columns)).nonzero().flatten().tolist() == [position]
+    check_statistics_of_a_bad_gradient(kernels, value, position, CPU)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,14 +116,7 @@ def test_adamw_may_publish_over_the_gradient() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernels", [CpuKernels(), TorchKernels()], ids=["cpu", "torch"])
 def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
-    matrix, columns = random(900, 701, dtype=dtype), torch.tensor([0, 3, 350, 700])
-    selected = torch.empty(900, 4, dtype=dtype)
-    kernels.gather_columns(matrix, columns, selected)
-    assert torch.equal(selected, matrix[:, columns])
-    target = torch.zeros_like(matrix)
-    kernels.scatter_columns(target, columns, selected)
-    assert torch.equal(target[:, columns], selected)
-    assert int((target != 0).sum()) == int((selected != 0).sum())
+    check_columns_there_and_back(kernels, dtype, CPU)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from harness import Case, fit, make_trainer, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.kernels import TorchKernels
-from models import LinearLossModule, OptimizerOptions, TestModule
+from models import TINY, LinearLossModule, OptimizerOptions, TestModule
 from networks import SmallNet
 from reference import adamw_reference
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
 def linear(**options: Any) -> LinearLossModule:
-    return LinearLossModule(shapes=((7, 5), (3,)), **options)
+    return LinearLossModule(shapes=TINY, **options)
 
 
 @pytest.mark.parametrize("same_trainer", [False, True])
@@ -41,7 +41,7 @@ def test_fit_twice(same_trainer: bool) -> None:
     else:
         fit(model, steps=10)
     # The data is a function of `global_step`, which goes on in the same trainer.
-    case = Case(steps=10, model_options={"shapes": ((7, 5), (3,))}, optimizer=model.optimizer_options)
+    case = Case(steps=10, model_options={"shapes": TINY}, optimizer=model.optimizer_options)
     _, gradients, groups = case.fixed_gradients()
     first = 4 if same_trainer else 0
     schedule = groups[: 10 - first]
@@ -90,7 +90,7 @@ class Fails(LinearLossModule):
 
 @pytest.mark.parametrize("at", [0, 5])
 def test_no_worker_remains_after_an_exception(at: int) -> None:
-    model = Fails(shapes=((7, 5), (3,)))
+    model = Fails(shapes=TINY)
     model.at = at
     trainer = make_trainer(ZenFlowStrategy(), max_steps=10)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
@@ -100,7 +100,7 @@ def test_no_worker_remains_after_an_exception(at: int) -> None:
 
 def test_no_worker_remains_after_an_interrupt() -> None:
     """Lightning ends the process on Ctrl-C, after tearing everything down."""
-    model = Fails(shapes=((7, 5), (3,)))
+    model = Fails(shapes=TINY)
     model.error = KeyboardInterrupt
     with pytest.raises(SystemExit):
         fit(model, steps=10)
@@ -120,7 +120,7 @@ def test_no_worker_remains_after_an_error_at_setup() -> None:
 
 def test_evaluation_after_an_exception() -> None:
     """The interrupted run's optimizer is gone; its weights are there."""
-    model = Fails(shapes=((7, 5), (3,)))
+    model = Fails(shapes=TINY)
     trainer = make_trainer(ZenFlowStrategy(), max_steps=10, limit_val_batches=1)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         trainer.fit(model)
@@ -128,7 +128,7 @@ def test_evaluation_after_an_exception() -> None:
 
 
 def test_training_goes_on_in_a_new_trainer_after_an_exception() -> None:
-    model = Fails(shapes=((7, 5), (3,)))
+    model = Fails(shapes=TINY)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         fit(model, steps=10)
     model.at = 1000
@@ -145,7 +145,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name() -> None:
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(RuntimeError, match="ZenFlow worker .* was killed by signal 9"):
-        fit(KillsWorker(shapes=((7, 5), (3,))), ZenFlowStrategy(max_worker_restarts=0), steps=10)
+        fit(KillsWorker(shapes=TINY), ZenFlowStrategy(max_worker_restarts=0), steps=10)
 
 
 def test_the_worker_is_told_to_exit() -> None:
@@ -192,7 +192,7 @@ def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypat
             with mode if self.trainer.global_step >= 2 else contextlib.nullcontext():
                 super().optimizer_step(*args, **kwargs)
 
-    model = Watched(shapes=((7, 5), (3,)), accumulate=options.get("accumulate_grad_batches", 1))
+    model = Watched(shapes=TINY, accumulate=options.get("accumulate_grad_batches", 1))
     fit(model, ZenFlowStrategy(select_interval=0), steps=10, **options)
     assert mode.operations > 100
     assert mode.reads == []

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import random_selection  # noqa: F401  # named by cases
-from harness import Case, Run, make_trainer, run_here
+from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.clipping import StepScale, step_scale
@@ -23,6 +23,7 @@ from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.partition import Slice, build_partition
 from rank_processes import run_on_ranks
+from same_bits import assert_same_run
 
 CPU = torch.device("cpu")
 RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
@@ -55,20 +56,10 @@ def both(case: Case) -> tuple[Case, Case]:
     return case, replace(case, strategy_options={**case.strategy_options, "offload": True})
 
 
-def assert_same_bits(offloaded: Run, resident: Run) -> None:
-    assert offloaded.losses == resident.losses
-    for ours, theirs in zip(
-        [*offloaded.shown, offloaded.weights, offloaded.master, offloaded.exp_avg, offloaded.exp_avg_sq],
-        [*resident.shown, resident.weights, resident.master, resident.exp_avg, resident.exp_avg_sq],
-        strict=True,
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_depends_on_it(name: str) -> None:
     resident, offloaded = both(CASES[name])
-    assert_same_bits(run_here(offloaded), run_here(resident))
+    assert_same_run(run_here(offloaded), run_here(resident))
 
 
 def test_no_bit_depends_on_it_on_two_ranks() -> None:
@@ -79,7 +70,7 @@ def test_no_bit_depends_on_it_on_two_ranks() -> None:
         for resident, offloaded in zip(runs[f"{name} 0"], runs[f"{name} 1"], strict=True):
             assert resident.error is None, resident.error
             assert offloaded.error is None, offloaded.error
-            assert_same_bits(offloaded, resident)
+            assert_same_run(offloaded, resident)
 
 
 @pytest.mark.parametrize("state_class", [ResidentState, VisitingState])

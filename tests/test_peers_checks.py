@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from harness import Case, StockStrategy, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
-from models import Indexes, LinearLossModule
+from models import TINY, Indexes, LinearLossModule
 from reference import adamw_reference
 from side_by_side import NOTHING_LATE, Net, assert_same, compare, train
 
@@ -170,5 +170,5 @@ def test_a_strategy_may_be_copied_before_training() -> None:
     twin = copy.deepcopy(strategy)
     assert twin.zenflow_config == strategy.zenflow_config
     assert twin.config == strategy.config
-    fit(LinearLossModule(shapes=((7, 5), (3,))), twin)
-    fit(LinearLossModule(shapes=((7, 5), (3,))), strategy)
+    fit(LinearLossModule(shapes=TINY), twin)
+    fit(LinearLossModule(shapes=TINY), strategy)

@@ -17,13 +17,13 @@ from typing_extensions import override
 from harness import fit
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.strategy import register
-from models import LinearLossModule
+from models import TINY, LinearLossModule
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
 def linear(**options: Any) -> LinearLossModule:
-    return LinearLossModule(shapes=((7, 5), (3,)), **options)
+    return LinearLossModule(shapes=TINY, **options)
 
 
 def test_by_name() -> None:
@@ -157,7 +157,7 @@ def with_optimizer(make: Callable[[list[nn.Parameter]], Any]) -> LinearLossModul
         def configure_optimizers(self) -> Any:
             return make(list(self.parameters()))
 
-    return Model(shapes=((7, 5), (3,)))
+    return Model(shapes=TINY)
 
 
 class OwnAdamW(torch.optim.AdamW):

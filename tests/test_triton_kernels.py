@@ -1,5 +1,6 @@
 """Triton's passes, interpreted on the CPU where there is no GPU, against torch's and the worker's arithmetic."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
+import kernel_cases
 from harness import Case, run_here
+from kernel_cases import DTYPES, check_statistics_of_a_bad_gradient
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
 from lightning_zenflow.hyperparameters import GroupHyperparameters
@@ -21,7 +23,7 @@ from lightning_zenflow.provisional import RoundingNoise
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+random = functools.partial(kernel_cases.random, device=DEVICE)
 SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (33, 17), (7, 515), (2, 2500), (70, 1031)]
 
 
@@ -30,10 +32,6 @@ def kernels() -> Kernels:
     from lightning_zenflow.triton_kernels import TritonKernels
 
     return TritonKernels()
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def step_scale(factor: float, *, finite: bool = True) -> StepScale:
@@ -61,13 +59,7 @@ def test_statistics(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_statistics_of_a_bad_gradient_are_not_finite(kernels: Kernels, value: float) -> None:
-    gradient = torch.ones(2, 517, device=DEVICE)
-    gradient[1, 500] = value
-    statistics = kernels.statistics(gradient, directions=True)
-    assert statistics.rows is not None and statistics.columns is not None
-    assert not torch.isfinite(statistics.total)
-    assert torch.isfinite(statistics.rows).tolist() == [True, False]
-    assert (~torch.isfinite(statistics.columns)).nonzero().flatten().tolist() == [500]
+    check_statistics_of_a_bad_gradient(kernels, value, 500, DEVICE)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

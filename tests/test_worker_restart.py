@@ -26,7 +26,8 @@ from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Submission, Worker, WorkerError
-from models import LinearLossModule
+from models import TINY, LinearLossModule
+from same_bits import assert_same_run
 from test_worker import fill_page, is_alive, make_arena, make_partition, wait_for, write_step
 from worker_killer import KillsWorker, optimizer_of
 
@@ -41,15 +42,6 @@ def run_and_kill(case: Case, *, seed: int) -> tuple[Run, KillsWorker]:
     killer = KillsWorker(seed=seed)
     options = {**case.strategy_options, "max_worker_restarts": 10**6}
     return run_here(dataclasses.replace(case, strategy_options=options), callbacks=[killer]), killer
-
-
-def assert_same_bits(ours: Run, theirs: Run) -> None:
-    assert ours.counts == theirs.counts
-    for name in ("weights", "master", "exp_avg", "exp_avg_sq"):
-        for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True):
-            assert torch.equal(a, b), name
-    for a, b in zip(ours.shown, theirs.shown, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "what the model showed meanwhile"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +59,7 @@ def test_killed_in_every_step(case: Case) -> None:
     killed, killer = run_and_kill(case, seed=1)
     # Two kills may hit the same worker.
     assert killer.restarts >= 5 / 6 * case.steps
-    assert_same_bits(killed, run_here(case))
+    assert_same_run(killed, run_here(case))
 
 
 @pytest.mark.slow
@@ -77,7 +69,7 @@ def test_killed_two_hundred_times(update_interval: int) -> None:
     case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
     killed, killer = run_and_kill(case, seed=2)
     assert killer.restarts >= 200
-    assert_same_bits(killed, run_here(case))
+    assert_same_run(killed, run_here(case))
 
 
 def test_killed_around_a_freeze() -> None:
@@ -85,7 +77,7 @@ def test_killed_around_a_freeze() -> None:
     case = dataclasses.replace(CASE, model="FreezingModule", steps=9, model_options={"frozen_in": {0: (2, 6)}, **LARGE})
     killed, killer = run_and_kill(case, seed=3)
     assert killer.restarts >= 7
-    assert_same_bits(killed, run_here(case))
+    assert_same_run(killed, run_here(case))
 
 
 @pytest.fixture
@@ -283,11 +275,11 @@ class StopsWorker(LinearLossModule):
 
 def test_a_stopped_worker_ends_training_with_an_error() -> None:
     with pytest.raises(WorkerError, match="did not answer within 0.5 s"):
-        fit(StopsWorker(shapes=((7, 5), (3,))), ZenFlowStrategy(worker_timeout=0.5), steps=10)
+        fit(StopsWorker(shapes=TINY), ZenFlowStrategy(worker_timeout=0.5), steps=10)
 
 
 def test_a_slow_worker_counts_as_stall() -> None:
-    model = StopsWorker(shapes=((7, 5), (3,)))
+    model = StopsWorker(shapes=TINY)
     model.slow_by_s = 0.3
     # Every step waits for its own rounds.
     stalls = optimizer_of(fit(model, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)).stalls
