@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from processes import fresh_environment
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
 def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> str:
     """`python examples/SCRIPT ARGUMENTS` in a process of its own that works in `folder`; returns its standard output."""
-    # Fits in this process leave their rendezvous in the environment, and its port is taken.
-    rendezvous = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-    environment = {key: value for key, value in os.environ.items() if key not in rendezvous}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = fresh_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments],
         cwd=folder,

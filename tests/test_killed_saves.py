@@ -1,7 +1,6 @@
 """A process that is killed while it saves leaves a complete checkpoint, from which training goes on as if nothing had happened."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import fresh_environment
+
 SCRIPT = Path(__file__).with_name("killed_saves.py")
 
 
 def run(folder: Path, how: str, argument: str, timeout_s: float) -> None:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), how, argument],
-        env=variables,
+        env=fresh_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness import Case, Run
+from processes import fresh_environment
 from rank_processes import free_port, run_on_ranks
 from reference import adamw_reference
 from side_by_side import Net
@@ -45,7 +46,7 @@ def test_a_script_on_two_ranks(launcher: str, tmp_path: Path) -> None:
     output = tmp_path / "weights.pt"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(SCRIPT), str(output)]
-    environment = {**os.environ, "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = fresh_environment(MASTER_PORT=str(free_port()), PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     ours, theirs = torch.load(output), plain_torch()

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import fresh_environment
+
 
 def test_soak(tmp_path: Path) -> None:
     result = tmp_path / "soak.json"
@@ -12,6 +14,7 @@ def test_soak(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "benchmarks.soak", *options, "--output", str(result)],
         cwd=Path(__file__).parents[1],
+        env=fresh_environment(),
         capture_output=True,
         timeout=250,
         check=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from test_worker import is_alive, wait_for
+from processes import fresh_environment, is_alive, wait_for
 
 _SCRIPT = Path(__file__).with_name("dying_trainer.py")
 
@@ -30,6 +30,7 @@ def start(started: list[subprocess.Popen[str]], how: str, *, n_loaders: int = 0)
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env=fresh_environment(),
         text=True,
     )
     started.append(process)

@@ -3,63 +3,20 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_zenflow.affinity import allowed_cores
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
-from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.partition import Partition
 from lightning_zenflow.worker import Submission, Worker, WorkerError
-from models import generator
+from processes import is_alive, wait_for
 from reference import Group, adamw_reference
-
-GROUPS = [
-    GroupHyperparameters(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True),
-    GroupHyperparameters(lr=3e-3, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, decoupled=False),
-]
-COUNTS = (1003, 517)
-"""Elements of the two parameter groups; padding follows each."""
-
-
-def make_partition(n_blocks: int = 3) -> Partition:
-    sizes = [n + 1 for n in COUNTS]
-    slices = [
-        Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
-        for i, (n, begin) in enumerate(zip(COUNTS, group_begins(sizes), strict=True))
-    ]
-    return build_partition(slices, sizes, n_blocks)
-
-
-def make_arena(partition: Partition, dtype: torch.dtype = torch.float32, *, n_pages: int = 16) -> Arena:
-    arena = Arena(
-        partition,
-        ArenaSizes(n_param_groups=len(GROUPS), n_step_records=16, n_pages=n_pages, n_publish_buffers=4, dtype=dtype),
-        device=torch.device("cpu"),
-    )
-    arena.master.copy_(torch.randn(partition.numel, generator=generator(5)))
-    return arena
-
-
-def write_step(arena: Arena, step: int, *, factor: float = 1.0, seal: bool = True) -> None:
-    arena.write_hyperparameters(step, GROUPS)
-    arena.clip[step % arena.n_step_records] = factor
-    if seal:
-        arena.sequence[step % arena.n_step_records] = step
-
-
-def gradient_of(partition: Partition, step: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(partition.numel, generator=generator(6, step)).to(dtype)
-
-
-def fill_page(arena: Arena, partition: Partition, block: int, page: int, step: int) -> None:
-    b = partition.blocks[block]
-    arena.pages[page, : b.end - b.begin] = gradient_of(partition, step, arena.pages.dtype)[b.begin : b.end]
+from small_arena import GROUPS, fill_page, gradient_of, make_arena, make_partition, write_step
 
 
 @pytest.fixture
@@ -79,18 +36,6 @@ def worker(arena: Arena) -> Iterator[Worker]:
     worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30)
     yield worker
     worker.kill()
-
-
-def is_alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    """Waits until `condition()` is true. The timeout only ends a test that has failed."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

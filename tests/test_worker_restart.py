@@ -27,8 +27,9 @@ from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Submission, Worker, WorkerError
 from models import TINY, LinearLossModule
+from processes import is_alive, wait_for
 from same_bits import assert_same_run
-from test_worker import fill_page, is_alive, make_arena, make_partition, wait_for, write_step
+from small_arena import fill_page, make_arena, make_partition, write_step
 from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
