@@ -16,7 +16,8 @@ from docs import draw_pictures, quote_tables
 from example_runs import ROOT
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import default_value, zenflow_keys
-from models import Indexes, OptimizerOptions, Perceptron
+from models import Indexes, OptimizerOptions
+from networks import Perceptron
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
