@@ -32,7 +32,9 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 
 LARGEST_GROWTH = 0.05
-"""Of the memory between the first and the last third of the run."""
+"""Of the memory between the first and the last third of the run, relative to the first."""
+_SLACK = 8 << 20
+"""Bytes; less growth than this is the allocator's and the page cache's, also where it is much of a small worker's memory."""
 _DISTURBED_SHARE = 0.6
 """Of the time; the rest is enough for the same steps without disturbance."""
 
@@ -98,7 +100,8 @@ class Memory:
     @staticmethod
     def growth(samples: list[int]) -> float:
         third = max(1, len(samples) // 3)
-        return statistics.mean(samples[-third:]) / statistics.mean(samples[:third]) - 1
+        first, last = statistics.mean(samples[:third]), statistics.mean(samples[-third:])
+        return max(0.0, last - first - _SLACK) / first
 
 
 class Disturbs(pl.Callback):
