@@ -12,7 +12,6 @@ from pathlib import Path
 
 from benchmarks.records import ROOT
 
-# A run must not take itself for a rank of whatever started this process.
 _RENDEZVOUS = (
     "RANK",
     "LOCAL_RANK",
@@ -24,6 +23,15 @@ _RENDEZVOUS = (
     "MASTER_PORT",
 )
 _TAIL = 2000
+
+
+def fresh_environment(**variables: str) -> dict[str, str]:
+    """This process' environment and some variables, for a process that trains by itself.
+
+    It must not take itself for a rank of whatever started this process; and fits in this process leave their rendezvous behind: its port
+    is taken, and with its rank Lightning would wait for others to start.
+    """
+    return {**{key: value for key, value in os.environ.items() if key not in _RENDEZVOUS}, **variables}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +56,13 @@ def run_process(
         environment: variables to set.
         timeout: seconds.
     """
-    variables = {key: value for key, value in os.environ.items() if key not in _RENDEZVOUS} | environment
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         with open(Path(folder) / "output.txt", "w+b") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, arguments[0], str(path), *arguments[1:]],
                 cwd=ROOT,
-                env=variables,
+                env=fresh_environment(**environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -12,7 +12,7 @@ from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, Selection
-from lightning_zenflow.partition import Partition
+from lightning_zenflow.partition import Partition, blocks_of_tiles
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 12
 """Of one entry: its fp32 master weight; this and two fp32 moments."""
@@ -83,7 +83,7 @@ class Ownership:
         self._device = device
         self._dtype = dtype
         self.down_bytes = self.up_bytes = 0
-        self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
+        self._block_of_tile = blocks_of_tiles(partition)
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
         self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
         self._selected: Sequence[Columns | None] = ()

@@ -227,6 +227,11 @@ def merge_ranges(slices: Sequence[Slice]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
+def blocks_of_tiles(partition: Partition) -> dict[int, int]:
+    """For each tile's index the number of the block that it lies in."""
+    return {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
+
+
 def ranges_of_block(partition: Partition, block: Block) -> tuple[Piece, ...]:
     """The runs of elements of a block without padding; `Piece.index` is the parameter group."""
     return tuple(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
-from lightning_zenflow.partition import Partition, ranges_of_block
+from lightning_zenflow.partition import Partition, blocks_of_tiles, ranges_of_block
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
@@ -128,7 +128,7 @@ class Rounds:
         self._tracer = tracer
         self.counts = RoundCounts()
         self._device = weights[0].device
-        self._block_of_tile = {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
+        self._block_of_tile = blocks_of_tiles(partition)
         self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
         self._windows: list[_Window | None] = [None] * len(partition.blocks)
         self._in_flight: deque[_Round] = deque()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import fresh_environment
+from benchmarks.processes import fresh_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

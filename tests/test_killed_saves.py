@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import fresh_environment
+from benchmarks.processes import fresh_environment
 
 SCRIPT = Path(__file__).with_name("killed_saves.py")
 

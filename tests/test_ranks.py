@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.processes import fresh_environment
 from harness import Case, Run
-from processes import fresh_environment
 from rank_processes import free_port, run_on_ranks
 from reference import adamw_reference
 from side_by_side import Net

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from processes import fresh_environment
+from benchmarks.processes import fresh_environment
 
 
 def test_soak(tmp_path: Path) -> None:

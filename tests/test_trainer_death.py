@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes import fresh_environment, is_alive, wait_for
+from benchmarks.processes import fresh_environment
+from processes import is_alive, wait_for
 
 _SCRIPT = Path(__file__).with_name("dying_trainer.py")
 

@@ -13,7 +13,7 @@ import torch
 
 import kernel_cases
 from harness import Case, run_here
-from kernel_cases import DTYPES, check_statistics_of_a_bad_gradient
+from kernel_cases import DTYPES, check_columns_there_and_back, check_statistics_of_a_bad_gradient
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.cpu_kernels import CpuKernels
 from lightning_zenflow.hyperparameters import GroupHyperparameters
@@ -142,14 +142,7 @@ def test_a_bad_step_moves_nothing(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_there_and_back(kernels: Kernels, dtype: torch.dtype) -> None:
-    matrix, columns = random(90, 701, dtype=dtype), torch.tensor([0, 3, 350, 700], device=DEVICE)
-    selected = torch.empty(90, 4, dtype=dtype, device=DEVICE)
-    kernels.gather_columns(matrix, columns, selected)
-    assert torch.equal(selected, matrix[:, columns])
-    target = torch.zeros_like(matrix)
-    kernels.scatter_columns(target, columns, selected)
-    assert torch.equal(target[:, columns], selected)
-    assert int((target != 0).sum()) == int((selected != 0).sum())
+    check_columns_there_and_back(kernels, dtype, DEVICE)
 
 
 def test_training_by_tritons_passes(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> None:
