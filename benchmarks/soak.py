@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from benchmarks import records
 from lightning_zenflow import ZenFlowStrategy
 
 LARGEST_GROWTH = 0.05
@@ -184,6 +185,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ours, theirs = state_of(disturbed / "leg"), state_of(left_alone / "leg")
     growth = {name: Memory.growth(samples) for name, samples in asdict(memory).items()}
     return {
+        "commit": records.commit_of_code(),
+        "versions": records.versions(),
+        "hardware": records.hardware(),
         "minutes": (time.monotonic() - begin) / 60,
         "seed": options.seed,
         "steps": step,
