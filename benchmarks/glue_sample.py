@@ -1,14 +1,22 @@
-"""The bundled sample of examples/glue.py, with its own module, data and configuration."""
+"""The bundled sample of examples/glue.py: its module, data and configuration, from weights that know its sentences as text.
+
+Fine-tuning begins with a language model, and none can be had offline; so one is trained on the sample's own training sentences, without
+their labels, once for each machine.
+"""
 
 import hashlib
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from typing_extensions import override
+
+from benchmarks.initial_weights import plain_trainer, trained_once
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,20 +57,53 @@ class MeasuredClassifier(GlueClassifier):
         self.log("held_out_loss", loss, batch_size=len(outputs), add_dataloader_idx=False)
 
 
-def build(*, lr: float, seed: int) -> tuple[pl.LightningModule, SeededGlueData]:
-    """Module and data as in conf/glue.yaml, but for the learning rate and the seed of the initial weights."""
+class LanguageModel(GlueClassifier):
+    """The same network on the language-model loss alone."""
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        _, hidden = self.model(batch["input_ids"], batch["attention_mask"])
+        return self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreTraining:
+    """How the transformer gets its initial weights; in 32 bits, with torch's AdamW."""
+
+    steps: int = 1000
+    lr: float = 2e-3
+    seed: int = 0
+
+
+def build(cache: Path, *, lr: float, seed: int) -> tuple[pl.LightningModule, SeededGlueData]:
+    """Module and data as in conf/glue.yaml, but for the pre-trained transformer, the learning rate and the seed of the head's weights."""
     config = OmegaConf.load(ROOT / "conf" / "glue.yaml")
     options = OmegaConf.to_container(config.data, resolve=True)
     assert isinstance(options, dict)
-    data = SeededGlueData(order_seed=seed, **{**options, "data_dir": str(ROOT / config.data.data_dir)})
+    options["data_dir"] = str(ROOT / config.data.data_dir)
+    data = SeededGlueData(order_seed=seed, **options)
     keys = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(keys, dict)
+    # The auxiliary loss is for random weights.
+    keys = {
+        **keys,
+        "task": config.data.task,
+        "vocab_size": data.vocab_size,
+        "pad_token_id": data.pad_token_id,
+        "max_length": config.data.max_length,
+        "lm_weight": 0.0,
+    }
+    del keys["lr"]
+    recipe = PreTraining()
+    torch.manual_seed(recipe.seed)
+    language_model = LanguageModel(**keys, lr=recipe.lr)
+    transformer = language_model.model.transformer
+
+    def pretrain() -> None:
+        plain_trainer(recipe.steps).fit(language_model, datamodule=SeededGlueData(order_seed=recipe.seed, **options))
+
+    trained_once(cache, "glue", [data.sha256, keys, asdict(recipe)], transformer, pretrain)
     torch.manual_seed(seed)
-    module = MeasuredClassifier(
-        task=config.data.task,
-        vocab_size=data.vocab_size,
-        pad_token_id=data.pad_token_id,
-        max_length=config.data.max_length,
-        **{**keys, "lr": lr},
-    )
+    module = MeasuredClassifier(**keys, lr=lr)
+    module.model.transformer.load_state_dict(transformer.state_dict())
     return module, data

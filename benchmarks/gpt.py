@@ -3,9 +3,6 @@
 Shapes: B windows, T bytes of a window, D width, H heads.
 """
 
-import fcntl
-import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from benchmarks.corpus import c_headers, python_library, sha256, to_tensor
+from benchmarks.initial_weights import plain_trainer, trained_once
 
 TRAIN_BYTES = 2_000_000
 HELD_OUT_FROM = 2_100_000
@@ -165,19 +163,9 @@ class HeaderData(pl.LightningDataModule):
 def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:
     """The model trained on Python's standard library, once for each machine: the weights are kept in `cache`."""
     data = python_library()
-    identity = json.dumps([sha256(data), asdict(shape), asdict(recipe), torch.__version__])
-    path = cache / f"gpt-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pt"
     model = GPT(shape)
-    cache.mkdir(parents=True, exist_ok=True)
-    # Of runs that start at the same time, one trains and the others wait for it.
-    with open(cache / "pretraining.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _pretrain(model, to_tensor(data), shape, recipe)
-            temporary = path.with_suffix(".part")
-            torch.save(model.state_dict(), temporary)
-            temporary.rename(path)
-    model.load_state_dict(torch.load(path))
+    identity = [sha256(data), asdict(shape), asdict(recipe)]
+    trained_once(cache, "gpt", identity, model, lambda: _pretrain(model, to_tensor(data), shape, recipe))
     return model
 
 
@@ -188,14 +176,4 @@ def _pretrain(model: GPT, data: Tensor, shape: Shape, recipe: PreTraining) -> No
             nn.init.normal_(parameter, std=0.02, generator=generator)
     windows = Windows(data, count=recipe.steps * shape.batch, context=shape.context, seed=recipe.seed)
     module = GptModule(model, lr=recipe.lr, steps=recipe.steps)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=recipe.steps,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(windows, batch_size=shape.batch))
+    plain_trainer(recipe.steps).fit(module, DataLoader(windows, batch_size=shape.batch))

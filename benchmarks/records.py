@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _CODE = (
     "lightning_zenflow",
     "csrc",
-    *(f"benchmarks/{name}.py" for name in ("corpus", "deepspeed_peers", "glue_sample", "gpt", "methods", "run_one")),
+    *(
+        f"benchmarks/{name}.py"
+        for name in ("corpus", "deepspeed_peers", "glue_sample", "gpt", "initial_weights", "methods", "run_one")
+    ),
     "examples/glue_task",
     "examples/data",
     "conf/glue.yaml",

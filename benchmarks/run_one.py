@@ -58,7 +58,7 @@ def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
     if SETTINGS[spec.setting].task == "glue":
         from benchmarks import glue_sample  # takes seconds to import transformers
 
-        return glue_sample.build(lr=spec.lr, seed=spec.seed)
+        return glue_sample.build(cache, lr=spec.lr, seed=spec.seed)
     shape = Shape()
     module = GptModule(pretrained(cache, shape, PreTraining()), lr=spec.lr, steps=spec.steps)
     return module, HeaderData(shape, steps=spec.steps, seed=spec.seed)

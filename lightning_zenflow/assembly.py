@@ -122,8 +122,7 @@ class Parts:
             pace=auto.pace,
             publishing=Publishing(
                 rule=Rule[config.deferred_update.upper()],
-                look_ahead=config.effective_look_ahead,
-                provisional=config.effective_provisional_scale > 0,
+                prediction=config.prediction,
             ),
             weights=shard.weights,
             stalls=self.stalls,
@@ -200,13 +199,14 @@ class Parts:
     def _build_stand_in(
         self, kernels: Kernels, hyperparameters: Callable[[], Sequence[GroupHyperparameters]]
     ) -> StandIn | None:
-        scale = self._config.effective_provisional_scale
-        if scale == 0:
+        prediction = self._config.prediction
+        if not prediction.moves:
             return None
         return StandIn(
             self.partition,
             self._shard.weights,
-            scale=scale,
+            prediction=prediction,
+            pace=lambda: self.rounds.pace,
             rank=dist.get_rank(group=self._shard.group),
             kernels=kernels,
             hyperparameters=hyperparameters,

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
 from lightning_zenflow.auto_schedule import LARGEST_LAG
+from lightning_zenflow.prediction import Prediction
 
-AUTO_PROVISIONAL_SCALE = 0.5
 LARGEST_INTERVAL = 1024
 """Steps; bound of `max_update_interval` and `publish_lag`. Each of them is a gradient in host memory, two bytes a parameter at least."""
 LARGEST_FACTOR = 1e6
@@ -87,11 +87,11 @@ class ZenFlowConfig:
 
     look_ahead: float | int | Literal["auto"] = "auto"
     """Steps along the momentum by which published weights run ahead of the exact ones: a number from 0 (off) to 1e6, or "auto", the
-    default: publish_lag + update_interval - 1."""
+    default: as many as AdamW would have made by then, on average over the steps that use them; see `prediction`."""
 
     provisional_scale: float | int | Literal["auto"] = "auto"
     """Step size, relative to the learning rate, of the device's stand-in update of host-owned weights during backward: a number from
-    0 (off) to 1e6, or "auto", the default: 0.5."""
+    0 (off) to 1e6, or "auto", the default: what AdamW would have made of the gradient by then; see `prediction`."""
 
     auto_ratio: float = 0.99
     """Share of the matrices whose deferred gradient must weigh as much as the gradient applied at once before `update_interval: auto` takes
@@ -206,16 +206,14 @@ class ZenFlowConfig:
         return first, last
 
     @property
-    def effective_look_ahead(self) -> float | Literal["auto"]:
-        """Steps along the momentum by which published weights run ahead: `look_ahead`; "auto" stands for the age d + S - 1 they reach."""
-        return 0.0 if self.look_ahead == "auto" and self.is_immediate else self.look_ahead
-
-    @property
-    def effective_provisional_scale(self) -> float:
-        """Step size of the stand-in update relative to the learning rate: `provisional_scale`, or what "auto" means."""
-        if self.is_immediate:
-            return 0.0
-        return AUTO_PROVISIONAL_SCALE if self.provisional_scale == "auto" else float(self.provisional_scale)
+    def prediction(self) -> Prediction:
+        """What `look_ahead` and `provisional_scale` mean for this schedule."""
+        immediate = self.is_immediate
+        return Prediction(
+            look_ahead=0.0 if immediate and self.look_ahead == "auto" else self.look_ahead,
+            provisional_scale=0.0 if immediate else self.provisional_scale,
+            means=self.deferred_update == "accumulate",
+        )
 
 
 def zenflow_keys() -> tuple[str, ...]:

@@ -237,7 +237,7 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     device_bytes = _weight_bytes(workload) + _bucket_bytes(workload) + _zenflow_device_bytes(workload, machine, config)
 
     def repeated_bytes(pace: Pace) -> float:
-        stand_in = config.effective_provisional_scale > 0
+        stand_in = config.prediction.moves
         return stand_in * b * partition * pace.publish_lag / pace.update_interval
 
     def kept_bytes(pace: Pace) -> float:
@@ -283,7 +283,7 @@ def _zenflow_device_bytes(workload: Workload, machine: Machine, config: ZenFlowC
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_bytes = (STATE_BYTES + b) * workload.model.device_owned_numel(config.topk_ratio) / machine.gpus
-    if config.effective_provisional_scale > 0:
+    if config.prediction.moves:
         n_bytes += 4 * workload.model.statistics_numel / machine.gpus
     if workload.accumulate_grad_batches > 1:
         n_bytes += b * (min(workload.model.largest_numel, partition) if config.accumulate_on == "host" else partition)

@@ -187,13 +187,14 @@ class GradientIntake:
     ) -> None:
         """Moves weights now, and keeps what a publish will overwrite; what is overwritten at this step's end moves after that only."""
         due_steps = [self._rounds.next_due(part) for part in rectangle.parts]
-        if all(due is None for due in due_steps):
-            stand_in.apply(move, 0, matrix)
+        ages = [self._rounds.gradient_age(part, step) for part in rectangle.parts]
+        if all(due is None for due in due_steps) and len(set(ages)) == 1:
+            stand_in.apply(move, 0, matrix, ages[0])
             return
-        for part, destination, due in zip(rectangle.parts, destinations, due_steps, strict=True):
+        for part, destination, due, age in zip(rectangle.parts, destinations, due_steps, ages, strict=True):
             gradient = destination.part_of(matrix)
             if due is None or due > step:
-                stand_in.apply(move, destination.begin, gradient)
+                stand_in.apply(move, destination.begin, gradient, age)
             if due is not None:
                 self.repeated.keep(
                     self._rounds.block_of(part), step, move, destination.begin, gradient, destination.page

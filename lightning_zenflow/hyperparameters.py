@@ -1,7 +1,9 @@
 """Which optimizers ZenFlow takes the place of, and what it reads from them at each step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -112,6 +114,11 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
             )
         )
     return result
+
+
+def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:
+    """Decay of the first moment, where one number must do for all groups."""
+    return fmean(group.beta1 for group in groups)
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from lightning_zenflow.clipping import step_scale
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deepspeed_slices import parameters_in_order, read_slices, refuse_unsupported, row_length
 from lightning_zenflow.freezing import Freezing
-from lightning_zenflow.hyperparameters import GroupHyperparameters, read_hyperparameters
+from lightning_zenflow.hyperparameters import GroupHyperparameters, mean_beta1, read_hyperparameters
 from lightning_zenflow.run_state import CHECKPOINT_KEY
 from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.supervision import SupervisedWorker
@@ -177,7 +177,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         deferral = self._select(self._intake.energies) if self._intake.energies is not None else None
         # hand over
         self._ownership.handed_over(
-            self._rounds.hand_over(step, synchronous=self._plan.synchronous, drain=self._ownership.waits)
+            self._rounds.hand_over(
+                step,
+                beta1=mean_beta1(groups),
+                synchronous=self._plan.synchronous,
+                drain=self._ownership.waits,
+            )
         )
         # publish
         published = self._rounds.publish(step)

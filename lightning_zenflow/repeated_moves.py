@@ -74,7 +74,7 @@ class RepeatedMoves:
             for kept in later:
                 assert self._stand_in is not None, "it has made the move"
                 gradient = kept.gradient.to(kept.move.of_rows.device, non_blocking=True)
-                self._stand_in.apply(kept.move, kept.begin, gradient)
+                self._stand_in.apply(kept.move, kept.begin, gradient, kept.step - last)
             if later:
                 self._kept[block] = later
 

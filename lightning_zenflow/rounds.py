@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.partition import Partition, blocks_of_tiles, ranges_of_block
+from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
@@ -58,16 +58,14 @@ class RoundCounts:
 class Publishing:
     """How the worker turns windows into weights."""
 
-    rule: Rule = Rule.REPLAY
-    look_ahead: float | Literal["auto"] = 0.0
-    """Steps along the momentum by which published weights run ahead of the exact ones; "auto": by the age they reach."""
-    provisional: bool = False
-    """Whether the device moves host-owned weights between publishes."""
+    rule: Rule
+    prediction: Prediction
+    """How far weights run ahead of the exact ones."""
 
     @property
     def exact(self) -> bool:
         """Whether host-owned weights are the master weights of some step at all times."""
-        return self.look_ahead == 0.0 and not self.provisional
+        return not (self.prediction.looks_ahead or self.prediction.moves)
 
 
 class Rounds:
@@ -104,6 +102,7 @@ class Rounds:
 
     Attributes:
         counts: what was copied and published since the start.
+        look_ahead: steps along the momentum by which the last rounds' weights run ahead of the exact ones.
     """
 
     def __init__(
@@ -140,6 +139,9 @@ class Rounds:
         self._published_now: set[int] = set()
         self._published_blocks: dict[int, int] = {}
         self._next_round_id = 1
+        self.look_ahead = 0.0
+        # For each block the step that its weights are exact for, but for what was moved since; None after a flush, until the next gradient.
+        self._exact_for: list[int | None] = [None] * len(partition.blocks)
         # The record's sequence word is a device value too: it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=self._device)
         self.set_pace(pace)
@@ -148,11 +150,6 @@ class Rounds:
     def age(self) -> int:
         """Steps after which every block has had a window closed and its round published: S + d."""
         return self._schedule.update_interval + self._schedule.publish_lag
-
-    @property
-    def look_ahead(self) -> float:
-        """Steps along the momentum by which the next rounds' weights run ahead of the exact ones."""
-        return float(self.age - 1 if self._publishing.look_ahead == "auto" else self._publishing.look_ahead)
 
     @property
     def publishes_at_once(self) -> bool:
@@ -236,11 +233,12 @@ class Rounds:
         self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
         self.counts.down_bytes += factor.element_size() + self._sequence.element_size()
 
-    def hand_over(self, step: int, *, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
+    def hand_over(self, step: int, *, beta1: float, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
         """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step.
 
         Args:
             step: number of the step.
+            beta1: decay of the first moment, which decides how far to look ahead.
             synchronous: whether the rounds are due in this step already.
             drain: whether a block must have no other round in flight when this one is published; with a lag of a whole window or more it
                 has one otherwise, so that block's round, and with it all earlier ones, are then due in this step.
@@ -249,6 +247,7 @@ class Rounds:
             The blocks whose windows closed.
         """
         closing = list(range(len(self._windows)) if synchronous else self._schedule.closing_blocks(step))
+        self.look_ahead = 0.0 if synchronous else self._publishing.prediction.steps_ahead(self.pace, beta1)
         # Mean gradients cannot be taken back from columns that leave the device: nothing may come between its window and the change.
         alone = self._publishing.rule is Rule.REPLAY and self._schedule.publish_lag < self._schedule.update_interval
         for block in closing:
@@ -256,13 +255,21 @@ class Rounds:
             self._submit(
                 block,
                 due_step=step if now else self._schedule.publish_step(step),
-                look_ahead=0.0 if synchronous else self.look_ahead,
+                look_ahead=self.look_ahead,
             )
         return closing
 
     def block_of(self, tile_index: int) -> int:
         """The block that a tile of the partition lies in."""
         return self._block_of_tile[tile_index]
+
+    def gradient_age(self, tile_index: int, step: int) -> int:
+        """How many gradients a tile's weights in the model are behind, the step's own included: 1 right after their round's last."""
+        block = self._block_of_tile[tile_index]
+        exact_for = self._exact_for[block]
+        if exact_for is None:
+            exact_for = self._exact_for[block] = step - 1
+        return step - exact_for
 
     def next_due(self, tile_index: int) -> int | None:
         """The step at whose end a tile's weights will be overwritten by a round that is in flight now; None if there is none."""
@@ -284,6 +291,7 @@ class Rounds:
         while self._in_flight:
             self._publish_oldest(step, "flush")
         self._published_blocks.clear()
+        self._exact_for = [None] * len(self._exact_for)
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -360,5 +368,5 @@ class Rounds:
         self.counts.age_steps += n * (step - round_.last_step) + n * (n - 1) // 2
         self._free_pages.extend(round_.pages)
         self._free_buffers.append(round_.publish_buffer)
-        self._published_blocks[round_.block] = round_.last_step
+        self._published_blocks[round_.block] = self._exact_for[round_.block] = round_.last_step
         self._published_now.add(round_.publish_buffer)

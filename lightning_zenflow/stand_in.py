@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, Statistics
 from lightning_zenflow.partition import Partition, Slice
+from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.provisional import RoundingNoise, step_factors, update_second_moment_
 
 _SEED = 20251205
@@ -35,16 +37,18 @@ class _Body:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A provisional update of one slice, but for the gradient: w <- w - g * of_rows * of_columns."""
+    """A provisional update of one slice, but for its size and the gradient: w <- w - size * g * of_rows * of_columns."""
 
     slice: int
     """Index into `Partition.slices`."""
     of_rows: Tensor
-    """[rows, 1] float32, step size included; of the slice's full rows."""
+    """[rows, 1] float32, learning rate included; of the slice's full rows."""
     of_columns: Tensor
     """[1, columns] float32."""
     finite: Tensor
     """0-D bool; where False nothing moves."""
+    beta1: float
+    """Decay of the first moment in the step."""
 
 
 class StandIn:
@@ -56,7 +60,8 @@ class StandIn:
     Args:
         partition: the rank's partition.
         weights: for each parameter group, the rank's flat partition of the model's weights.
-        scale: b, step size relative to the learning rate.
+        prediction: how far to move.
+        pace: reads the present S and d.
         rank: ranks round differently.
         kernels: passes over the gradient.
         hyperparameters: reads those of the present step.
@@ -67,14 +72,16 @@ class StandIn:
         partition: Partition,
         weights: Sequence[Tensor],
         *,
-        scale: float,
+        prediction: Prediction,
+        pace: Callable[[], Pace],
         rank: int,
         kernels: Kernels,
         hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
     ) -> None:
         device = weights[0].device
         self._slices = partition.slices
-        self._scale = scale
+        self._prediction = prediction
+        self._pace = pace
         self._kernels = kernels
         self._hyperparameters = hyperparameters
         self._noise = RoundingNoise(_SEED + rank, device)
@@ -132,16 +139,17 @@ class StandIn:
         )
         body.n.add_(finite)
         of_rows, of_cols = step_factors(body.row, body.col, bias_correction=1 - h.beta2 ** body.n.clamp(min=1))
-        of_rows = of_rows * (self._factor * (self._scale * h.lr))
-        return Move(slice=slice_index, of_rows=of_rows, of_columns=of_cols, finite=finite)
+        of_rows = of_rows * (self._factor * h.lr)
+        return Move(slice=slice_index, of_rows=of_rows, of_columns=of_cols, finite=finite, beta1=h.beta1)
 
-    def apply(self, move: Move, begin: int, gradient: Tensor) -> None:
+    def apply(self, move: Move, begin: int, gradient: Tensor, age: int) -> None:
         """Moves a part of a slice's full rows; the second part of a provisional update.
 
         Args:
             move: what `measure` has returned.
             begin: the part's first element, counted over the slice's full rows.
             gradient: [rows, width], model dtype; the part's: rows, or a piece of a single one.
+            age: see `Rounds.gradient_age`; of the weights that are moved.
         """
         body = self._bodies[move.slice]
         assert body is not None
@@ -150,7 +158,7 @@ class StandIn:
         self._kernels.stand_in_(
             body.weights.narrow(0, body.offset + begin, rows * width).view(rows, width),
             gradient,
-            move.of_rows.narrow(0, row, rows),
+            move.of_rows.narrow(0, row, rows) * self._prediction.scale(self._pace(), move.beta1, age),
             move.of_columns.narrow(1, column, width),
             self._noise,
             move.finite,

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig, default_value, zenflow_keys
+from lightning_zenflow.prediction import Prediction
 
 DEFAULTS = {
     "topk_ratio": 0.05,
@@ -166,13 +167,13 @@ def test_update_intervals_and_publish_lags_to_choose_from() -> None:
     assert ZenFlowConfig(overlap_step=False).publish_lags == [0]
 
 
-def test_effective_look_ahead_and_provisional_scale() -> None:
-    assert ZenFlowConfig(update_interval=4, publish_lag=1).effective_look_ahead == "auto"
-    assert ZenFlowConfig(update_interval=1, publish_lag=0).effective_look_ahead == 0.0
-    assert ZenFlowConfig(look_ahead=2.5).effective_look_ahead == 2.5
-    assert ZenFlowConfig().effective_provisional_scale == 0.5
-    assert ZenFlowConfig(provisional_scale=0.3).effective_provisional_scale == 0.3
-    assert ZenFlowConfig(update_interval=1, publish_lag=0).effective_provisional_scale == 0.0
+def test_prediction() -> None:
+    immediate = {"update_interval": 1, "publish_lag": 0}
+    assert ZenFlowConfig().prediction == Prediction(look_ahead="auto", provisional_scale="auto")
+    assert ZenFlowConfig(**immediate).prediction == Prediction(look_ahead=0.0, provisional_scale=0.0)
+    assert ZenFlowConfig(**immediate, look_ahead=2.5).prediction == Prediction(look_ahead=2.5, provisional_scale=0.0)
+    assert ZenFlowConfig(provisional_scale=0.3).prediction == Prediction(look_ahead="auto", provisional_scale=0.3)
+    assert ZenFlowConfig(deferred_update="accumulate").prediction.means
 
 
 def test_replace_validates_again() -> None:

@@ -6,7 +6,7 @@ sequence is what a flush must leave.
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from harness import Case, Run, fit, run_here
+from lightning_zenflow.auto_schedule import Pace
+from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.provisional import step_factors, update_second_moment_
 from models import SHAPES, FreezingModule
 from networks import SmallNet
@@ -300,13 +302,20 @@ def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
         fit(model, steps=5, callbacks=[Unfreeze()])
 
 
-@pytest.mark.parametrize(("s", "d"), [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2), (16, 1)])
-def test_a_publish_undoes_no_later_move(s: int, d: int) -> None:
-    """A weight has all moves since the step that it is exact for: the last d at least, and S - 1 more before its next publish."""
+@pytest.mark.parametrize(
+    ("s", "d", "scale"),
+    [(1, 1, "auto"), (1, 2, "auto"), (2, 1, "auto"), (4, 1, "auto"), (4, 1, 0.5), (2, 2, "auto"), (16, 1, "auto")],
+)
+def test_a_publish_undoes_no_later_move(s: int, d: int, scale: float | Literal["auto"]) -> None:
+    """A weight has all moves since the step that it is exact for: the last d at least, and S - 1 more before its next publish.
+
+    Each of them has the size that its place among them asks for.
+    """
     # With S = 16 there are so many blocks that some end within a row.
     case = Case(steps=s + d + 5, topk_ratio=0, update_interval=s, publish_lag=d)
     still = run_here(case)
-    moving = run_here(replace(case, strategy_options={"provisional_scale": 0.5}))
+    moving = run_here(replace(case, strategy_options={"provisional_scale": scale}))
+    prediction, pace = Prediction(look_ahead=0, provisional_scale=scale), Pace(update_interval=s, publish_lag=d)
     _, gradients, groups = case.fixed_gradients()
     counts: set[int] = set()
     for i, gradient in enumerate(gradients[0]):
@@ -322,13 +331,15 @@ def test_a_publish_undoes_no_later_move(s: int, d: int) -> None:
                 row, column, g.square().sum(1), g.square().sum(0), beta2=h.beta2, scale=one, finite=yes
             )
             of_rows, of_columns = step_factors(row, column, bias_correction=one - h.beta2 ** (step + 1))
-            moves.append(g * of_rows * of_columns * -0.5 * h.lr)
+            moves.append(g * of_rows * of_columns * -h.lr)
             if step < s + d:
                 continue
             found = (moving.shown[step + 1][i] - still.shown[step + 1][i]).view(shape)
-            close = [
-                torch.isclose(found, torch.stack(moves[-n:]).sum(0), rtol=1e-3, atol=1e-6) for n in range(d, d + s)
+            sizes = [prediction.scale(pace, h.beta1, age) for age in range(1, d + s)]
+            expected = [
+                sum(size * move for size, move in zip(sizes, moves[-n:], strict=False)) for n in range(d, d + s)
             ]
+            close = [torch.isclose(found, torch.as_tensor(e), rtol=1e-3, atol=1e-6) for e in expected]
             assert torch.stack(close).any(0).all()
             counts |= {n for n, entries in enumerate(close, d) if entries.any()}
     assert counts == set(range(d, d + s))
