@@ -3,6 +3,7 @@
 They show orders and overlaps, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
 """
 
+import random
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from lightning_zenflow.auto_schedule import Pace
+from lightning_zenflow.prediction import gradient_steps, momentum_steps
 from lightning_zenflow.schedule import Schedule
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
@@ -155,35 +158,46 @@ def windows() -> Figure:
 
 
 def one_weight() -> Figure:
-    """A host-owned weight between publishes: stand-in, publish ahead of the exact value, and moves that are repeated."""
-    figure, axes = plt.subplots(figsize=(9.6, 3.0), layout="constrained")
-    steps = list(range(13))
-    adamw = [-0.1 * step - 0.35 * (1 - 0.8**step) for step in steps]
-    axes.plot(steps, adamw, color="#8a929c", linestyle="--", linewidth=1.2, label="AdamW without offload")
-    # Published at the end of step p: the exact weight after step p - 1, and the look-ahead, and the moves of step p again.
-    shown, x, y = adamw[0], [0.0], [adamw[0]]
-    for step in steps[1:]:
-        moved = 0.5 * (adamw[step] - adamw[step - 1]) * (1.15 if step % 2 else 0.75)
-        y += [shown, shown + moved]
-        x += [step, step]
-        shown += moved
-        if step in (5, 9):
-            exact = adamw[step - 1]
-            shown = exact + 4 * (adamw[step] - exact) + moved
-            y.append(shown)
-            x.append(step)
-            axes.plot([step], [exact], marker="o", color=HOST, markersize=6, linestyle="none")
-            axes.plot([step], [shown], marker="^", color=STEP, markersize=8, linestyle="none")
+    """A host-owned weight between publishes, beside AdamW's on the same gradients; by the package's own rule, with second moment 1."""
+    pace, beta1, last = Pace(update_interval=4, publish_lag=1), 0.9, 16
+    s, d = pace.update_interval, pace.publish_lag
+    noise = random.Random(3)
+    gradients = [1.0 + 0.9 * noise.uniform(-1, 1) for _ in range(last + 1)]
+    weight, momentum = [0.0], [1.0]
+    for gradient in gradients[1:]:
+        momentum.append(beta1 * momentum[-1] + (1 - beta1) * gradient)
+        weight.append(weight[-1] - momentum[-1])
+
+    def publish(end: int, step: int) -> float:
+        """What is shown after `step`, of a window that closed with `end`, with the moves since then."""
+        ahead = weight[end] - momentum_steps(pace, beta1) * momentum[end]
+        return ahead - sum(gradient_steps(pace, beta1, i - end) * gradients[i] for i in range(end + 1, step + 1))
+
+    figure, axes = plt.subplots(figsize=(9.6, 3.2), layout="constrained")
+    first = 5
+    x: list[int] = []
+    y: list[float] = []
+    for step in range(first, last + 1):
+        end = (step - d) // s * s
+        if step - d == end:
+            y += [publish(end - s, step - 1), publish(end, step)]
+            x += [step, step]
+            axes.plot([step], [weight[end]], marker="o", color=HOST, markersize=6, linestyle="none")
+            axes.plot([step], [y[-1]], marker="^", color=STEP, markersize=8, linestyle="none")
+        else:
+            y += [publish(end, step - 1), publish(end, step)]
+            x += [step, step]
+    axes.plot(range(first, last + 1), weight[first:], color="#8a929c", linestyle="--", label="AdamW without offload")
     axes.plot(x, y, color=TRAIN, linewidth=1.6, label="the model's weight: stand-in in every step")
     axes.plot([], [], marker="o", color=HOST, linestyle="none", label="exact weight of the step before, in the worker")
     axes.plot(
         [], [], marker="^", color=STEP, linestyle="none", label="publish: that, look-ahead, the last stand-in again"
     )
-    axes.set_xticks(steps)
+    axes.set_xticks(range(first, last + 1))
     axes.set_yticks([])
     axes.set_xlabel("step")
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title("One host-owned weight, S = 4, d = 1 (a sketch)", loc="left", fontsize=10)
+    axes.set_title("One host-owned weight on noisy gradients, S = 4, d = 1", loc="left", fontsize=10)
     return figure
 
 
