@@ -150,6 +150,7 @@ class GradientIntake:
                 destination.page.zero_()
                 for selection in destination.selections:
                     selection.target.zero_()
+        self._rounds.publish_early(index, step)
 
     def _take(
         self,

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
-from lightning_zenflow.partition import Partition, blocks_of_tiles, ranges_of_block
+from lightning_zenflow.partition import Partition, blocks_of_tiles
 from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.protocol import Rule
+from lightning_zenflow.published_weights import PublishedWeights
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
 from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.tracing import Tracer
-from lightning_zenflow.worker import Submission
+from lightning_zenflow.worker import Completion, Submission
 
 
 @dataclass(kw_only=True)
@@ -27,7 +28,7 @@ class _Window:
     pages: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Round:
     """A closed window on its way through the worker."""
 
@@ -38,6 +39,10 @@ class _Round:
     due_step: int
     pages: list[int]
     publish_buffer: int
+    completion: Completion | None = None
+    """The worker's answer, once it has been read."""
+    early: set[int] = field(default_factory=set)
+    """Slices whose weights have been copied into the model in backward."""
 
 
 @dataclass(kw_only=True)
@@ -48,6 +53,8 @@ class RoundCounts:
     """Gradients, their sums over micro-batches, factors and step numbers that were copied to the arena."""
     up_bytes: int = 0
     """Published weights, and sums over micro-batches, that were copied to the device."""
+    early_bytes: int = 0
+    """Published weights that were copied in backward; part of `up_bytes`."""
     gradients: int = 0
     """Gradients (one step's, of one block) that have become visible in the model's weights."""
     age_steps: int = 0
@@ -82,7 +89,9 @@ class Rounds:
     5. *replay*, in the worker: wait for the number of the round's last step; apply the S gradients in order; write the new weights, in
        the model's type, to the publish buffer; answer *done*. Rounds are worked off in the order of submission.
     6. *publish*: rounds that are due at t are waited for (this is the stall that is measured) and their weights are copied into the
-       model; pages and buffers become free. What provisional updates of later steps had moved is moved again (`RepeatedMoves`).
+       model; pages and buffers become free. What provisional updates of later steps had moved is moved again (`RepeatedMoves`). Of
+       rounds that were done in time, most has been copied before, in *fill* of t, behind the rest of backward and on a stream of its own: a
+       slice's weights are not read any more in t once its gradient is there.
 
     *flush* closes every open window and publishes every round, so that the arena is the exact state of all steps so far.
 
@@ -122,13 +131,11 @@ class Rounds:
         self._worker = worker
         self._publishing = publishing
         self._n_updates = [0] * len(partition.blocks)
-        self._weights = weights
         self._stalls = stalls
-        self._tracer = tracer
         self.counts = RoundCounts()
         self._device = weights[0].device
         self._block_of_tile = blocks_of_tiles(partition)
-        self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
+        self._published_weights = PublishedWeights(partition, arena, weights, tracer)
         self._windows: list[_Window | None] = [None] * len(partition.blocks)
         self._in_flight: deque[_Round] = deque()
         # The last one freed is taken first, so that no more memory is ever touched than a schedule needs.
@@ -276,8 +283,28 @@ class Rounds:
         block = self._block_of_tile[tile_index]
         return min((round_.due_step for round_ in self._in_flight if round_.block == block), default=None)
 
+    def publish_early(self, slice_index: int, step: int) -> None:
+        """Phase *publish* for one slice, as far as its rounds are due at the end of `step` and done; never waits.
+
+        Args:
+            slice_index: index into `Partition.slices`; its weights are not read any more in this step, nor moved by the stand-in.
+            step: the step whose backward is under way.
+        """
+        blocks = self._published_weights.blocks_of(slice_index)
+        for round_ in self._in_flight:
+            if round_.completion is None:
+                if not self._worker.has_answered():
+                    return
+                round_.completion = self._worker.wait()
+            if round_.due_step <= step and round_.block in blocks:
+                round_.early.add(slice_index)
+                n_bytes = self._published_weights.copy_slice(round_.block, round_.publish_buffer, slice_index)
+                self.counts.up_bytes += n_bytes
+                self.counts.early_bytes += n_bytes
+
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*: returns the blocks whose weights were overwritten since the last call, and the last step that those are of."""
+        self._published_weights.wait()
         due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
         for _ in range(due[-1] + 1 if due else 0):
             self._publish_oldest(step, "publish_wait")
@@ -286,6 +313,7 @@ class Rounds:
 
     def flush(self, step: int) -> None:
         """Closes every open window and publishes every round; arena and weights are then the exact state after `step`."""
+        self._published_weights.wait()
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
@@ -302,7 +330,7 @@ class Rounds:
         assert not self._in_flight, "flush comes before"
         self._arena.write_ranges(partition.ranges)
         self._worker.exchange()
-        self._ranges_of_block = [ranges_of_block(partition, b) for b in partition.blocks]
+        self._published_weights.use(partition)
 
     def _submit(self, block: int, *, due_step: int, look_ahead: float = 0.0, cause: Cause = "publish_wait") -> None:
         """Submits a block's open window; one without any is published again, if its weights are not the exact ones."""
@@ -347,22 +375,15 @@ class Rounds:
     def _publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest round, copies its weights into the model and frees what it held."""
         round_ = self._in_flight.popleft()
-        with self._stalls.measure(cause):
-            completion = self._worker.wait()
+        completion = round_.completion
+        if completion is None:
+            with self._stalls.measure(cause):
+                completion = self._worker.wait()
         self._stalls.add_round(
             round_.block, start_ns=completion.start_ns, wait_ns=completion.wait_ns, busy_ns=completion.busy_ns
         )
         assert completion.round_id == round_.round_id, "the worker answers in order of submission"
-        first = self._partition.blocks[round_.block].begin
-        new_weights = self._arena.publish[round_.publish_buffer]
-        for piece in self._ranges_of_block[round_.block]:
-            target = self._weights[piece.index].narrow(
-                0, piece.begin - self._partition.group_begins[piece.index], piece.numel
-            )
-            n_bytes = piece.numel * target.element_size()
-            with self._tracer.span("copies up", n_bytes=n_bytes):
-                target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
-            self.counts.up_bytes += n_bytes
+        self.counts.up_bytes += self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
         n = len(round_.pages)
         self.counts.gradients += n
         self.counts.age_steps += n * (step - round_.last_step) + n * (n - 1) // 2

@@ -86,6 +86,10 @@ class SupervisedWorker:
                 assert completion.round_id == submission.round_id, "the worker answers in order of submission"
                 return completion
 
+    def has_answered(self) -> bool:
+        """Whether `wait` need not wait for the oldest round, but for a restart if the worker has died."""
+        return self._worker.has_answered()
+
     def exchange(self) -> None:
         """Starts a new worker in place of the present one, which reads the arena's tables anew; with no round in flight only."""
         assert not self._unanswered, "flush comes before"

@@ -155,6 +155,12 @@ class Worker:
         done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
         return Completion(round_id=done.round_id, start_ns=done.start_ns, wait_ns=done.wait_ns, busy_ns=done.busy_ns)
 
+    def has_answered(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
+
     def close(self) -> None:
         """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""
         if self._process.poll() is None:

@@ -1,0 +1,106 @@
+"""The way of published weights from the arena into the model."""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.arena import Arena
+from lightning_zenflow.partition import Partition, Piece, ranges_of_block
+from lightning_zenflow.tracing import Tracer
+
+
+class PublishedWeights:
+    """Copies blocks' new weights from publish buffers into the model: all at once, or a slice at a time while backward goes on.
+
+    Args:
+        partition: the rank's partition.
+        arena: has the publish buffers.
+        weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
+        tracer: records the copies.
+    """
+
+    def __init__(self, partition: Partition, arena: Arena, weights: Sequence[Tensor], tracer: Tracer) -> None:
+        self._arena = arena
+        self._weights = weights
+        self._tracer = tracer
+        self._device = weights[0].device
+        # New weights cross PCIe beside the gradients that go the other way, and beside the kernels of backward.
+        self._stream: torch.cuda.Stream | None = (
+            torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        )
+        self.use(partition)
+
+    def use(self, partition: Partition) -> None:
+        """Copies the ranges of this partition from now on; it differs from the one before in nothing else."""
+        self._partition = partition
+        self._pieces: list[dict[int, list[Piece]]] = [{} for _ in partition.blocks]
+        self._blocks: list[set[int]] = [set() for _ in partition.slices]
+        for number, block in enumerate(partition.blocks):
+            for piece in ranges_of_block(partition, block):
+                for tile in (partition.tiles[index] for index in block.tiles):
+                    begin, end = max(piece.begin, tile.begin), min(piece.begin + piece.numel, tile.end)
+                    if begin < end:
+                        part = dataclasses.replace(piece, begin=begin, numel=end - begin)
+                        self._pieces[number].setdefault(tile.slice, []).append(part)
+                        self._blocks[tile.slice].add(number)
+
+    def blocks_of(self, slice_index: int) -> Collection[int]:
+        """The blocks that a slice lies in, as far as it is trained."""
+        return self._blocks[slice_index]
+
+    def copy_slice(self, block: int, publish_buffer: int, slice_index: int) -> int:
+        """Copies a slice's part of a block, behind what the current stream has been given so far and beside what comes next.
+
+        Returns:
+            The bytes that are copied.
+        """
+        with self._beside():
+            return self._copy(block, publish_buffer, self._pieces[block][slice_index])
+
+    def copy_rest(self, block: int, publish_buffer: int, but: Collection[int]) -> int:
+        """Copies what is left of a block, but for these slices, in order with the current stream.
+
+        Returns:
+            The bytes that are copied.
+        """
+        pieces = (piece for index, of_slice in self._pieces[block].items() if index not in but for piece in of_slice)
+        return self._copy(block, publish_buffer, _joined(pieces))
+
+    def wait(self) -> None:
+        """Orders the current stream behind all copies so far; the host waits for nothing."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece]) -> int:
+        first = self._partition.blocks[block].begin
+        new_weights = self._arena.publish[publish_buffer]
+        total = 0
+        for piece in pieces:
+            begin = piece.begin - self._partition.group_begins[piece.index]
+            target = self._weights[piece.index].narrow(0, begin, piece.numel)
+            n_bytes = piece.numel * target.element_size()
+            with self._tracer.span("copies up", n_bytes=n_bytes):
+                target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
+            total += n_bytes
+        return total
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Ascending pieces, those that follow on one another in one parameter group as one."""
+    result: list[Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if last is not None and last.index == piece.index and last.begin + last.numel == piece.begin:
+            result[-1] = dataclasses.replace(last, numel=last.numel + piece.numel)
+        else:
+            result.append(piece)
+    return result
