@@ -15,8 +15,11 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.gradients import GradientIntake
+from lightning_zenflow.kernels import Kernels
 from lightning_zenflow.ownership import Ownership
+from lightning_zenflow.published_weights import PublishedWeights
 from lightning_zenflow.rounds import Rounds
+from lightning_zenflow.supervision import SupervisedWorker
 from same_bits import assert_same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
@@ -65,8 +68,11 @@ class SlowWorker(pl.Callback):
 def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Has the device sleep, on the stream that is current there, before the work that a method enqueues; in every third call."""
 
+    # Here, so that a name that is gone is noticed where there is no GPU too.
+    original = getattr(owner, method)
+
     def install(monkeypatch: pytest.MonkeyPatch) -> None:
-        original, calls = getattr(owner, method), 0
+        calls = 0
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -80,15 +86,29 @@ def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return install
 
 
+def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round that is due is waited for in backward, and the device sleeps before its weights arrive."""
+    # The answer comes in any case, and `wait` takes it.
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: True)
+    late(PublishedWeights, "_copy")(monkeypatch)
+
+
+def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round is seen to be done before the step's end."""
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: False)
+
+
 DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "backward": SlowBackward,
     "worker": SlowWorker,
     "reduced gradients": late(GradientIntake, "receive"),
-    "copies to the host": late(Rounds, "fill"),
+    "copies to the host": late(Kernels, "take"),
     "sums of gradients": late(GradientIntake, "finish"),
     "the step's number": late(Rounds, "seal"),
     "the device's update": late(Ownership, "step"),
     "copies from the host": late(Rounds, "publish"),
+    "copies from the host, in backward": published_in_backward,
+    "copies from the host, after backward": published_after_backward,
     "the device's weights": late(Ownership, "write_weights"),
 }
 
