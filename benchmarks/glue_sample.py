@@ -84,14 +84,12 @@ def build(cache: Path, *, lr: float, seed: int) -> tuple[pl.LightningModule, See
     data = SeededGlueData(order_seed=seed, **options)
     keys = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(keys, dict)
-    # The auxiliary loss is for random weights.
     keys = {
         **keys,
         "task": config.data.task,
         "vocab_size": data.vocab_size,
         "pad_token_id": data.pad_token_id,
         "max_length": config.data.max_length,
-        "lm_weight": 0.0,
     }
     del keys["lr"]
     recipe = PreTraining()
