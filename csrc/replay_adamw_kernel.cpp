@@ -29,13 +29,26 @@ struct TileState {
     float* exp_avg_sq;
 };
 
+// What becomes of an update's weights: those of a window's last go to the model too, as they are or moved on. Published at once,
+// they cost no second root and quotient.
+enum class Publish { kNothing, kExact, kAhead };
+
+// Where the model's weights go, and how many steps ahead.
+template <typename Published>
+struct Target {
+    Published* published;
+    float look_ahead;
+};
+
 // `from` and `to` are the same or do not overlap.
-template <Decay kDecay, typename Gradient>
+template <Decay kDecay, Publish kPublish, typename Gradient, typename Published>
 void apply_step(const TileState& from, const TileState& to, const Gradient* gradient, const StepCoefficients& coefficients,
-                size_t n) {
+                const Target<Published>& target, size_t n) {
     const StepCoefficients c = coefficients;
     const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
     float *const w_to = to.master, *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
+    Published* const published = target.published;
+    const float distance = target.look_ahead * c.step_size;
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) {
         float w = w_from[i];
@@ -47,21 +60,33 @@ void apply_step(const TileState& from, const TileState& to, const Gradient* grad
         if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
         m_to[i] = m;
         v_to[i] = v;
-        w_to[i] = __builtin_fmaf(u, c.step_size, w);
+        w = __builtin_fmaf(u, c.step_size, w);
+        w_to[i] = w;
+        if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
+        if constexpr (kPublish == Publish::kAhead) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
     }
 }
 
-template <typename Gradient>
+template <Publish kPublish, typename Gradient, typename Published>
 void apply_step(const TileState& from, const TileState& to, const Gradient* gradient, const StepCoefficients& coefficients,
-                size_t n) {
+                const Target<Published>& target, size_t n) {
     switch (coefficients.decay) {
         case Decay::kNone:
-            return apply_step<Decay::kNone>(from, to, gradient, coefficients, n);
+            return apply_step<Decay::kNone, kPublish>(from, to, gradient, coefficients, target, n);
         case Decay::kGradient:
-            return apply_step<Decay::kGradient>(from, to, gradient, coefficients, n);
+            return apply_step<Decay::kGradient, kPublish>(from, to, gradient, coefficients, target, n);
         case Decay::kWeight:
-            return apply_step<Decay::kWeight>(from, to, gradient, coefficients, n);
+            return apply_step<Decay::kWeight, kPublish>(from, to, gradient, coefficients, target, n);
     }
+}
+
+// `last`: whether it is the window's last update.
+template <typename Gradient, typename Published>
+void apply_step(const TileState& from, const TileState& to, const Gradient* gradient, const StepCoefficients& coefficients,
+                const Target<Published>& target, bool last, size_t n) {
+    if (!last) return apply_step<Publish::kNothing>(from, to, gradient, coefficients, target, n);
+    if (target.look_ahead == 0.0f) return apply_step<Publish::kExact>(from, to, gradient, coefficients, target, n);
+    apply_step<Publish::kAhead>(from, to, gradient, coefficients, target, n);
 }
 
 void copy(const TileState& from, const TileState& to, size_t n) {
@@ -83,18 +108,6 @@ template <typename Published>
 void publish(const float* __restrict master, Published* __restrict published, size_t n) {
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) published[i] = from_float<Published>(master[i]);
-}
-
-template <typename Published>
-void publish_ahead(const float* __restrict master, const float* __restrict exp_avg, const float* __restrict exp_avg_sq,
-                   const StepCoefficients& coefficients, float look_ahead, Published* __restrict published, size_t n) {
-    const StepCoefficients c = coefficients;
-    const float distance = look_ahead * c.step_size;
-#pragma omp simd
-    for (size_t i = 0; i < n; ++i) {
-        const float u = exp_avg[i] / __builtin_fmaf(__builtin_sqrtf(exp_avg_sq[i]), c.inv_sqrt_bias_correction2, c.eps);
-        published[i] = from_float<Published>(__builtin_fmaf(u, distance, master[i]));
-    }
 }
 
 // Asks for the gradients of a tile further on. Reading beyond the array's end is harmless here: a prefetch never faults.
@@ -130,6 +143,7 @@ void replay(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& 
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
         const TileState tile{master + begin, exp_avg + begin, exp_avg_sq + begin};
+        const Target<Published> target{static_cast<Published*>(published) + begin, window.look_ahead};
         const auto gradient = [&](size_t step) {
             const Gradient* const g = static_cast<const Gradient*>(window.gradients[step]) + begin;
             if (n_steps > kStreams) prefetch(g + kAhead);
@@ -140,20 +154,14 @@ void replay(float* master, float* exp_avg, float* exp_avg_sq, const WindowView& 
             __builtin_memset(sum, 0, sizeof(sum));
             for (size_t s = 0; s < n_steps; ++s) add_scaled(sum, gradient(s), coefficients[s].grad_scale, size);
             update_tile(tile, n_steps > 0 ? 1 : 0, size, slot, [&](size_t, const TileState& from, const TileState& to) {
-                apply_step(from, to, sum, coefficients[n_steps], size);
+                apply_step(from, to, static_cast<const float*>(sum), coefficients[n_steps], target, true, size);
             });
         } else {
             update_tile(tile, n_steps, size, slot, [&](size_t u, const TileState& from, const TileState& to) {
-                apply_step(from, to, gradient(u), coefficients[u], size);
+                apply_step(from, to, gradient(u), coefficients[u], target, u == n_steps - 1, size);
             });
         }
-        Published* const target = static_cast<Published*>(published) + begin;
-        if (n_steps > 0 && window.look_ahead != 0.0f) {
-            const size_t last = window.rule == Rule::kAccumulate ? n_steps : n_steps - 1;
-            publish_ahead(tile.master, tile.exp_avg, tile.exp_avg_sq, coefficients[last], window.look_ahead, target, size);
-        } else {
-            publish(tile.master, target, size);
-        }
+        if (n_steps == 0) publish(tile.master, target.published, size);
         if (slot != nullptr) mark_done(*slot, size);
     }
 }
