@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from lightning_zenflow.affinity import WorkerCores
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.config import ZenFlowConfig
@@ -32,6 +33,7 @@ from lightning_zenflow.selector import Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
 from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.topology import numa_nodes
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Worker
 
@@ -66,7 +68,7 @@ class Parts:
     Args:
         config: the configuration.
         shard: what DeepSpeed has.
-        worker_cores: logical cores of this rank's worker.
+        worker_cores: those of this rank's worker.
         ranks_on_host: ranks that share this host's memory.
         hyperparameters: reads those of the present step.
 
@@ -80,11 +82,11 @@ class Parts:
         config: ZenFlowConfig,
         shard: Shard,
         *,
-        worker_cores: Sequence[int],
+        worker_cores: WorkerCores,
         ranks_on_host: int,
         hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
     ) -> None:
-        self._config, self._shard, self._worker_cores = config, shard, list(worker_cores)
+        self._config, self._shard, self._worker_cores = config, shard, worker_cores
         device = shard.weights[0].device
         intervals, lags = config.update_intervals, config.publish_lags
         auto = AutoSchedule(intervals, lags)
@@ -189,12 +191,17 @@ class Parts:
         return (
             f"ZenFlow: {sum(s.numel for s in self.partition.slices):,} parameters on this rank in {len(self.partition.blocks)} blocks;"
             f" update_interval={pace.update_interval}{auto['update_interval']}, publish_lag={pace.publish_lag}{auto['publish_lag']};"
-            f" topk_ratio={config.topk_ratio:g}; worker on cores {self._worker_cores},"
+            f" topk_ratio={config.topk_ratio:g}; {self._where_the_worker_runs()},"
             f" training with {torch.get_num_threads()} threads; {self.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
         )
 
+    def _where_the_worker_runs(self) -> str:
+        cores = self._worker_cores.cores
+        nodes = ", ".join(map(str, numa_nodes(cores)))
+        return f"worker on cores {list(cores)}{f' of NUMA node {nodes}' if nodes else ''} ({self._worker_cores.reason})"
+
     def _start_worker(self) -> Worker:
-        return Worker(self.arena, cores=self._worker_cores, timeout_s=self._config.worker_timeout)
+        return Worker(self.arena, cores=self._worker_cores.cores, timeout_s=self._config.worker_timeout)
 
     def _build_stand_in(
         self, kernels: Kernels, hyperparameters: Callable[[], Sequence[GroupHyperparameters]]
@@ -228,7 +235,7 @@ class Parts:
             n_pages=max(schedule.n_pages for schedule in schedules),
             n_publish_buffers=max(schedule.n_publish_buffers for schedule in schedules),
             dtype=self._shard.dtype,
-            n_threads=len(self._worker_cores),
+            n_threads=len(self._worker_cores.cores),
         )
 
     def _refuse_too_little_memory(self, largest: ArenaSizes, first: ArenaSizes, ranks_on_host: int) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_zenflow.control_groups import control_groups
+
 _log = logging.getLogger(__name__)
 
 _ROOT = Path("/")
@@ -85,30 +87,13 @@ def _rooms(root: Path) -> Iterator[Room]:
     machine = _table(root / "proc/meminfo")
     if "MemAvailable:" in machine:
         yield Room(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for line in groups:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            yield from _group_rooms(root / "sys/fs/cgroup", path, "v2")
-        elif "memory" in controllers.split(","):
-            yield from _group_rooms(root / "sys/fs/cgroup/memory", path, "v1")
-
-
-def _group_rooms(mount: Path, path: str, version: str) -> Iterator[Room]:
-    """A control group's and its ancestors' limits; in a container the path may be the host's, and only its end or root exist here."""
-    limit_name, usage_name, cache_names = _CGROUP_FILES[version]
-    folder = mount / path.strip("/")
-    for group in [folder, *folder.parents]:
+    for version, group in control_groups("memory", root):
+        limit_name, usage_name, cache_names = _CGROUP_FILES[version]
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None:
             statistics = _table(group / "memory.stat")
             cache = sum(statistics.get(name, 0) for name in cache_names)
             yield Room(n_bytes=max(0, limit - max(0, usage - cache)), limit=f"control group limit {group / limit_name}")
-        if group == mount:
-            return
 
 
 def _number(path: Path) -> int | None:

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-2 offload optimizer with the top-k step on the device and everything else deferred to the worker."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import deepspeed.comm as dist
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.affinity import WorkerCores
 from lightning_zenflow.assembly import Parts, Shard
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.clipping import step_scale
@@ -47,7 +48,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     Args:
         *args: as `DeepSpeedZeroOptimizer`.
         zenflow: the configuration.
-        worker_cores: logical cores of this rank's worker.
+        worker_cores: those of this rank's worker.
         ranks_on_host: ranks that share this host's memory.
         **kwargs: as `DeepSpeedZeroOptimizer`.
 
@@ -61,11 +62,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
 
     def __init__(
-        self, *args: Any, zenflow: ZenFlowConfig, worker_cores: Sequence[int], ranks_on_host: int, **kwargs: Any
+        self, *args: Any, zenflow: ZenFlowConfig, worker_cores: WorkerCores, ranks_on_host: int, **kwargs: Any
     ) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self._config = zenflow
-        self._worker_cores = list(worker_cores)
+        self._worker_cores = worker_cores
         self._ranks_on_host = ranks_on_host
         self._step = 0
         self._flushed_step = 0
@@ -261,7 +262,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @property
     def worker_cores(self) -> list[int]:
         """Logical cores of the worker."""
-        return list(self._worker_cores)
+        return list(self._worker_cores.cores)
 
     @property
     def closed(self) -> bool:

@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
+from lightning_zenflow.affinity import worker_cores
 from lightning_zenflow.callbacks import StallMonitor
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
@@ -34,6 +34,7 @@ from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.timeline_writer import TimelineWriter
+from lightning_zenflow.topology import core_siblings, places_on_this_host, read_place
 from lightning_zenflow.tracing import Lane
 from lightning_zenflow.unsupported import (
     refuse_missing_loss,
@@ -222,22 +223,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple["DeepSpeedEngine", Optimizer]:
         config = self.zenflow_config
-        allowed = allowed_cores()
-        siblings = core_siblings(allowed)
+        places, index = places_on_this_host(read_place(self.root_device))
         cores = worker_cores(
             config.worker_cores,
-            allowed=allowed,
-            siblings=siblings,
+            places=places,
+            index=index,
+            siblings=core_siblings(places[index].allowed),
             reserved_share=config.pt_reserved_cores_perc,
-            local_rank=self.local_rank,
-            local_world_size=self.num_processes,
         )
         if self.root_device.type == "cpu":
             self._torch_threads = torch.get_num_threads()
-            threads = trainer_threads(
-                len(cores), allowed=allowed, siblings=siblings, local_world_size=self.num_processes
-            )
-            torch.set_num_threads(min(threads, self._torch_threads))
+            torch.set_num_threads(min(cores.trainer_threads, self._torch_threads))
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         self._micro_batches = 0

@@ -1,11 +1,12 @@
-"""Which cores the worker gets."""
+"""Which cores the worker gets, on machines of every kind."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
+import torch
 
-from lightning_zenflow.affinity import allowed_cores, core_siblings, trainer_threads, worker_cores
+from lightning_zenflow.affinity import WorkerCores, worker_cores
+from lightning_zenflow.topology import Place, Quota, core_siblings, read_place
 
 
 def alone(cores: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -18,6 +19,24 @@ def pairs(n_physical: int) -> dict[int, tuple[int, ...]]:
     return {core: both[core % n_physical] for core in range(2 * n_physical)}
 
 
+def place(
+    allowed: Sequence[int], near: Sequence[int] = (), quotas: Sequence[Quota] = (), around: Sequence[int] | None = None
+) -> Place:
+    """With sockets of one NUMA node each, unless `around` says otherwise."""
+    around = tuple(near if around is None else around)
+    return Place(host="here", allowed=tuple(allowed), near=tuple(near), around=around, quotas=tuple(quotas))
+
+
+def choose(
+    request: str | int | Sequence[int],
+    siblings: dict[int, tuple[int, ...]],
+    places: Sequence[Place],
+    index: int,
+    reserved: float = 0.5,
+) -> WorkerCores:
+    return worker_cores(request, places=places, index=index, siblings=siblings, reserved_share=reserved)
+
+
 def cores_of(
     request: str | int | Sequence[int],
     siblings: dict[int, tuple[int, ...]],
@@ -27,14 +46,8 @@ def cores_of(
     rank: int = 0,
     ranks: int = 1,
 ) -> list[int]:
-    return worker_cores(
-        request,
-        allowed=sorted(siblings) if allowed is None else allowed,
-        siblings=siblings,
-        reserved_share=reserved,
-        local_rank=rank,
-        local_world_size=ranks,
-    )
+    here = place(sorted(siblings) if allowed is None else allowed)
+    return list(choose(request, siblings, [here] * ranks, rank, reserved).cores)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +121,11 @@ def test_a_list_that_is_too_short_for_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "n_worker_cores", "expected"),
-    [(2, 1, 1, 1), (1, 1, 1, 1), (16, 1, 8, 8), (16, 2, 4, 4), (4, 1, 3, 1)],
+    ("cores", "ranks", "request_", "expected"),
+    [(2, 1, "auto", 1), (1, 1, "auto", 1), (16, 1, "auto", 8), (16, 2, "auto", 4), (4, 1, 3, 1), (4, 1, 4, 1)],
 )
-def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, n_worker_cores: int, expected: int) -> None:
-    siblings = alone(range(cores))
-    assert trainer_threads(n_worker_cores, allowed=range(cores), siblings=siblings, local_world_size=ranks) == expected
+def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, request_: str | int, expected: int) -> None:
+    assert choose(request_, alone(range(cores)), [place(range(cores))] * ranks, 0).trainer_threads == expected
 
 
 @pytest.mark.parametrize("request_", [[0, 9], [4]])
@@ -127,18 +139,103 @@ def test_more_cores_than_there_are() -> None:
         cores_of(5, alone(range(4)))
 
 
-def test_siblings_are_read_from_the_system(tmp_path: Path) -> None:
-    for core, text in {0: "0,4\n", 1: "1-3\n"}.items():
-        folder = tmp_path / f"cpu{core}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(text)
-    assert core_siblings([0, 1, 7], root=tmp_path) == {0: (0, 4), 1: (1, 2, 3), 7: (7,)}
+# Two sockets: physical cores 0-7 and 8-15, 16-31 are their second logical cores.
+TWO_SOCKETS = pairs(16)
+FIRST = (*range(8), *range(16, 24))
+SECOND = (*range(8, 16), *range(24, 32))
+FOUR_GPUS = [place(range(32), near) for near in (FIRST, FIRST, SECOND, SECOND)]
+
+
+class TestTwoSockets:
+    def cores(self, places: Sequence[Place], request: str | int = "auto", reserved: float = 0.0) -> list[list[int]]:
+        return [list(choose(request, TWO_SOCKETS, places, i, reserved).cores) for i in range(len(places))]
+
+    def test_ranks_share_the_physical_cores_of_their_gpus_node(self) -> None:
+        assert self.cores(FOUR_GPUS) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+        assert self.cores(FOUR_GPUS, reserved=0.5) == [[2, 3], [6, 7], [10, 11], [14, 15]]
+
+    def test_eight_ranks_whose_gpus_are_not_in_order(self) -> None:
+        places = [place(range(32), near) for near in (SECOND, FIRST) * 4]
+        assert self.cores(places) == [[8, 9], [0, 1], [10, 11], [2, 3], [12, 13], [4, 5], [14, 15], [6, 7]]
+
+    def test_one_rank_stays_on_its_gpus_socket(self) -> None:
+        assert self.cores([place(range(32), SECOND)]) == [[8, 9, 10, 11, 12, 13, 14, 15]]
+
+    def test_a_gpu_whose_node_is_not_known(self) -> None:
+        [cores] = self.cores([place(range(32))])
+        assert cores == list(range(16))
+
+    def test_taskset_leaves_a_part_of_the_node(self) -> None:
+        assert self.cores([place(range(6, 11), FIRST)]) == [[6, 7]]
+
+    def test_taskset_leaves_nothing_of_the_node(self) -> None:
+        """The ranks whose node is forbidden share what is allowed with those whose node it is."""
+        places = [place(range(8), near) for near in (FIRST, FIRST, SECOND, SECOND)]
+        assert self.cores(places) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    def test_each_rank_is_bound_to_cores_of_its_own(self) -> None:
+        """As DeepSpeed's --bind_cores_to_rank does: what is bound already is not divided again."""
+        places = [place(range(4 * i, 4 * i + 4), near) for i, near in enumerate([FIRST] * 2 + [SECOND] * 2)]
+        assert self.cores(places) == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
+        assert self.cores([place(p.allowed) for p in places]) == self.cores(places)
+
+    def test_numbers_reach_beyond_the_share(self) -> None:
+        """First the share, then physical cores of the node, then of the other one, then second logical cores."""
+        assert self.cores(FOUR_GPUS, 2)[1] == [6, 7]
+        assert self.cores(FOUR_GPUS, 8)[1] == list(range(8))
+        assert self.cores(FOUR_GPUS, 9)[1] == [*range(8), 15]
+        assert self.cores(FOUR_GPUS, 17)[1] == [*range(16), 23]
+
+    @pytest.mark.parametrize(
+        ("reserved", "expected"),
+        [(0.0, [[0, 1, 4, 5], [2, 3, 6, 7], list(range(8, 16))]), (0.5, [[4, 5], [6, 7], [12, 13, 14, 15]])],
+    )
+    def test_nodes_without_a_gpu(self, reserved: float, expected: list[list[int]]) -> None:
+        """Two nodes a socket, GPUs on the second node of each only: its cores come first, then the socket's others."""
+        places = [place(range(32), (*range(4, 8), *range(20, 24)), around=FIRST) for _ in range(2)]
+        places.append(place(range(32), (*range(12, 16), *range(28, 32)), around=SECOND))
+        assert self.cores(places, reserved=reserved) == expected
+
+    def test_the_reason(self) -> None:
+        assert choose("auto", TWO_SOCKETS, FOUR_GPUS, 3).reason == "near the GPU"
+        assert choose("auto", TWO_SOCKETS, [place(range(32))], 0).reason == "a share of those allowed"
+        assert choose("auto", TWO_SOCKETS, [place(range(8), SECOND)], 0).reason == "a share of those allowed"
+        assert choose([3], TWO_SOCKETS, FOUR_GPUS, 0).reason == "by worker_cores"
+        assert choose(3, TWO_SOCKETS, FOUR_GPUS, 0).reason == "as many as worker_cores says"
+
+
+class TestQuota:
+    def choose(self, quotas: Sequence[Sequence[Quota]], request: str | int = "auto") -> WorkerCores:
+        return choose(request, alone(range(16)), [place(range(16), quotas=q) for q in quotas], 0, 0.0)
+
+    def test_no_more_threads_than_a_control_group_allows(self) -> None:
+        chosen = self.choose([[Quota(cpus=3.5, group=1), Quota(cpus=8, group=2)]])
+        assert len(chosen.cores) == 3
+        assert chosen.reason == "a share of those allowed, limited by a control group to 3.5 CPUs for this rank"
+
+    @pytest.mark.parametrize(("groups", "expected"), [((1, 1), 2), ((1, 2), 4)])
+    def test_ranks_of_one_group_share_its_limit(self, groups: tuple[int, int], expected: int) -> None:
+        assert len(self.choose([[Quota(cpus=4, group=group)] for group in groups]).cores) == expected
+
+    def test_at_least_one(self) -> None:
+        assert len(self.choose([[Quota(cpus=0.5, group=1)]]).cores) == 1
+
+    def test_a_limit_above_the_share(self) -> None:
+        chosen = self.choose([[Quota(cpus=16, group=1)]])
+        assert (len(chosen.cores), chosen.reason) == (16, "a share of those allowed")
+
+    def test_the_trainer_on_the_cpu_is_below_it_as_well(self) -> None:
+        assert (
+            choose("auto", alone(range(16)), [place(range(16), quotas=[Quota(cpus=4, group=1)])], 0).trainer_threads
+            == 2
+        )
+
+    def test_a_number_overrides_it(self) -> None:
+        assert len(self.choose([[Quota(cpus=2, group=1)]], request=5).cores) == 5
 
 
 def test_this_machine() -> None:
-    allowed = allowed_cores()
-    chosen = worker_cores(
-        "auto", allowed=allowed, siblings=core_siblings(allowed), reserved_share=0.5, local_rank=0, local_world_size=1
-    )
-    assert chosen
-    assert set(chosen) <= set(allowed)
+    here = read_place(torch.device("cpu"))
+    chosen = choose("auto", core_siblings(here.allowed), [here], 0)
+    assert chosen.cores
+    assert set(chosen.cores) <= set(here.allowed)

@@ -9,18 +9,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy, host_memory
 from lightning_zenflow.host_memory import available, check_host_memory
+from machine_files import write
 from models import TINY, LinearLossModule
 
 GIB = 2**30
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
 
 MACHINE = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {64 * GIB // 1024} kB\n"}
 V2 = {

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_zenflow.affinity import allowed_cores
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.partition import Partition
+from lightning_zenflow.topology import allowed_cores
 from lightning_zenflow.worker import Submission, Worker, WorkerError
 from processes import is_alive, wait_for
 from reference import Group, adamw_reference
@@ -285,6 +285,7 @@ def test_arena_bytes(partition: Partition, arena: Arena) -> None:
 
 
 def test_pages_and_buffers_are_reserved_as_they_are_needed(arena: Arena) -> None:
+    arena.reserve(n_pages=0, n_publish_buffers=0)
     state = arena.reserved_bytes
     row_bytes = arena.pages.shape[1] * arena.pages.element_size()
     sizes = []

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from harness import Case, Run, fit, run_here, workers
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.affinity import allowed_cores
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.partition import Partition
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.supervision import SupervisedWorker
+from lightning_zenflow.topology import allowed_cores
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.worker import Submission, Worker, WorkerError
 from models import TINY, LinearLossModule

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from lightning_zenflow import protocol
-from lightning_zenflow.affinity import allowed_cores
 from lightning_zenflow.arena import Arena, ArenaSizes
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Slice, build_partition, group_begins
+from lightning_zenflow.topology import allowed_cores
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
