@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "error.h"
+#include "first_touch.h"
 #include "parallel.h"
 
 namespace zenflow {
@@ -62,9 +63,23 @@ void BlockReplay::check(const Round& round, const uint32_t* pages) const {
     journal_.check(round);
 }
 
+void BlockReplay::touch_states() {
+    std::vector<std::vector<Journal::Share>> shares_of_blocks;
+    for (uint32_t block = 0; block < segments_.size(); ++block) {
+        collect_chunks(block);
+        shares_of_blocks.push_back(shares());
+    }
+    run_in_parallel([&](int thread, int) {
+        const auto share = static_cast<size_t>(thread);
+        for (const std::vector<Journal::Share>& shares : shares_of_blocks) {
+            if (share < shares.size()) zenflow::touch_states(arena_, shares[share]);
+        }
+    });
+}
+
 void BlockReplay::run(const Round& round, const uint32_t* pages) {
     collect_coefficients(round, pages);
-    collect_chunks(round);
+    collect_chunks(round.block);
     if (!journal_.is_in_hand(round)) journal_.begin(round, shares());
     const size_t n_shares = journal_.n_shares();
     gradients_.resize(n_shares * pages_.size());
@@ -99,9 +114,9 @@ void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages
     }
 }
 
-void BlockReplay::collect_chunks(const Round& round) {
+void BlockReplay::collect_chunks(uint32_t block) {
     chunks_.clear();
-    for (const Segment& segment : segments_[round.block]) {
+    for (const Segment& segment : segments_[block]) {
         for (uint64_t begin = segment.begin; begin < segment.end; begin += kChunkElements) {
             chunks_.push_back({begin, std::min(kChunkElements, segment.end - begin), segment.param_group});
         }

@@ -22,6 +22,10 @@ class BlockReplay {
     // have, or cannot follow the rounds before it. `pages` holds round.n_steps page indexes.
     void check(const Round& round, const uint32_t* pages) const;
 
+    // Has the system provide the memory of all blocks' master weights and moments, each part on the thread that will update it,
+    // by as many threads as now. Changes nothing.
+    void touch_states();
+
     // Whether a checked round has been carried out before, by this worker or by one that was killed before it could say so.
     bool is_complete(const Round& round) const { return journal_.is_complete(round); }
 
@@ -45,7 +49,7 @@ class BlockReplay {
     };
 
     void collect_coefficients(const Round& round, const uint32_t* pages);
-    void collect_chunks(const Round& round);
+    void collect_chunks(uint32_t block);
     std::vector<Journal::Share> shares() const;
     void run_share(size_t share, const Round& round);
 

@@ -11,7 +11,9 @@
 //                              round is in flight
 //   step records               trainer, before the first round that names the step; `word` by a device copy that may come later
 //   gradient pages             trainer, until the round that names the page is submitted; free again when its Done arrived
-//   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise
+//   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise. Before
+//                              Ready and the first round the worker reads them, so that the system takes their memory from the
+//                              NUMA nodes of its threads; the trainer should not have touched them before
 //   publish buffers            worker, from submission until Done; the trainer until it submits the next round that names it
 //   journal                    worker
 //

@@ -149,6 +149,8 @@ void serve(const Options& options, Channel& channel) {
     pin_threads(options.cores);
     const StepRecords records(arena, options.word_timeout);
     BlockReplay replay(arena, records);
+    // Before the trainer, which waits for Ready, writes there. A worker that comes later finds the memory in its place.
+    if (arena.begun_round() == 0) replay.touch_states();
 
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;

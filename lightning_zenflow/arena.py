@@ -17,6 +17,7 @@ from lightning_zenflow import protocol
 from lightning_zenflow.forked_children import MEMORY_PREFIX
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition, Range
+from lightning_zenflow.topology import running_on
 
 _PAGE_BYTES = 4096
 _CACHE_LINE_BYTES = 64
@@ -42,7 +43,8 @@ class Arena:
     Args:
         partition: the rank's partition.
         sizes: see `ArenaSizes`.
-        device: where the model is; for a CUDA device the memory is page-locked.
+        device: where the model is; for a CUDA device what is reserved is page-locked.
+        cores: those of the worker, near which memory is taken that is page-locked; none: wherever the caller runs.
 
     Attributes:
         master: [partition.numel] float32, the exact weights.
@@ -54,7 +56,9 @@ class Arena:
         sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
     """
 
-    def __init__(self, partition: Partition, sizes: ArenaSizes, *, device: torch.device) -> None:
+    def __init__(
+        self, partition: Partition, sizes: ArenaSizes, *, device: torch.device, cores: Sequence[int] = ()
+    ) -> None:
         self._sizes = sizes
         header = _layout(partition, sizes)
         self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
@@ -87,8 +91,8 @@ class Arena:
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # Page-locked memory is what lets the device copy without the host's help.
         self.pinned = device.type == "cuda"
+        self._cores = cores
         self._reserved: list[tuple[int, int]] = []
-        self._reserve(0, header.pages_offset)
 
     @property
     def fd(self) -> int:
@@ -101,9 +105,13 @@ class Arena:
         return sum(end - begin for begin, end in self._reserved)
 
     def reserve(self, *, n_pages: int, n_publish_buffers: int) -> None:
-        """Has the first pages and publish buffers ready for use, page-locked for a CUDA device. What is reserved stays so."""
+        """Has the states and the first pages and publish buffers ready for use, page-locked for a CUDA device. What is reserved stays so.
+
+        Page-locking takes the memory if nobody has touched it, so the worker, which touches the states when it starts, comes before.
+        """
         row_bytes = self.pages.element_size() * self.pages.shape[1]
         header = self._header
+        self._reserve(0, header.pages_offset)
         self._reserve(header.pages_offset, header.pages_offset + n_pages * row_bytes)
         self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
 
@@ -117,7 +125,8 @@ class Arena:
             return
         self._reserved.append((begin, end))
         if self.pinned:
-            _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
+            with running_on(self._cores):
+                _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
 
     @property
     def n_step_records(self) -> int:

@@ -95,18 +95,19 @@ class Parts:
         self.partition = build_partition(shard.slices, shard.partition_sizes, max(intervals))
         sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
         self._refuse_too_little_memory(sizes, self._arena_sizes([auto.pace]), ranks_on_host)
-        self.arena = Arena(self.partition, sizes, device=device)
+        self.arena = Arena(self.partition, sizes, device=device, cores=worker_cores.cores)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.host_state = HostState(
-            shard.optimizer,
-            shard.fp32_groups,
-            partition=self.partition,
-            partition_sizes=shard.partition_sizes,
-            arena=self.arena,
-        )
+        # Before anything is written to the states: their memory belongs to the NUMA node of whoever touches it first.
         self.worker = SupervisedWorker(self._start_worker, max_restarts=config.max_worker_restarts, stalls=self.stalls)
         try:
+            self.host_state = HostState(
+                shard.optimizer,
+                shard.fp32_groups,
+                partition=self.partition,
+                partition_sizes=shard.partition_sizes,
+                arena=self.arena,
+            )
             self._build_steps_parts(auto, hyperparameters, device)
         except BaseException:
             self.worker.kill()

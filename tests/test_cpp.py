@@ -26,13 +26,14 @@ _GROUPS = (
     "arena",
     "channel",
     "cores",
+    "first_touch",
     "step_records",
     "block_replay",
     "worker",
 )
 _ONLY_PLAIN = ("kill",)
 """Steps through the worker as it is shipped; a sanitizer's own instructions would be the most of it."""
-_GROUPS_WITH_THREADS = ("channel", "cores", "step_records", "block_replay", "worker")
+_GROUPS_WITH_THREADS = ("channel", "cores", "first_touch", "step_records", "block_replay", "worker")
 
 
 @dataclass(frozen=True, kw_only=True)
