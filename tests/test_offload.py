@@ -164,6 +164,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     partition = build_partition([whole], [numel], 1)
     sizes = ArenaSizes(n_param_groups=1, n_step_records=1, n_pages=1, n_publish_buffers=1, dtype=torch.bfloat16)
     arena = Arena(partition, sizes, device=device)
+    arena.reserve(n_pages=1, n_publish_buffers=1)
     generator = torch.Generator().manual_seed(0)
     arena.master.copy_(torch.randn(numel, generator=generator))
     weights = arena.master.to(device, torch.bfloat16)
