@@ -163,7 +163,10 @@ class HeaderData(pl.LightningDataModule):
 def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:
     """The model trained on Python's standard library, once for each machine: the weights are kept in `cache`."""
     data = python_library()
-    model = GPT(shape)
+    # Biases begin with random numbers too.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = GPT(shape)
     identity = [sha256(data), asdict(shape), asdict(recipe)]
     trained_once(cache, "gpt", identity, model, lambda: _pretrain(model, to_tensor(data), shape, recipe))
     return model

@@ -148,11 +148,25 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
     for setting in SETTINGS:
         if setting in by_setting:
             runs = by_setting[setting]
+            _check_beginnings(setting, runs)
             summaries = summarise(runs)
             tables[setting] = f"{table(summaries)}\n\n{provenance(runs)}"
             (folder / f"convergence_{setting}.md").write_text(f"{tables[setting]}\n")
             plot(summaries, SETTINGS[setting].title, folder / f"convergence_{setting}.png")
     return tables
+
+
+def _check_beginnings(setting: str, runs: Iterable[Record]) -> None:
+    beginnings: dict[int, set[str]] = defaultdict(set)
+    for record in runs:
+        if record.error is None:
+            beginnings[record.spec.seed].add(record.initial_weights)
+    for seed, weights in beginnings.items():
+        if len(weights) > 1:
+            raise ValueError(
+                f"{setting}, seed {seed}: runs began from different weights ({', '.join(sorted(weights))}), so they cannot be compared; run"
+                " all methods again with --again, or remove the older records"
+            )
 
 
 def is_finished(spec: Spec, commit: str, records: Iterable[Record]) -> bool:

@@ -136,3 +136,9 @@ def test_five_steps_of_two_methods(tmp_path: Path) -> None:
     # Everything is finished, so nothing runs.
     assert convergence.main([*arguments, *folders]) == 0
     assert records.read(path) == runs
+
+
+def test_runs_from_different_weights_are_not_compared(tmp_path: Path) -> None:
+    runs = [record(method, 1e-3, 1, 1.0, initial_weights=method) for method in ("adamw", "zenflow_s4")]
+    with pytest.raises(ValueError, match=r"fast, seed 1: runs began from different weights \(adamw, zenflow_s4\)"):
+        report.write_reports(runs, tmp_path)
