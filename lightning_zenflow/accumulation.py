@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_zenflow.device_memory import has_room
 from lightning_zenflow.partition import Partition
-from lightning_zenflow.rounds import RoundCounts
+from lightning_zenflow.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class HostAccumulation(Accumulation):
     Args:
         partition: the rank's partition.
         pages: for a slice, (first element in the slice, part of a page) of each piece that blocks cut it into.
-        counts: where the copied bytes are counted.
+        traffic: where the copied bytes are counted.
         device: where gradients come from.
         dtype: the model's type.
     """
@@ -81,14 +81,14 @@ class HostAccumulation(Accumulation):
         self,
         partition: Partition,
         pages: Callable[[int], Sequence[tuple[int, Tensor]]],
-        counts: RoundCounts,
+        traffic: Traffic,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self._partition = partition
         self._pages = pages
-        self._counts = counts
+        self._traffic = traffic
         self._device = device
         self._dtype = dtype
 
@@ -96,7 +96,7 @@ class HostAccumulation(Accumulation):
     def keep(self, slice_index: int, gradient: Tensor) -> None:
         for begin, page in self._pages(slice_index):
             page.copy_(gradient.narrow(0, begin, page.numel()), non_blocking=True)
-            self._counts.down_bytes += page.numel() * page.element_size()
+            self._traffic.down_bytes += page.numel() * page.element_size()
 
     @override
     def add(self, slice_index: int, gradient: Tensor) -> None:
@@ -107,7 +107,7 @@ class HostAccumulation(Accumulation):
         total = torch.empty(self._partition.slices[slice_index].numel, dtype=self._dtype, device=self._device)
         for begin, page in self._pages(slice_index):
             total.narrow(0, begin, page.numel()).copy_(page, non_blocking=True)
-            self._counts.up_bytes += page.numel() * page.element_size()
+            self._traffic.up_bytes += page.numel() * page.element_size()
         return total
 
 
@@ -115,7 +115,7 @@ def new_accumulation(
     where: Literal["auto", "device", "host"],
     partition: Partition,
     pages: Callable[[int], Sequence[tuple[int, Tensor]]],
-    counts: RoundCounts,
+    traffic: Traffic,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -126,7 +126,7 @@ def new_accumulation(
         where: `ZenFlowConfig.accumulate_on`.
         partition: the rank's partition.
         pages: see `HostAccumulation`.
-        counts: likewise.
+        traffic: likewise.
         device: where gradients come from.
         dtype: the model's type.
     """
@@ -134,5 +134,5 @@ def new_accumulation(
         where = "device" if has_room(partition.numel * dtype.itemsize, device) else "host"
         _log.info("ZenFlow: accumulate_on='auto': gradients are added up on the %s", where)
     if where == "host":
-        return HostAccumulation(partition, pages, counts, device=device, dtype=dtype)
+        return HostAccumulation(partition, pages, traffic, device=device, dtype=dtype)
     return DeviceAccumulation(partition, device=device, dtype=dtype)

@@ -35,6 +35,7 @@ from lightning_zenflow.stand_in import StandIn
 from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.topology import numa_nodes
 from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.traffic import Traffic
 from lightning_zenflow.worker import Worker
 
 
@@ -118,6 +119,7 @@ class Parts:
     ) -> None:
         config, shard = self._config, self._shard
         kernels = kernels_for(device)
+        traffic = Traffic()
         self.rounds = Rounds(
             self.partition,
             arena=self.arena,
@@ -130,6 +132,7 @@ class Parts:
             weights=shard.weights,
             stalls=self.stalls,
             tracer=self.tracer,
+            traffic=traffic,
         )
         new_selector = partial(
             Selector,
@@ -149,6 +152,7 @@ class Parts:
             replayed=config.deferred_update == "replay",
             offload=config.offload,
             kernels=kernels,
+            traffic=traffic,
             device=device,
             dtype=shard.dtype,
         )
@@ -160,6 +164,7 @@ class Parts:
             self.stand_in,
             kernels,
             self.tracer,
+            traffic,
             device=device,
             dtype=shard.dtype,
             accumulate_on=config.accumulate_on,
@@ -177,6 +182,7 @@ class Parts:
             self.partition,
             arena=self.arena,
             rounds=self.rounds,
+            traffic=traffic,
             ownership=self.ownership,
             planner=self.planner,
             stalls=self.stalls,

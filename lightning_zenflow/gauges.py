@@ -12,6 +12,7 @@ from lightning_zenflow.partition import Partition
 from lightning_zenflow.planner import Planner
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.stalls import StallClock
+from lightning_zenflow.traffic import Traffic
 
 
 class Gauges:
@@ -21,7 +22,8 @@ class Gauges:
         partition: the rank's partition.
         arena: whose size belongs to it.
         rounds: whose counts belong to it.
-        ownership: likewise.
+        traffic: likewise.
+        ownership: says how much the device owns.
         planner: whose selector belongs to it.
         stalls: whose times belong to it.
         skipped: 0-D int64 on the device, steps that changed nothing.
@@ -34,6 +36,7 @@ class Gauges:
         *,
         arena: Arena,
         rounds: Rounds,
+        traffic: Traffic,
         ownership: Ownership,
         planner: Planner,
         stalls: StallClock,
@@ -43,6 +46,7 @@ class Gauges:
         self._numel = sum(s.numel for s in partition.slices)
         self._arena = arena
         self._rounds = rounds
+        self._traffic = traffic
         self._ownership = ownership
         self._planner = planner
         self._stalls = stalls
@@ -73,8 +77,8 @@ class Gauges:
             worker_busy_s=self._stalls.worker_busy_s,
             worker_restarts=self._stalls.worker_restarts,
             skipped_steps=self._n_skipped,
-            down_bytes=counts.down_bytes + self._ownership.down_bytes,
-            up_bytes=counts.up_bytes + self._ownership.up_bytes,
+            down_bytes=self._traffic.down_bytes,
+            up_bytes=self._traffic.up_bytes,
             model_bytes=self._numel * self._arena.pages.element_size(),
             gradients=counts.gradients,
             age_steps=counts.age_steps,

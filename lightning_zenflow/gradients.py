@@ -16,6 +16,7 @@ from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selector import ColumnEnergies
 from lightning_zenflow.stand_in import Move, StandIn
 from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class GradientIntake:
         stand_in: what moves host-owned weights at once, if anything.
         kernels: passes over gradients.
         tracer: records the copies and the stand-in.
+        traffic: where copied bytes are counted.
         device: where gradients come from.
         dtype: the model's type.
         accumulate_on: `ZenFlowConfig.accumulate_on`.
@@ -67,6 +69,7 @@ class GradientIntake:
         stand_in: StandIn | None,
         kernels: Kernels,
         tracer: Tracer,
+        traffic: Traffic,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -78,6 +81,7 @@ class GradientIntake:
         self._stand_in = stand_in
         self._kernels = kernels
         self._tracer = tracer
+        self._traffic = traffic
         # Not the partition's tiles: those are cut where blocks end, and statistics must not depend on blocks.
         parts: list[list[int]] = [[] for _ in partition.slices]
         for part, tile in enumerate(partition.tiles):
@@ -94,7 +98,7 @@ class GradientIntake:
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
         self._totals: list[Tensor] = []
-        self.repeated = RepeatedMoves(stand_in, partition.numel * dtype.itemsize, lambda: rounds.pace)
+        self.repeated = RepeatedMoves(stand_in, partition.numel * dtype.itemsize, lambda: rounds.pace, traffic)
         """What the stand-in moves once more after a publish."""
         self.stand_in_needed = True
         """Whether the stand-in moves weights in this step: not if the exact ones are published at its end."""
@@ -168,7 +172,7 @@ class GradientIntake:
         n_bytes = tile.numel * gradient.element_size()
         with self._tracer.span("copies down", n_bytes=n_bytes):
             statistics = self._kernels.take(matrix, destinations, directions=energies is not None or moves)
-        self._rounds.counts.down_bytes += n_bytes
+        self._traffic.down_bytes += n_bytes
         self._totals.append(statistics.total)
         if energies is not None and statistics.columns is not None:
             energies.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(statistics.columns)
@@ -209,7 +213,7 @@ class GradientIntake:
                 self._accumulate_on,
                 self._partition,
                 self._pages,
-                self._rounds.counts,
+                self._traffic,
                 device=self._device,
                 dtype=self._dtype,
             )

@@ -13,6 +13,7 @@ from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, Selection
 from lightning_zenflow.partition import Partition, blocks_of_tiles
+from lightning_zenflow.traffic import Traffic
 
 _WEIGHT_BYTES, _STATE_BYTES = 4, 12
 """Of one entry: its fp32 master weight; this and two fp32 moments."""
@@ -56,12 +57,9 @@ class Ownership:
             there first.
         offload: whether the entries' state lives in host memory, from where it visits the device block by block.
         kernels: passes over gradients and entries.
+        traffic: where copied bytes are counted.
         device: where the entries are updated.
         dtype: the model's type.
-
-    Attributes:
-        down_bytes: state that was copied from the device to host memory since the start.
-        up_bytes: state that was copied the other way.
     """
 
     def __init__(
@@ -72,6 +70,7 @@ class Ownership:
         replayed: bool,
         offload: bool,
         kernels: Kernels,
+        traffic: Traffic,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -82,7 +81,7 @@ class Ownership:
         self._kernels = kernels
         self._device = device
         self._dtype = dtype
-        self.down_bytes = self.up_bytes = 0
+        self._traffic = traffic
         self._block_of_tile = blocks_of_tiles(partition)
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
         self._incoming: list[_Incoming | None] = [None] * len(partition.blocks)
@@ -197,19 +196,19 @@ class Ownership:
     def _load(self, columns: DeviceColumns) -> None:
         columns.load(self._arena)
         # What visits only leaves its weights on the device.
-        self.up_bytes += (_WEIGHT_BYTES if self._offload else _STATE_BYTES) * columns.numel
+        self._traffic.up_bytes += (_WEIGHT_BYTES if self._offload else _STATE_BYTES) * columns.numel
 
     def _count_visits(self, columns: DeviceColumns, times: int) -> None:
         if self._offload:
             n_bytes = times * _STATE_BYTES * columns.numel
-            self.up_bytes += n_bytes
-            self.down_bytes += n_bytes
+            self._traffic.up_bytes += n_bytes
+            self._traffic.down_bytes += n_bytes
 
     def _store(self, block: int) -> None:
         columns = self._current[block]
         if columns is not None and not self._replayed:
             columns.store(self._arena)
-            self.down_bytes += 0 if self._offload else _STATE_BYTES * columns.numel
+            self._traffic.down_bytes += 0 if self._offload else _STATE_BYTES * columns.numel
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Which columns of a tile's gradient are kept for `step`, and where: those that are owned, and those that will be."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.device_memory import has_room
 from lightning_zenflow.stand_in import Move, StandIn
+from lightning_zenflow.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +34,14 @@ class RepeatedMoves:
         stand_in: moves weights; None: nothing is ever kept.
         n_bytes: of all of the rank's gradients.
         pace: the present S and d.
+        traffic: where copied bytes are counted.
     """
 
-    def __init__(self, stand_in: StandIn | None, n_bytes: int, pace: Callable[[], Pace]) -> None:
+    def __init__(self, stand_in: StandIn | None, n_bytes: int, pace: Callable[[], Pace], traffic: Traffic) -> None:
         self._stand_in = stand_in
         self._n_bytes = n_bytes
         self._pace = pace
+        self._traffic = traffic
         self._on_device: dict[Pace, bool] = {}
         self._kept: dict[int, list[_Kept]] = {}
 
@@ -74,6 +77,8 @@ class RepeatedMoves:
             for kept in later:
                 assert self._stand_in is not None, "it has made the move"
                 gradient = kept.gradient.to(kept.move.of_rows.device, non_blocking=True)
+                if gradient is not kept.gradient:
+                    self._traffic.up_bytes += gradient.numel() * gradient.element_size()
                 self._stand_in.apply(kept.move, kept.begin, gradient, kept.step - last)
             if later:
                 self._kept[block] = later

@@ -17,6 +17,7 @@ from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.stalls import Cause, StallClock
 from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.traffic import Traffic
 from lightning_zenflow.worker import Completion, Submission
 
 
@@ -49,12 +50,8 @@ class _Round:
 class RoundCounts:
     """Numbers that only grow."""
 
-    down_bytes: int = 0
-    """Gradients, their sums over micro-batches, factors and step numbers that were copied to the arena."""
-    up_bytes: int = 0
-    """Published weights, and sums over micro-batches, that were copied to the device."""
     early_bytes: int = 0
-    """Published weights that were copied in backward; part of `up_bytes`."""
+    """Published weights that were copied in backward; part of `Traffic.up_bytes`."""
     gradients: int = 0
     """Gradients (one step's, of one block) that have become visible in the model's weights."""
     age_steps: int = 0
@@ -108,9 +105,10 @@ class Rounds:
         weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
         stalls: where waiting is counted.
         tracer: records the copies.
+        traffic: where copied bytes are counted.
 
     Attributes:
-        counts: what was copied and published since the start.
+        counts: what was published since the start.
         look_ahead: steps along the momentum by which the last rounds' weights run ahead of the exact ones.
     """
 
@@ -125,6 +123,7 @@ class Rounds:
         weights: Sequence[Tensor],
         stalls: StallClock,
         tracer: Tracer,
+        traffic: Traffic,
     ) -> None:
         self._partition = partition
         self._arena = arena
@@ -132,6 +131,7 @@ class Rounds:
         self._publishing = publishing
         self._n_updates = [0] * len(partition.blocks)
         self._stalls = stalls
+        self._traffic = traffic
         self.counts = RoundCounts()
         self._device = weights[0].device
         self._block_of_tile = blocks_of_tiles(partition)
@@ -238,7 +238,7 @@ class Rounds:
         record = step % self._arena.n_step_records
         self._arena.clip[record].copy_(factor, non_blocking=True)
         self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
-        self.counts.down_bytes += factor.element_size() + self._sequence.element_size()
+        self._traffic.down_bytes += factor.element_size() + self._sequence.element_size()
 
     def hand_over(self, step: int, *, beta1: float, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
         """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step.
@@ -299,7 +299,7 @@ class Rounds:
             if round_.due_step <= step and round_.block in blocks:
                 round_.early.add(slice_index)
                 n_bytes = self._published_weights.copy_slice(round_.block, round_.publish_buffer, slice_index)
-                self.counts.up_bytes += n_bytes
+                self._traffic.up_bytes += n_bytes
                 self.counts.early_bytes += n_bytes
 
     def publish(self, step: int) -> dict[int, int]:
@@ -383,7 +383,8 @@ class Rounds:
             round_.block, start_ns=completion.start_ns, wait_ns=completion.wait_ns, busy_ns=completion.busy_ns
         )
         assert completion.round_id == round_.round_id, "the worker answers in order of submission"
-        self.counts.up_bytes += self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
+        rest = self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
+        self._traffic.up_bytes += rest
         n = len(round_.pages)
         self.counts.gradients += n
         self.counts.age_steps += n * (step - round_.last_step) + n * (n - 1) // 2

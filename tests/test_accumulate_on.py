@@ -9,7 +9,7 @@ import torch
 from harness import Case, make_trainer, run_here
 from lightning_zenflow.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
 from lightning_zenflow.partition import Slice, build_partition
-from lightning_zenflow.rounds import RoundCounts
+from lightning_zenflow.traffic import Traffic
 from rank_processes import run_on_ranks
 from same_bits import assert_same_run
 
@@ -92,9 +92,9 @@ def test_sums(where: Literal["auto", "device", "host"], kind: type) -> None:
     page = torch.empty(partition.numel, dtype=torch.bfloat16)
     cut = 12
     device = torch.device("cpu")
-    counts = RoundCounts()
+    traffic = Traffic()
     pages = [(0, page[:cut]), (cut, page[cut:30])]
-    sums = new_accumulation(where, partition, lambda index: pages, counts, device=device, dtype=torch.bfloat16)
+    sums = new_accumulation(where, partition, lambda index: pages, traffic, device=device, dtype=torch.bfloat16)
     assert type(sums) is kind
     gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
     sums.keep(0, gradients[0].clone())
@@ -102,4 +102,4 @@ def test_sums(where: Literal["auto", "device", "host"], kind: type) -> None:
         sums.add(0, gradient.clone())
     assert torch.equal(sums.kept(0), gradients[0] + gradients[1] + gradients[2])
     n_bytes = 3 * 30 * 2 if where == "host" else 0
-    assert (counts.down_bytes, counts.up_bytes) == (n_bytes, n_bytes)
+    assert (traffic.down_bytes, traffic.up_bytes) == (n_bytes, n_bytes)
