@@ -1,13 +1,13 @@
 """How steps are timed: every method of the step-time benchmark, by name."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -55,12 +55,25 @@ class StepMethod:
 
     make_strategy: Callable[[], Strategy]
     title: str
-    optimizer: type[Optimizer] = torch.optim.AdamW
+    optimizer: Callable[..., Optimizer] = torch.optim.AdamW
+    """Of parameters, `lr` and `weight_decay`."""
+    clips: bool = True
+    """Whether gradients are clipped by norm."""
+    not_on: Mapping[str, str] = field(default_factory=dict)
+    """Devices of the benchmark that it does not apply to, and why."""
 
 
 def _zenflow(title: str, **keys: Any) -> StepMethod:
     return StepMethod(make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title)
 
+
+def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
+    from benchmarks.torchao_peer import HostAdamW
+
+    return HostAdamW(*args, **kwargs)
+
+
+_NEEDS_CUDA = "its optimizer copies between a CUDA device and the host"
 
 METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
@@ -71,6 +84,13 @@ METHODS = {
     "deepspeed_zenflow": StepMethod(
         make_strategy=lambda: DeepSpeedZenFlow(repair=False),
         title="DeepSpeed ZenFlow, S=4, overlap",
+    ),
+    "torchao": StepMethod(
+        make_strategy=lambda: SingleDeviceStrategy(torch.device("cuda", 0)),
+        title="torchao CPUOffloadOptimizer, bf16 states, no clipping",
+        optimizer=_torchao,
+        clips=False,
+        not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
     ),
     "zenflow": _zenflow("ours, S=4, d=1", update_interval=4, publish_lag=1),
     "zenflow_no_stand_in": _zenflow(

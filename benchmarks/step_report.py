@@ -47,7 +47,7 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         for result in of_repeat:
             runs.setdefault(result.spec.method, []).append(result)
     baseline = next((name for name in _BASELINES if name in runs), None)
-    peers = [name for name in ("zero_offload", "deepspeed_zenflow") if name in runs]
+    peers = [name for name in ("zero_offload", "deepspeed_zenflow", "torchao") if name in runs]
     rows = []
     for method in sorted(runs, key=list(METHODS).index):
         of_method = runs[method]
@@ -69,6 +69,10 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if ours else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if ours else ""
         row["S, d"] = ", ".join(map(str, of_method[-1].pace))
+        if any(r.moved_sizes for of_repeat in results for r in of_repeat):
+            for way, name in enumerate(("down", "up")):
+                sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]
+                row[name] = f"{median(sizes):.2f}" if sizes else ""
         row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
         if any(r.device_bytes for r in of_method):
             row["device GB"] = f"{median(r.device_bytes for r in of_method) / 1e9:.2f}"

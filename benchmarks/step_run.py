@@ -5,6 +5,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,16 @@ import torch
 from typing_extensions import override
 
 from benchmarks.accelerator import Gpt, SimulatedAccelerator, TimedModule
+from benchmarks.copied_bytes import CopyMeter
 from benchmarks.step_methods import METHODS
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 
 Device = Literal["simulated", "cpu", "cuda"]
+
+PROFILED_STEPS = 4
+"""Steps after the timed ones in which the profiler counts copies, on CUDA: a whole window of the methods with S = 4."""
+_DTYPE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,11 @@ class StepSpec:
     warm_up: int
     """Steps that are not counted."""
     steps: int
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of the training."""
+        return self.warm_up + self.steps + (PROFILED_STEPS if self.device == "cuda" else 0)
 
 
 @dataclass(kw_only=True)
@@ -57,39 +69,74 @@ class StepResult:
     device_bytes: int = 0
     """Most that was allocated on the device; 0 without CUDA."""
     n_params: int = 0
+    counted_sizes: list[float] = field(default_factory=list)
+    """Model sizes down and up in a counted step, by our own counters: on a CPU what would cross PCIe; ours only."""
+    copied_sizes: list[float] = field(default_factory=list)
+    """Model sizes down and up in a step, by torch's profiler in the steps after the counted ones; on CUDA only."""
+
+    @property
+    def moved_sizes(self) -> list[float]:
+        """Model sizes down and up in a step: as all methods are measured where they can be, else by our own counters."""
+        return self.copied_sizes or self.counted_sizes
+
+    def in_model_sizes(self, n_bytes: Sequence[int], steps: int) -> list[float]:
+        """Bytes of several steps, as model sizes a step."""
+        return [n / steps / (self.n_params * _DTYPE_BYTES) for n in n_bytes]
+
+
+def _our_optimizer(trainer: pl.Trainer) -> ZenFlowZeroOptimizer | None:
+    strategy = trainer.strategy
+    return strategy.zenflow_optimizer if isinstance(strategy, ZenFlowStrategy) else None
+
+
+def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float]:
+    if optimizer is None:
+        return time.perf_counter(), 0.0, 0.0
+    return time.perf_counter(), optimizer.stalls.device_s, optimizer.stalls.worker_busy_s
+
+
+def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
+    reading = optimizer.gauges.read(worker_pid=optimizer.worker_pid)
+    return reading.down_bytes, reading.up_bytes
 
 
 class StepTimer(pl.Callback):
-    """Times from the end of one step to the end of the next."""
+    """Times from the end of one step to the end of the next; what is asked for once is asked for outside of the timed steps."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
-        self._last = self._clocks(None)
-
-    def _clocks(self, trainer: pl.Trainer | None) -> tuple[float, float, float]:
-        strategy = trainer.strategy if trainer is not None else None
-        optimizer = strategy.zenflow_optimizer if isinstance(strategy, ZenFlowStrategy) else None
-        if optimizer is None:
-            return time.perf_counter(), 0.0, 0.0
-        return time.perf_counter(), optimizer.stalls.device_s, optimizer.stalls.worker_busy_s
+        self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
+        self._last = _clocks(None)
+        self._counted = (0, 0)
+        self._meter: CopyMeter | None = None
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        spec = self._result.spec
-        if trainer.global_step in (spec.warm_up, spec.warm_up + spec.steps) and spec.device == "cuda":
+        step, optimizer, on_cuda = trainer.global_step, _our_optimizer(trainer), self._result.spec.device == "cuda"
+        if step == self._first and optimizer is not None:
+            self._counted = _counted(optimizer)
+        if step in (self._first, self._end) and on_cuda:
             torch.cuda.synchronize()
-        last, self._last = self._last, self._clocks(trainer)
-        if trainer.global_step > spec.warm_up:
+        last, self._last = self._last, _clocks(optimizer)
+        if self._first < step <= self._end:
             step_s, stall_s, worker_s = (now - before for now, before in zip(self._last, last, strict=True))
             self._result.step_s.append(step_s)
             self._result.stall_s.append(stall_s)
             self._result.worker_s.append(worker_s)
-        if trainer.global_step == spec.warm_up + spec.steps:
+        if step == self._end:
             self._result.host_bytes = proportional_bytes()
-            optimizer = getattr(trainer.strategy, "zenflow_optimizer", None)
             if optimizer is not None:
-                pace = optimizer.pace
-                self._result.pace = [pace.update_interval, pace.publish_lag]
+                self._read_ours(optimizer)
+            if on_cuda:
+                self._meter = CopyMeter()
+                self._meter.start()
+        if step == self._end + PROFILED_STEPS and self._meter is not None:
+            self._result.copied_sizes = self._result.in_model_sizes(self._meter.stop(), PROFILED_STEPS)
+
+    def _read_ours(self, optimizer: ZenFlowZeroOptimizer) -> None:
+        self._result.pace = [optimizer.pace.update_interval, optimizer.pace.publish_lag]
+        moved = [now - before for now, before in zip(_counted(optimizer), self._counted, strict=True)]
+        self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
 
 
 def proportional_bytes() -> int:
@@ -100,10 +147,9 @@ def proportional_bytes() -> int:
 
 def make_module(spec: StepSpec) -> TimedModule:
     """The model of a run."""
-    steps = spec.warm_up + spec.steps
     if spec.device == "simulated":
-        return SimulatedAccelerator(steps=steps, params=spec.params, compute_s=spec.compute_s)
-    return Gpt(steps=steps, params=spec.params, batch=spec.batch, tokens=spec.tokens)
+        return SimulatedAccelerator(steps=spec.total_steps, params=spec.params, compute_s=spec.compute_s)
+    return Gpt(steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens)
 
 
 def run(spec: StepSpec) -> StepResult:
@@ -118,8 +164,8 @@ def run(spec: StepSpec) -> StepResult:
         devices=1,
         strategy=method.make_strategy(),
         precision="bf16-true",
-        max_steps=spec.warm_up + spec.steps,
-        gradient_clip_val=1.0,
+        max_steps=spec.total_steps,
+        gradient_clip_val=1.0 if method.clips else None,
         callbacks=[StepTimer(result)],
         logger=False,
         enable_checkpointing=False,

@@ -6,7 +6,8 @@
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
-repeat. Prints a table; writes RESULTS/step_time_NAME.json (every step of every run), .md and .png.
+repeat. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
+RESULTS/step_time_NAME.json (every step of every run), .md and .png.
 """
 
 import argparse
@@ -34,7 +35,7 @@ DOCUMENT = records.ROOT / "docs" / "performance.md"
 _DEFAULT_METHODS = {
     "simulated": ["floor", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
     "cpu": ["none", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto"],
-    "cuda": ["none", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
+    "cuda": ["none", "zero_offload", "deepspeed_zenflow", "torchao", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
 }
 
 
@@ -56,6 +57,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--name", help="of the result files; default: made of device and size")
     options = parser.parse_args(arguments)
     options.methods = options.methods or _DEFAULT_METHODS[options.device]
+    for name in options.methods:
+        reason = METHODS[name].not_on.get(options.device)
+        if reason is not None:
+            parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
     options.name = options.name or f"{options.device}_{options.params / 1e6:g}M_{options.batch}x{options.tokens}"
     return options
 

@@ -1,5 +1,6 @@
 """The step-time benchmark: a smoke run on the simulated accelerator, and its arithmetic."""
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 
 from benchmarks import kernel, step_time
 from benchmarks.accelerator import SHAPES, Gpt, SimulatedAccelerator
+from benchmarks.copied_bytes import copied_bytes
+from benchmarks.step_methods import METHODS
 from benchmarks.step_report import percentile, table
 from benchmarks.step_run import StepResult, StepSpec
 
@@ -31,6 +34,10 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(ours["worker_s"]) > 0
     assert ours["host_bytes"] > 16 * 4e6
     assert ours["n_params"] == 4096 * 1024
+    # What would cross PCIe: the gradients, a quarter of the weights, and less than that for columns.
+    down, up = ours["counted_sizes"]
+    assert down == pytest.approx(1, abs=0.01) and 0.24 < up < 1
+    assert ours["copied_sizes"] == floor["copied_sizes"] == floor["counted_sizes"] == []
     text = (tmp_path / "step_time_smoke.md").read_text()
     assert "ours, S=4, d=1" in text and "benchmarks.step_time" in text
     assert (tmp_path / "step_time_smoke.png").stat().st_size > 1000
@@ -42,6 +49,11 @@ def test_a_failed_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "FAILED: no result" in capsys.readouterr().out
 
 
+def rows_of(text: str) -> list[dict[str, str]]:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
 def test_table_by_hand() -> None:
     def result(method: str, step_s: list[float], **values: object) -> StepResult:
         return StepResult(spec=spec(method), step_s=step_s, host_bytes=10**9, **values)  # type: ignore[arg-type]
@@ -51,13 +63,18 @@ def test_table_by_hand() -> None:
         [result("floor", [1.0, 1.0]), result("zero_offload", [2.0, 4.0]), result("zenflow", [1.0, 1.5], **ours)],
         [result("floor", [1.0, 1.0]), result("zero_offload", [2.0, 4.0]), result("zenflow", [1.0, 1.5], **ours)],
     ]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(repeats).splitlines()]
-    rows = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+    rows = {row["method"]: row for row in rows_of(table(repeats))}
     row = rows["ours, S=4, d=1"]
     assert (row["mean ms"], row["median ms"], row["above floor ms"]) == ("1250", "1250", "250")
     assert (row["speed of floor"], row["time / zero_offload"]) == ("80%", "0.42")
     assert (row["waiting"], row["worker ms"], row["S, d"], row["host GB"]) == ("4.0%", "500", "4, 1", "1.00")
     assert rows["floor: gradients dropped, no step"]["waiting"] == ""
+    assert "down" not in row
+    by_counters = result("zenflow", [1.0], **ours, counted_sizes=[1.0, 0.26])
+    assert ["1.00", "0.26"] in [[row["down"], row["up"]] for row in rows_of(table([[repeats[0][0], by_counters]]))]
+    by_profiler = result("zenflow", [1.0], **ours, counted_sizes=[1.0, 0.26], copied_sizes=[1.01, 0.27])
+    found = {row["method"]: (row["down"], row["up"]) for row in rows_of(table([[repeats[0][0], by_profiler]]))}
+    assert found == {"floor: gradients dropped, no step": ("", ""), "ours, S=4, d=1": ("1.01", "0.27")}
 
 
 def test_percentile() -> None:
@@ -82,3 +99,44 @@ def test_kernel_benchmark(tmp_path: Path) -> None:
     assert triad > 0
     assert sorted(rounds) == [1, 2, 4, 8, 16]
     assert min(rounds.values()) > 0
+
+
+def test_bytes_of_a_trace() -> None:
+    """As torch's profiler writes it on CUDA; copies on the device, kernels and what the host does are no traffic."""
+    names = {
+        "Memcpy DtoH (Device -> Pinned)": ("gpu_memcpy", 1000),
+        "Memcpy DtoH (Device -> Pageable)": ("gpu_memcpy", 4),
+        "Memcpy HtoD (Pinned -> Device)": ("gpu_memcpy", 200),
+        "Memcpy DtoD (Device -> Device)": ("gpu_memcpy", 30_000),
+        "Memset (Device)": ("gpu_memset", 30_000),
+        "Memcpy HtoD of a user": ("user_annotation", 30_000),
+    }
+    events = [{"ph": "X", "cat": cat, "name": name, "args": {"bytes": n}} for name, (cat, n) in names.items()]
+    events += [{"ph": "M", "name": "process_name", "args": {}}, {"ph": "X", "cat": "kernel", "name": "f", "args": {}}]
+    assert copied_bytes(events) == (1004, 200)
+    assert copied_bytes([]) == (0, 0)
+
+
+def test_a_method_is_refused_where_it_does_not_apply(capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("cpu", "simulated"):
+        with pytest.raises(SystemExit):
+            step_time.parse_arguments(["--device", device, "--methods", "floor,torchao"])
+        assert f"--methods torchao does not apply to --device {device}: its optimizer" in capsys.readouterr().err
+        assert "torchao" not in step_time.parse_arguments(["--device", device]).methods
+    assert "torchao" in step_time.parse_arguments(["--device", "cuda"]).methods
+
+
+def test_torchaos_optimizer_as_far_as_a_cpu_shows_it() -> None:
+    """Its constructor wants CUDA; here it is seen to take what it is given, and to have nothing that Lightning would move."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    from benchmarks.torchao_peer import HostAdamW
+
+    inspect.signature(CPUOffloadOptimizer).bind([], offload_gradients=True, lr=1e-4, weight_decay=0.01)
+    assert not METHODS["torchao"].clips
+    if not torch.cuda.is_available():
+        module = Gpt(steps=1, params=25e6, batch=1, tokens=16)
+        module.optimizer_class = METHODS["torchao"].optimizer
+        with pytest.raises(AssertionError, match="only supports CUDA"):
+            module.configure_optimizers()
+    assert not HostAdamW.__new__(HostAdamW).state
