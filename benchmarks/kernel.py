@@ -17,10 +17,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -51,6 +52,16 @@ def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[int
     measured = [json.loads(line) for line in lines if "kernel" in line]
     triad = next(m["gb_per_s"] for m in measured if m["kernel"] == "triad")
     return triad, {m["steps"]: m["ns_per_parameter"] for m in measured if m["kernel"] == "replay"}
+
+
+def triad_gb_per_s(written: Mapping[str, Any]) -> float:
+    """The memory's speed that the shares in a result file refer to.
+
+    Args:
+        written: the file's content.
+    """
+    ns, share = (written[key]["DeepSpeedCPUAdam"] for key in ("ns", "share"))
+    return median(_BYTES_OF_ONE_STEP / n / s for n, s in zip(ns, share, strict=True))
 
 
 def one_step_of(
@@ -114,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "kernel.md").write_text(text)
-    (options.results / "kernel.json").write_text(json.dumps({"ns": ns, "share": share, "against_deepspeed": against}))
+    written = {"hardware": records.hardware(), "ns": ns, "share": share, "against_deepspeed": against}
+    (options.results / "kernel.json").write_text(json.dumps(written))
     update_document(records.ROOT / "docs" / "performance.md", {"kernel": text.strip()}, options.results)
     print(text)
     return 0

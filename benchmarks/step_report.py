@@ -1,6 +1,6 @@
 """Step times to a table and a plot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -12,6 +12,20 @@ from benchmarks.step_run import StepResult
 
 _BASELINES = ("floor", "none")
 """What a step costs without offloading: the first of these that was run."""
+
+
+def runs_by_method(results: Iterable[Iterable[StepResult]]) -> dict[str, list[StepResult]]:
+    """Of each method all repeats, in the order of `METHODS`."""
+    runs: dict[str, list[StepResult]] = {}
+    for of_repeat in results:
+        for result in of_repeat:
+            runs.setdefault(result.spec.method, []).append(result)
+    return {method: runs[method] for method in METHODS if method in runs}
+
+
+def baseline_of(methods: Container[str]) -> str | None:
+    """Which of the methods shows what a step takes without offloading, if any does."""
+    return next((name for name in _BASELINES if name in methods), None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -42,15 +56,11 @@ def _stall_ms(results: Sequence[Sequence[StepResult]], method: str, baseline: st
 
 def table(results: Sequence[Sequence[StepResult]]) -> str:
     """One row a method, in Markdown."""
-    runs: dict[str, list[StepResult]] = {}
-    for of_repeat in results:
-        for result in of_repeat:
-            runs.setdefault(result.spec.method, []).append(result)
-    baseline = next((name for name in _BASELINES if name in runs), None)
+    runs = runs_by_method(results)
+    baseline = baseline_of(runs)
     peers = [name for name in ("zero_offload", "deepspeed_zenflow", "torchao") if name in runs]
     rows = []
-    for method in sorted(runs, key=list(METHODS).index):
-        of_method = runs[method]
+    for method, of_method in runs.items():
         row: dict[str, Any] = {
             "method": METHODS[method].title,
             "mean ms": f"{1e3 * median(mean(r.step_s) for r in of_method):.0f}",

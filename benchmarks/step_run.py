@@ -5,7 +5,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,16 @@ def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float
 def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
     reading = optimizer.gauges.read(worker_pid=optimizer.worker_pid)
     return reading.down_bytes, reading.up_bytes
+
+
+def result_of(values: Mapping[str, Any]) -> StepResult:
+    """The inverse of `dataclasses.asdict`."""
+    return StepResult(**{**values, "spec": StepSpec(**values["spec"])})
+
+
+def results_of(written: Mapping[str, Any]) -> list[list[StepResult]]:
+    """Of each repeat the runs, from what `benchmarks.step_time` has written."""
+    return [[result_of(values) for values in of_repeat] for of_repeat in written["runs"]]
 
 
 class StepTimer(pl.Callback):

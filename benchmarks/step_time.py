@@ -28,7 +28,7 @@ from benchmarks.documents import RESULTS, update_document
 from benchmarks.processes import run_process
 from benchmarks.step_methods import METHODS
 from benchmarks.step_report import write_report
-from benchmarks.step_run import StepResult, StepSpec
+from benchmarks.step_run import StepResult, StepSpec, result_of
 
 DOCUMENT = records.ROOT / "docs" / "performance.md"
 
@@ -71,8 +71,7 @@ def run(spec: StepSpec, timeout: float) -> StepResult | str:
     ended = run_process("benchmarks.step_run", [json.dumps(vars(spec))], cores=cores, environment={}, timeout=timeout)
     if ended.result is None:
         return ended.error
-    values = json.loads(ended.result)
-    return StepResult(spec=StepSpec(**values.pop("spec")), **values)
+    return result_of(json.loads(ended.result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

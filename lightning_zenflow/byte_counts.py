@@ -9,15 +9,13 @@ STATE_BYTES = 12
 """fp32 master weight and two fp32 moments."""
 
 
-def replay_bytes(n_steps: int, dtype_bytes: int) -> float:
-    """Memory traffic that one round's time corresponds to, in bytes a parameter.
+def replay_bytes(n_steps: int, dtype_bytes: int) -> int:
+    """Memory traffic of one round of the worker, in bytes a parameter.
 
-    Master and moments are read and written once, the gradients read, the weights written: 24 + b S + b. With b = 2 arithmetic takes longer
-    than that from S = 4 on: the design's replay loop needed 0.60, 0.67, 0.93 ns a parameter for S = 1, 2, 4 on two cores with 40 GB/s,
-    about 0.5 + 0.1 S (`auto_schedule.relative_cost`), or as long as 20 + 4 S bytes take. It is assumed that a host has as many cores to
-    its bandwidth as that machine, and that the line goes on beyond S = 4, where it was not measured.
+    Master and moments are read and written once, the gradients read, the weights written: 24 + b S + b. Where cores are few, arithmetic
+    takes longer than that (`estimate.replay_core_s`).
     """
-    return max(24 + dtype_bytes * (n_steps + 1), 20 + 4 * n_steps)
+    return 24 + dtype_bytes * (n_steps + 1)
 
 
 def cpu_adamw_bytes(dtype_bytes: int) -> float:

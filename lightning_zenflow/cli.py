@@ -48,6 +48,7 @@ def _estimate(options: argparse.Namespace) -> str:
         gpu_mem=options.gpu_mem,
         pcie=options.pcie,
         cpu_bw=options.cpu_bw,
+        cpu_cores=options.cpu_cores,
         gpus_per_host=options.gpus_per_host,
         host_mem=options.host_mem,
     )
@@ -89,6 +90,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     machine.add_argument("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
     machine.add_argument("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s each way")
     machine.add_argument("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
+    machine.add_argument(
+        "--cpu-cores",
+        type=int,
+        help="physical cores of one host; default: one for each 10 GB/s of --cpu-bw or more, so that memory limits the worker",
+    )
     machine.add_argument("--gpus-per-host", type=int, default=8, help="default %(default)s")
     machine.add_argument("--host-mem", type=float, help="memory of one host, GB; default: not checked")
 

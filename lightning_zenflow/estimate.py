@@ -47,6 +47,8 @@ class Machine:
     """Memory bandwidth of one host in GB/s (STREAM triad), shared by its ranks, > 0."""
     gpus_per_host: int = 8
     """An integer >= 1."""
+    cpu_cores: int | None = None
+    """Physical cores of one host, an integer >= 1; None: at least one for each 10 GB/s of `cpu_bw`, so that memory limits the worker."""
     host_mem: float | None = None
     """Memory of one host in GB, > 0; None: not known."""
 
@@ -54,6 +56,8 @@ class Machine:
         """Refuses what is not allowed."""
         _check_integer("gpus", self.gpus)
         _check_integer("gpus_per_host", self.gpus_per_host)
+        if self.cpu_cores is not None:
+            _check_integer("cpu_cores", self.cpu_cores)
         for key, value in (("gpu_mem", self.gpu_mem), ("pcie", self.pcie), ("cpu_bw", self.cpu_bw)):
             _check_positive(key, value)
         if self.host_mem is not None:
@@ -221,10 +225,10 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
 
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
     Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
-    host's memory while these copies do, so they share its bandwidth. The device's own part, the stand-in and the selected columns' AdamW,
-    is taken to need as long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in
-    both directions, on the training's own stream; "auto" is taken for the device. Gradients that the stand-in repeats after a publish stay
-    on the device where it has room, and come back over PCIe elsewhere.
+    host's memory while these copies do, so they share its bandwidth; where it has few cores, its arithmetic takes longer. The device's own
+    part, the stand-in and the selected columns' AdamW, is taken to need as long as the AdamW of all columns that it replaces. With
+    `accumulate_on: host` sums of micro-batches cross PCIe in both directions, on the training's own stream; "auto" is taken for the device.
+    Gradients that the stand-in repeats after a publish stay on the device where it has room, and come back over PCIe elsewhere.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)
@@ -248,9 +252,12 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
         read_back_s = (repeated_bytes(pace) - kept_bytes(pace)) / (machine.pcie * _GB)
         return late_s + upload_s / pace.update_interval + 2 * sums * upload_s + read_back_s
 
+    cores = _worker_cores(machine, config)
+
     def round_s(step: int, n_steps: int) -> float:
         traffic = replay_bytes(n_steps, b) + b * (n_steps + 1)
-        return traffic * partition / n_blocks / _rank_bandwidth(machine)
+        arithmetic_s = 0.0 if cores is None else replay_core_s(n_steps) / cores
+        return max(traffic / _rank_bandwidth(machine), arithmetic_s) * partition / n_blocks
 
     steps = simulate(
         auto,
@@ -274,6 +281,27 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
         step_s=sum(s.device_s + s.stall_s for s in settled) / len(settled),
     )
     return cost, pace
+
+
+def replay_core_s(n_steps: int) -> float:
+    """What the arithmetic of one round takes one core, in seconds a parameter.
+
+    The design's replay loop needed 0.60, 0.67 and 0.93 ns a parameter for S = 1, 2, 4 on two cores, about 0.5 + 0.1 S
+    (`auto_schedule.relative_cost`). It is assumed that the line goes on beyond S = 4.
+    """
+    return (1.0 + 0.2 * n_steps) * 1e-9
+
+
+def _worker_cores(machine: Machine, config: ZenFlowConfig) -> float | None:
+    """Cores of one rank's worker, as `affinity.worker_cores` deals them out; None: enough."""
+    if isinstance(config.worker_cores, int):
+        return config.worker_cores
+    if not isinstance(config.worker_cores, str):
+        return len(config.worker_cores) / machine.ranks_per_host
+    if machine.cpu_cores is None:
+        return None
+    of_rank = machine.cpu_cores / machine.ranks_per_host
+    return max(1.0, of_rank - round(config.pt_reserved_cores_perc * of_rank))
 
 
 def _zenflow_device_bytes(workload: Workload, machine: Machine, config: ZenFlowConfig) -> float:

@@ -15,7 +15,7 @@ from lightning_zenflow.arena import ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.byte_counts import arena_bytes_of, cpu_adamw_bytes, replay_bytes
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate import Machine, Prediction, Workload, estimate
+from lightning_zenflow.estimate import Machine, Prediction, Workload, estimate, replay_core_s
 from lightning_zenflow.estimate_report import as_text
 from lightning_zenflow.model_shapes import (
     Matrix,
@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = Machine(gpus=4, gpu_mem=80, pcie=25, cpu_bw=150)
 MODEL = ModelShapes(name="test", matrices=[Matrix(rows=50_000, columns=20_000, count=4)], vector_numel=1_000_000)
 """4.001e9 parameters."""
+FIXED = ZenFlowConfig(update_interval=4, publish_lag=1)
 
 
 def predict(
@@ -62,7 +63,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_traffic_and_time_by_hand() -> None:
-    prediction = predict(config=ZenFlowConfig(update_interval=4, publish_lag=1), cpu_bw=400)
+    prediction = predict(config=FIXED, cpu_bw=400)
     partition = 4.001e9 / 4
     none, offload, zenflow = prediction.none, prediction.zero_offload, prediction.zenflow
     assert none.step_s == 0.5
@@ -75,8 +76,8 @@ def test_traffic_and_time_by_hand() -> None:
 
     assert zenflow.down_bytes == pytest.approx(2 * partition)
     assert zenflow.up_bytes == pytest.approx(2 * partition / 4, abs=1)
-    # The worker's 36 bytes and the copies' 10, every fourth step.
-    assert zenflow.cpu_s == pytest.approx((36 + 10) * partition / 100e9 / 4)
+    # The worker's 34 bytes and the copies' 10, every fourth step.
+    assert zenflow.cpu_s == pytest.approx((34 + 10) * partition / 100e9 / 4)
     assert zenflow.wait_s == 0
     assert zenflow.step_s == pytest.approx(0.5 + 2 * partition / 25e9 / 4)
     assert prediction.pace == Pace(update_interval=4, publish_lag=1)
@@ -122,12 +123,26 @@ def test_accumulation_on_the_host() -> None:
 
 
 def test_cost_of_a_round() -> None:
-    assert [replay_bytes(s, 2) for s in (1, 2, 4)] == [28, 30, 36]
+    assert [replay_bytes(s, 2) for s in (1, 2, 4)] == [28, 30, 34]
     assert replay_bytes(1, 4) == 32
     # What was measured for the design on two cores with 40 GB/s, in ns a parameter.
     for n_steps, measured in ((1, 0.60), (2, 0.67), (4, 0.93)):
-        assert replay_bytes(n_steps, 2) / 40 == pytest.approx(measured, rel=0.2)
+        ns = max(replay_bytes(n_steps, 2) / 40, 1e9 * replay_core_s(n_steps) / 2)
+        assert ns == pytest.approx(measured, rel=0.2)
     assert cpu_adamw_bytes(2) / 40 == pytest.approx(1.01, rel=0.05)
+
+
+def test_few_cores_take_longer_than_memory() -> None:
+    """One rank; 1 + 0.2 S ns a parameter and round of a core, of which the worker has half."""
+    many = predict(gpus=1, config=FIXED).zenflow
+    assert predict(gpus=1, config=FIXED, cpu_cores=64).zenflow == many
+    # Eight cores: 0.45 ns a parameter, where 44 bytes take 0.29.
+    assert predict(gpus=1, config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 * 1.8 / 4 / 4)
+    for cores in (2, [0, 1]):
+        config = dataclasses.replace(FIXED, worker_cores=cores)
+        assert predict(gpus=1, config=config).zenflow.cpu_s == pytest.approx(4.001 * 1.8 / 2 / 4)
+    # Four ranks have two cores each.
+    assert predict(config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 / 4 * 1.8 / 1 / 4)
 
 
 @pytest.mark.parametrize("key", ["pcie", "cpu_bw"])
@@ -286,6 +301,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pcie": float("nan")}, "pcie"),
         ({"cpu_bw": float("inf")}, "cpu_bw"),
         ({"gpus_per_host": 0}, "gpus_per_host"),
+        ({"cpu_cores": 0}, "cpu_cores"),
         ({"host_mem": 0.0}, "host_mem"),
     ],
 )
