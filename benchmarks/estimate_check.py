@@ -76,13 +76,14 @@ def check_kernel(kernel: Mapping[str, Any], cores: int) -> list[Checked]:
 class CheckedRun:
     """A method's runs."""
 
+    title: str
     baseline: str
     """What stood in for the step without offload."""
     baseline_ms: float
     pace: list[int]
     """S and d; empty for ZeRO-Offload."""
-    step: Checked
-    """ms."""
+    step: Checked | None
+    """ms; None for ours in training on the CPU, where the worker takes cores from it, which the model knows nothing of."""
     worker: Checked | None
     """ms a step; only ours are measured."""
 
@@ -109,12 +110,14 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> li
         prediction = estimate(workload, machine, ZenFlowConfig(**keys))
         cost = prediction.zenflow if pace else prediction.zero_offload
         title = METHODS[method].title
+        step = Checked(of=title, predicted=1e3 * cost.step_s, measured=_step_ms(of_method))
         checked.append(
             CheckedRun(
+                title=title,
                 baseline=baseline,
                 baseline_ms=baseline_ms,
                 pace=pace,
-                step=Checked(of=title, predicted=1e3 * cost.step_s, measured=_step_ms(of_method)),
+                step=None if pace and of_method[0].spec.device == "cpu" else step,
                 worker=Checked(of=title, predicted=1e3 * cost.cpu_s, measured=_worker_ms(of_method)) if pace else None,
             )
         )
@@ -151,7 +154,7 @@ def tables(kernel: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]], pc
             cpu_cores=cores,
         )
         runs = check_steps(results, machine)
-        if not written["hardware"].endswith(kernel["hardware"]):
+        if written["hardware"].rpartition(", ")[2] != kernel["hardware"]:
             left_out.append(f"{name}: it is of another machine than the bandwidth")
         elif on_gpu and pcie is None:
             left_out.append(f"{name}: PCIe's speed was not given")
@@ -159,7 +162,7 @@ def tables(kernel: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]], pc
             left_out.append(f"{name}: no run shows what a step takes without offload")
         else:
             rows += [_row(name, run) for run in runs]
-            errors += [run.step.error for run in runs]
+            errors += [run.step.error for run in runs if run.step is not None]
     kernels = [
         {"kernel": c.of, "predicted ns": f"{c.predicted:.2f}", "measured ns": f"{c.measured:.2f}", "error": _percent(c)}
         for c in check_kernel(kernel, cores)
@@ -180,15 +183,19 @@ def tables(kernel: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]], pc
 def _row(name: str, run: CheckedRun) -> dict[str, str]:
     return {
         "measurement": name,
-        "method": run.step.of,
+        "method": run.title,
         "S, d": ", ".join(map(str, run.pace)),
         "without offload": f"{run.baseline_ms:.0f} ({run.baseline})",
-        "predicted": f"{run.step.predicted:.0f}",
-        "measured": f"{run.step.measured:.0f}",
-        "error": _percent(run.step),
-        "worker predicted": f"{run.worker.predicted:.0f}" if run.worker else "",
-        "worker measured": f"{run.worker.measured:.0f}" if run.worker else "",
-        "worker's error": _percent(run.worker) if run.worker else "",
+        **_cells("", run.step),
+        **_cells("worker ", run.worker),
+    }
+
+
+def _cells(what: str, checked: Checked | None) -> dict[str, str]:
+    return {
+        f"{what}predicted": f"{checked.predicted:.0f}" if checked else "",
+        f"{what}measured": f"{checked.measured:.0f}" if checked else "",
+        f"{what}error": _percent(checked) if checked else "",
     }
 
 

@@ -66,10 +66,17 @@ def test_steps_by_hand() -> None:
     assert "Error of the predicted steps: -20% to -8%." in text
 
 
+def test_in_training_on_the_cpu_our_step_is_not_predicted() -> None:
+    text = tables(KERNEL, {"a": written(device="cpu", none=1.0, zero_offload=1.2, zenflow=1.25)}, None)
+    offload, ours = rows_of(text, "a")
+    assert offload[4:7] == ["1105", "1200", "-8%"]
+    assert ours[4:] == ["", "", "", "45", "50", "-10%"]
+
+
 def test_what_is_left_out() -> None:
     files = {
         "without": written(zenflow=1.0),
-        "elsewhere": written(hardware="8 cores x86_64", none=1.0, zenflow=1.0),
+        "elsewhere": written(hardware="12 cores x86_64", none=1.0, zenflow=1.0),
         "gpu": written(hardware="some GPU, 2 cores x86_64", device="cuda", none=1.0, zenflow=1.0),
     }
     text = tables(KERNEL, files, None)
