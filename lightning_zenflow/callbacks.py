@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_zenflow.dashboard import Dashboard
 from lightning_zenflow.metrics import CopySample, Reading, interval_metrics
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.published_weights import COPIES_AT_THE_END
 from lightning_zenflow.summary import Training, summary
 from lightning_zenflow.tracing import Recording
 
@@ -123,7 +124,10 @@ class StallMonitor(pl.Callback):
         before, self._logged = self._logged, self._read(optimizer)
         if self._recording is not None and self._recording.complete:
             trace = self._recording.steps[0]
-            self._copies = CopySample(down=trace.copied("copies down"), up=trace.copied("copies up"))
+            _, late_up_s = trace.copied("copies up", COPIES_AT_THE_END)
+            self._copies = CopySample(
+                down=trace.copied("copies down"), up=trace.copied("copies up"), late_up_s=late_up_s
+            )
             self._recording = None
         seconds = sum(self._step_s[self._n_logged :])
         self._n_logged = len(self._step_s)

@@ -224,11 +224,12 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     """This package: the time line is simulated with the `auto` that decides in training, and the steps after it has settled are read.
 
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
-    Published weights come up on the training's own stream, 1/S of them a step, and nothing hides that. The worker reads and writes the
-    host's memory while these copies do, so they share its bandwidth; where it has few cores, its arithmetic takes longer. The device's own
-    part, the stand-in and the selected columns' AdamW, is taken to need as long as the AdamW of all columns that it replaces. With
-    `accumulate_on: host` sums of micro-batches cross PCIe in both directions, on the training's own stream; "auto" is taken for the device.
-    Gradients that the stand-in repeats after a publish stay on the device where it has room, and come back over PCIe elsewhere.
+    Published weights, 1/S of them a step, come up in backward where there is a lag, but for one block whose round may be done too late;
+    without lag nothing hides them. The worker reads and writes the host's memory while these copies do, so they share its bandwidth; where
+    it has few cores, its arithmetic takes longer. The device's own part, the stand-in and the selected columns' AdamW, is taken to need as
+    long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both directions, on
+    the training's own stream; "auto" is taken for the device. Gradients that the stand-in repeats after a publish stay on the device where
+    it has room, and come back over PCIe elsewhere.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     n_blocks = max(config.update_intervals)
@@ -250,7 +251,8 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
 
     def copy_s(pace: Pace) -> float:
         read_back_s = (repeated_bytes(pace) - kept_bytes(pace)) / (machine.pcie * _GB)
-        return late_s + upload_s / pace.update_interval + 2 * sums * upload_s + read_back_s
+        at_the_end = 1 / pace.update_interval if pace.publish_lag == 0 else 1 / n_blocks
+        return late_s + upload_s * at_the_end + 2 * sums * upload_s + read_back_s
 
     cores = _worker_cores(machine, config)
 

@@ -16,7 +16,7 @@ METRICS: dict[str, str] = {
     "zenflow/stall/device_percent": "share of a step's time that this was",
     **{f"zenflow/stall/host_{cause}_ms": f"the training thread's waiting, cause `{cause}`" for cause in CAUSES},
     **{f"zenflow/stall/device_{cause}_ms": f"the device's waiting, cause `{cause}`" for cause in CAUSES},
-    "zenflow/stall/device_copy_ms": "copying published weights to the model, which the device does between its computations; of one step",
+    "zenflow/stall/device_copy_ms": "copying published weights to the model after backward, which nothing hides; of one step",
     "zenflow/stall/skipped_steps": "steps since the start that changed nothing, their gradient norm not being finite",
     "zenflow/stall/worker_restarts": "times since the start that a new worker took over from a dead one",
     "zenflow/overlap/step_ms": "time of a step, waiting included, without validation",
@@ -85,6 +85,8 @@ class CopySample:
 
     down: tuple[int, float]
     up: tuple[int, float]
+    late_up_s: float
+    """What of `up` is copied between the device's computations, not in backward beside them."""
 
 
 def hidden_share(worker_busy_s: float, device_stall_s: Mapping[str, float]) -> float:
@@ -121,7 +123,7 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
     down, up = (now.down_bytes - before.down_bytes) / steps, (now.up_bytes - before.up_bytes) / steps
     model_bytes = max(now.model_bytes, 1)
     optional = {
-        "stall/device_copy_ms": 1e3 * copies.up[1] if copies else None,
+        "stall/device_copy_ms": 1e3 * copies.late_up_s if copies else None,
         "overlap/staleness_steps": (now.age_steps - before.age_steps) / gradients if gradients else None,
         "traffic/down_GB_per_s": _speed(*copies.down) if copies else None,
         "traffic/up_GB_per_s": _speed(*copies.up) if copies else None,

@@ -1,7 +1,7 @@
 """The way of published weights from the arena into the model."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.partition import Partition, Piece, ranges_of_block
 from lightning_zenflow.tracing import Tracer
+
+COPIES_AT_THE_END = "copies up"
+"""Name of the spans in lane "copies up" that nothing hides."""
 
 
 class PublishedWeights:
@@ -37,7 +40,6 @@ class PublishedWeights:
         """Copies the ranges of this partition from now on; it differs from the one before in nothing else."""
         self._partition = partition
         self._pieces: list[dict[int, list[Piece]]] = [{} for _ in partition.blocks]
-        self._blocks: list[set[int]] = [set() for _ in partition.slices]
         for number, block in enumerate(partition.blocks):
             for piece in ranges_of_block(partition, block):
                 for tile in (partition.tiles[index] for index in block.tiles):
@@ -45,20 +47,22 @@ class PublishedWeights:
                     if begin < end:
                         part = dataclasses.replace(piece, begin=begin, numel=end - begin)
                         self._pieces[number].setdefault(tile.slice, []).append(part)
-                        self._blocks[tile.slice].add(number)
 
-    def blocks_of(self, slice_index: int) -> Collection[int]:
-        """The blocks that a slice lies in, as far as it is trained."""
-        return self._blocks[slice_index]
+    def slices_of(self, block: int) -> Set[int]:
+        """The slices that a block has a part of, as far as they are trained."""
+        return self._pieces[block].keys()
 
-    def copy_slice(self, block: int, publish_buffer: int, slice_index: int) -> int:
-        """Copies a slice's part of a block, behind what the current stream has been given so far and beside what comes next.
+    def copy_early(self, block: int, publish_buffer: int, slices: Collection[int]) -> int:
+        """Copies some slices' parts of a block, behind what the current stream has been given so far and beside what comes next.
 
         Returns:
             The bytes that are copied.
         """
+        if not slices:
+            return 0
         with self._beside():
-            return self._copy(block, publish_buffer, self._pieces[block][slice_index])
+            pieces = (piece for index in sorted(slices) for piece in self._pieces[block][index])
+            return self._copy(block, publish_buffer, _joined(pieces), "copies up, in backward")
 
     def copy_rest(self, block: int, publish_buffer: int, but: Collection[int]) -> int:
         """Copies what is left of a block, but for these slices, in order with the current stream.
@@ -67,7 +71,7 @@ class PublishedWeights:
             The bytes that are copied.
         """
         pieces = (piece for index, of_slice in self._pieces[block].items() if index not in but for piece in of_slice)
-        return self._copy(block, publish_buffer, _joined(pieces))
+        return self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
 
     def wait(self) -> None:
         """Orders the current stream behind all copies so far; the host waits for nothing."""
@@ -80,7 +84,7 @@ class PublishedWeights:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
-    def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece]) -> int:
+    def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece], name: str) -> int:
         first = self._partition.blocks[block].begin
         new_weights = self._arena.publish[publish_buffer]
         total = 0
@@ -88,7 +92,7 @@ class PublishedWeights:
             begin = piece.begin - self._partition.group_begins[piece.index]
             target = self._weights[piece.index].narrow(0, begin, piece.numel)
             n_bytes = piece.numel * target.element_size()
-            with self._tracer.span("copies up", n_bytes=n_bytes):
+            with self._tracer.span("copies up", name, n_bytes=n_bytes):
                 target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
             total += n_bytes
         return total

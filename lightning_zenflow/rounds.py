@@ -144,6 +144,7 @@ class Rounds:
         self._prepared: list[int] = []
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
+        self._passed: set[int] = set()  # slices whose gradient of the present step is there
         self._published_blocks: dict[int, int] = {}
         self._next_round_id = 1
         self.look_ahead = 0.0
@@ -200,6 +201,7 @@ class Rounds:
     def open(self, step: int) -> None:
         """Phase *open*."""
         self._published_now.clear()
+        self._passed.clear()
         self.prepare()
         for block, page in enumerate(self._prepared):
             window = self._windows[block]
@@ -284,23 +286,25 @@ class Rounds:
         return min((round_.due_step for round_ in self._in_flight if round_.block == block), default=None)
 
     def publish_early(self, slice_index: int, step: int) -> None:
-        """Phase *publish* for one slice, as far as its rounds are due at the end of `step` and done; never waits.
+        """Phase *publish* for the slices of this step so far, as far as rounds are due at its end and done; never waits.
 
         Args:
             slice_index: index into `Partition.slices`; its weights are not read any more in this step, nor moved by the stand-in.
             step: the step whose backward is under way.
         """
-        blocks = self._published_weights.blocks_of(slice_index)
+        self._passed.add(slice_index)
         for round_ in self._in_flight:
             if round_.completion is None:
                 if not self._worker.has_answered():
                     return
                 round_.completion = self._worker.wait()
-            if round_.due_step <= step and round_.block in blocks:
-                round_.early.add(slice_index)
-                n_bytes = self._published_weights.copy_slice(round_.block, round_.publish_buffer, slice_index)
-                self._traffic.up_bytes += n_bytes
-                self.counts.early_bytes += n_bytes
+            if round_.due_step > step:
+                continue
+            ready = (self._passed & self._published_weights.slices_of(round_.block)) - round_.early
+            n_bytes = self._published_weights.copy_early(round_.block, round_.publish_buffer, ready)
+            round_.early |= ready
+            self._traffic.up_bytes += n_bytes
+            self.counts.early_bytes += n_bytes
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*: returns the blocks whose weights were overwritten since the last call, and the last step that those are of."""

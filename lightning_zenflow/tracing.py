@@ -91,11 +91,15 @@ class StepTrace:
         spans = [*self.host_spans, *map(self._on_host_clock, self.device_spans)]
         return sorted(spans, key=lambda span: span.begin_ns)
 
-    def copied(self, lane: Lane) -> tuple[int, float]:
-        """Bytes and seconds of one lane's spans, in a complete step."""
-        bytes_and_seconds = [(span.n_bytes, span.seconds) for span in self.host_spans if span.lane == lane]
+    def copied(self, lane: Lane, name: str | None = None) -> tuple[int, float]:
+        """Bytes and seconds of one lane's spans, or of those with a name, in a complete step."""
+
+        def counts(span: Span | _DeviceSpan) -> bool:
+            return span.lane == lane and name in (None, span.name)
+
+        bytes_and_seconds = [(span.n_bytes, span.seconds) for span in self.host_spans if counts(span)]
         for span in self.device_spans:
-            if span.lane == lane:
+            if counts(span):
                 bytes_and_seconds.append((span.n_bytes, 1e-3 * span.before.elapsed_time(span.after)))
         return sum(n for n, _ in bytes_and_seconds), sum(s for _, s in bytes_and_seconds)
 

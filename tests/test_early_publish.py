@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ CASES = {
 def run_with(name: str, answers: str) -> tuple[Run, int, int]:
     """A run in which the worker is never, always or now and then seen to be done in time; and how many copies were early and late."""
     early = late = asked = 0
-    copy_slice, copy_rest = PublishedWeights.copy_slice, PublishedWeights.copy_rest
+    copy_early, copy_rest = PublishedWeights.copy_early, PublishedWeights.copy_rest
 
     def has_answered(self: SupervisedWorker) -> bool:
         nonlocal asked
@@ -49,10 +48,11 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
         # The round is in flight, so that its answer, which `wait` takes, comes in any case.
         return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
 
-    def counted_slice(self: PublishedWeights, *args: Any) -> int:
+    def counted_early(self: PublishedWeights, block: int, publish_buffer: int, slices: Collection[int]) -> int:
         nonlocal early
-        early += 1
-        return copy_slice(self, *args)
+        n_bytes = copy_early(self, block, publish_buffer, slices)
+        early += n_bytes > 0
+        return n_bytes
 
     def counted_rest(self: PublishedWeights, block: int, publish_buffer: int, but: Collection[int]) -> int:
         nonlocal late
@@ -62,7 +62,7 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SupervisedWorker, "has_answered", has_answered)
-        patch.setattr(PublishedWeights, "copy_slice", counted_slice)
+        patch.setattr(PublishedWeights, "copy_early", counted_early)
         patch.setattr(PublishedWeights, "copy_rest", counted_rest)
         return run_here(CASES[name]), early, late
 

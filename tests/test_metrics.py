@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,10 +16,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from harness import Case, fit, run_here
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.metrics import METRICS, CopySample, Reading, hidden_share, interval_metrics
+from lightning_zenflow.prediction import momentum_steps
 from lightning_zenflow.selection import owned_energy
 from lightning_zenflow.stalls import CAUSES
-from models import LinearLossModule
+from models import LinearLossModule, OptimizerOptions
 from networks import SmallNet
 
 ROOT = Path(__file__).parent.parent
@@ -81,7 +84,9 @@ def test_schedule_and_staleness(rows: list[dict[str, float]]) -> None:
     last = rows[-1]
     assert last["zenflow/overlap/update_interval_steps"] == 4
     assert last["zenflow/overlap/publish_lag_steps"] == 1
-    assert last["zenflow/overlap/look_ahead_steps"] == 4
+    beta1 = fmean(group.beta1 for group in OptimizerOptions().groups(0))
+    ahead = momentum_steps(Pace(update_interval=4, publish_lag=1), beta1)
+    assert last["zenflow/overlap/look_ahead_steps"] == pytest.approx(ahead)
     # Published d = 1 step after the hand-over, a window's gradients are 1, 2, 3 and 4 steps old.
     assert last["zenflow/overlap/staleness_steps"] == pytest.approx(2.5)
 
@@ -227,7 +232,7 @@ class TestArithmetic:
             selection_overlap=None,
             arena_bytes=3_000_000_000,
         )
-        copies = CopySample(down=(2_000_000_000, 0.5), up=(0, 0.0))
+        copies = CopySample(down=(2_000_000_000, 0.5), up=(0, 0.0), late_up_s=0.0)
         metrics = interval_metrics(before, now, seconds=8.0, copies=copies)
         expected = {
             "stall/host_ms": 50,
