@@ -4,6 +4,7 @@ Why a memfd: it has no name that could be left behind, it is no part of /dev/shm
 lives exactly as long as somebody holds it. The layout is written down in ``csrc/protocol.h``.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -93,6 +94,7 @@ class Arena:
         self.pinned = device.type == "cuda"
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
+        self._state_end = int(header.pages_offset)
 
     @property
     def fd(self) -> int:
@@ -123,10 +125,10 @@ class Arena:
                 begin = reserved_end
         if begin >= end:
             return
-        self._reserved.append((begin, end))
         if self.pinned:
             with running_on(self._cores):
                 _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
+        self._reserved.append((begin, end))
 
     @property
     def n_step_records(self) -> int:
@@ -166,8 +168,15 @@ class Arena:
         for entry, r in zip(table, ranges, strict=True):
             entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
 
-    def close(self) -> None:
-        """Unlocks the memory and closes the file; the mapping itself goes with the last tensor that shows it."""
+    def close(self, *, keep_state: bool) -> None:
+        """Unlocks the memory, closes the file and gives back what nobody reads any more. May be called again.
+
+        The worker must have ended. Tensors may be read as before, since the mapping itself goes with the last of them; where the memory has
+        been given back they show zeros.
+
+        Args:
+            keep_state: whether master weights and moments stay; pages and publish buffers never do.
+        """
         if self.pinned:
             self.pinned = False
             # Where an error has ended training, copies may still be on their way.
@@ -177,6 +186,12 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        begin = _round_up(self._state_end, mmap.PAGESIZE) if keep_state else 0
+        # A rank with nothing but padding has no pages.
+        if begin < len(self._memory):
+            # Refused where the user has locked all memory of the process (`mlockall`); then it goes with the mapping.
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_REMOVE, begin, len(self._memory) - begin)
 
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))

@@ -2,22 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import deepspeed.comm as dist
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from lightning_zenflow.affinity import WorkerCores
+from lightning_zenflow.agreement import raise_together
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.gauges import Gauges
 from lightning_zenflow.gradients import GradientIntake
-from lightning_zenflow.host_memory import check_host_memory, refuse
+from lightning_zenflow.host_memory import check_host_memory
 from lightning_zenflow.host_state import HostState
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, kernels_for
@@ -99,9 +102,13 @@ class Parts:
         self.arena = Arena(self.partition, sizes, device=device, cores=worker_cores.cores)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        # Before anything is written to the states: their memory belongs to the NUMA node of whoever touches it first.
-        self.worker = SupervisedWorker(self._start_worker, max_restarts=config.max_worker_restarts, stalls=self.stalls)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.arena.close, keep_state=False)
+            # Before anything is written to the states: their memory belongs to the NUMA node of whoever touches it first.
+            self.worker = SupervisedWorker(
+                self._start_worker, max_restarts=config.max_worker_restarts, stalls=self.stalls
+            )
+            undo.callback(self.worker.kill)
             self.host_state = HostState(
                 shard.optimizer,
                 shard.fp32_groups,
@@ -110,9 +117,7 @@ class Parts:
                 arena=self.arena,
             )
             self._build_steps_parts(auto, hyperparameters, device)
-        except BaseException:
-            self.worker.kill()
-            raise
+            undo.pop_all()
 
     def _build_steps_parts(
         self, auto: AutoSchedule, hyperparameters: Callable[[], Sequence[GroupHyperparameters]], device: torch.device
@@ -143,9 +148,10 @@ class Parts:
             interval=config.select_interval,
             device=device,
         )
-        pace = PaceControl(auto, stalls=self.stalls, group=shard.group, device=device)
-        has_choice = len(config.update_intervals) * len(config.publish_lags) > 1
-        self.planner = Planner(config, self.rounds, pace if has_choice else None, new_selector)
+        pace = None
+        if len(config.update_intervals) * len(config.publish_lags) > 1:
+            pace = PaceControl(auto, stalls=self.stalls, group=shard.group, device=device)
+        self.planner = Planner(config, self.rounds, pace, new_selector)
         self.ownership = Ownership(
             self.partition,
             self.arena,
@@ -264,8 +270,5 @@ class Parts:
             ranks=ranks_on_host,
             keys=", ".join(f"{key}={getattr(self._config, key)!r}" for key in keys),
         )
-        # Before any rank has taken its memory, and so that none waits for one that has failed.
-        problems = torch.tensor(float(problem is not None), device=self._shard.weights[0].device)
-        dist.all_reduce(problems, group=self._shard.group)
-        if problems > 0:
-            refuse(problem)
+        # Before any rank has taken its memory.
+        raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)

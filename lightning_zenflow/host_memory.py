@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from lightning_zenflow.control_groups import control_groups
 
 _log = logging.getLogger(__name__)
@@ -70,17 +68,6 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
             advice,
         )
     return None
-
-
-def refuse(problem: str | None) -> None:
-    """Ends the set-up of a rank, on whose host or on another one memory is short.
-
-    Raises:
-        MisconfigurationException: always.
-    """
-    raise MisconfigurationException(
-        problem or "ZenFlow: another rank's host has not enough memory; see that rank's error"
-    )
 
 
 def _rooms(root: Path) -> Iterator[Room]:

@@ -54,6 +54,13 @@ class HostState:
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = torch.tensor(float(count)) if is_tensor else count
 
+    def clear(self) -> None:
+        """Leaves the user's optimizer without weights and state, rather than with memory that has been given back."""
+        for flat in self._flats:
+            flat.grad = None
+            flat.data = flat.data.new_empty(0)
+            self._optimizer.state.pop(flat, None)
+
     def take_back(self) -> int:
         """After loading, which may have replaced tensors: their values go to the arena, and its tensors to their place.
 

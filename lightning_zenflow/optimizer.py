@@ -75,7 +75,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
-            self._kill_worker()
+            if not self.closed:
+                self.abandon()
             raise
         # DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
@@ -238,16 +239,25 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._flushed_step = self._step
 
     def close(self) -> None:
-        """Ends the worker and unlocks the shared memory. The state stays readable for as long as DeepSpeed's tensors live."""
+        """Ends the worker and gives the shared memory back.
+
+        An exact state is kept: it stays readable for as long as DeepSpeed's tensors live. Where steps are missing, nothing is.
+        """
+        if self._flushed_step != self._step:
+            self.abandon()
+            return
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-        self._arena.close()
+        self._arena.close(keep_state=True)
 
-    def _kill_worker(self) -> None:
+    def abandon(self) -> None:
+        """Ends the worker at once and gives all of the shared memory back: nobody can use the state. May be called again."""
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
+        self._host_state.clear()
+        self._arena.close(keep_state=False)
 
     @property
     def pace(self) -> Pace:

@@ -1,8 +1,10 @@
 """A training that ends in one of several ways; run as a script, in a process of its own.
 
-Arguments: how it ends (see `Ends`), and how many processes load data. It prints its worker's process number once training is under way.
+Arguments: how its fits end, one after the other (see `Ends`), and how many processes load data. It prints the worker's process number
+once a training is under way. One that waits to be killed prints, before Python takes itself apart, what is left.
 """
 
+import atexit
 import os
 import sys
 import time
@@ -17,10 +19,11 @@ from typing_extensions import override
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy
 from models import TINY, Indexes, LinearLossModule
+from processes import ArenaWatch
 
 
 class Ends(LinearLossModule):
-    """Ends in its 4th step: "waits" to be killed, has an "error", or stops the "trainer"."""
+    """In its 4th step it "waits" to be killed, has an "error", or "stops" the trainer; or it trains to the "end"."""
 
     how = "waits"
     n_loaders = 0
@@ -37,27 +40,33 @@ class Ends(LinearLossModule):
             print(*workers(), flush=True)
             if self.how == "error":
                 raise RuntimeError("the user's own mistake")
-            if self.how == "trainer":
+            if self.how == "stops":
                 self.trainer.should_stop = True
+            if self.how == "waits":
+                atexit.register(report, ArenaWatch(self.trainer.strategy))
             while self.how == "waits" and not self.trainer.received_sigterm:
                 time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
 
-def main(how: str, n_loaders: int) -> None:
+def report(arena: ArenaWatch) -> None:
+    print(f"{len(workers())} workers, {arena.n_bytes} bytes", flush=True)
+
+
+def main(ways: list[str], n_loaders: int) -> None:
     model = Ends(shapes=TINY)
-    model.how, model.n_loaders = how, n_loaders
-    try:
-        fit(model, ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)
-    except RuntimeError as error:
-        assert "the user's own mistake" in str(error), error
-    assert workers() == []
-    model.how = "second fit"
-    fit(model, steps=6)
+    model.n_loaders = n_loaders
+    for how in ways:
+        model.how = how
+        try:
+            fit(model, ZenFlowStrategy(update_interval=2, publish_lag=1), steps=10)
+        except RuntimeError as error:
+            assert "the user's own mistake" in str(error), error
+        assert workers() == []
     print("through", flush=True)
     # Until the test has looked at what is left.
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1].split(","), int(sys.argv[2]))

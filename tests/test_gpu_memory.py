@@ -60,7 +60,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
             target.copy_(buffer, non_blocking=True)
         assert all(torch.equal(b, gradients[0]) for b in back)
     finally:
-        arena.close()
+        arena.close(keep_state=False)
 
 
 class PeakMemory(pl.Callback):

@@ -1,10 +1,13 @@
 """From setup to the end of training, whatever that is, and what is left behind."""
 
 import contextlib
+import dataclasses
 import gc
 import math
+import mmap
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,11 +18,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from harness import Case, fit, make_trainer, snapshot, workers
+from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.kernels import TorchKernels
+from lightning_zenflow.worker import WorkerError
 from models import TINY, LinearLossModule, OptimizerOptions, TestModule
 from networks import SmallNet
+from processes import ArenaWatch
 from reference import adamw_reference
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -79,43 +84,102 @@ class Fails(LinearLossModule):
 
     error: type[BaseException] = RuntimeError
     at = 5
+    arena: ArenaWatch
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == self.at:
             assert len(workers()) == 1
+            self.arena = ArenaWatch(self.trainer.strategy)
+            assert self.arena.n_bytes > 0
             raise self.error("the user's own mistake")
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_no_worker_remains_after_an_exception(at: int) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], tmp_path: Path) -> None:
+    """Neither worker nor memory, as soon as `fit` is left; the incomplete state cannot be saved. Lightning ends the process on Ctrl-C."""
     model = Fails(shapes=TINY)
-    model.at = at
+    model.error = error
     trainer = make_trainer(ZenFlowStrategy(), max_steps=10)
-    with pytest.raises(RuntimeError, match="the user's own mistake"):
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
         trainer.fit(model)
     assert workers() == []
+    assert model.arena.n_bytes == 0
+    model.arena.close()
+    assert [p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]] == [0, 0]
+    with pytest.raises(WorkerError, match="training ended before the worker had applied all of its 5 steps"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
 
 
-def test_no_worker_remains_after_an_interrupt() -> None:
-    """Lightning ends the process on Ctrl-C, after tearing everything down."""
-    model = Fails(shapes=TINY)
-    model.error = KeyboardInterrupt
-    with pytest.raises(SystemExit):
-        fit(model, steps=10)
+@pytest.mark.parametrize("at", ["the first step", "validation", "no time"])
+def test_an_exact_state_remains_when_fit_ends(at: str, tmp_path: Path) -> None:
+    """It can be saved, and trained further; pages and buffers are gone."""
+    watched: list[ArenaWatch] = []
+
+    class Ends(pl.Callback):
+        @override
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            watched.append(ArenaWatch(trainer.strategy))
+            if at == "the first step":
+                raise RuntimeError("the user's own mistake")
+
+        @override
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if at == "validation":
+                raise RuntimeError("the user's own mistake")
+
+    case = Case(steps=4, model_options={"shapes": TINY})
+    n_steps = 0 if at == "the first step" else 2
+    trainer = make_trainer(
+        case.make_strategy(), max_steps=2, val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0,
+        callbacks=[Ends()],
+    )  # fmt: skip
+    with contextlib.nullcontext() if at == "no time" else pytest.raises(RuntimeError, match="own mistake"):
+        trainer.fit(case.make_model())
     assert workers() == []
+    n_elements = sum(math.prod(shape) for shape in TINY)
+    assert watched[0].n_bytes <= 12 * n_elements + 64 * mmap.PAGESIZE
+    watched[0].close()
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = run_here(dataclasses.replace(case, checkpoint=str(tmp_path / "a.ckpt")))
+    assert len(resumed.losses) == case.steps - n_steps
+    for ours, theirs in zip(resumed.master, run_here(case).master, strict=True):
+        assert torch.equal(ours, theirs)
 
 
-def test_no_worker_remains_after_an_error_at_setup() -> None:
+def shared_bytes() -> int:
+    """Shared memory of ours that this process holds."""
+    sizes = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            if "memfd:zenflow-" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.fstat(int(fd))
+                sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())
+
+
+def test_nothing_remains_of_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before = shared_bytes()
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", "/bin/false")
+    with pytest.raises(WorkerError, match="exited with status 1"):
+        fit(linear())
+    assert shared_bytes() <= before
+
+
+def test_nothing_remains_after_an_error_at_setup() -> None:
     """DeepSpeed's engine refuses the scheduler after it has built the optimizer, and with it the worker."""
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "NoSuchScheduler", "params": {}},
     }
+    gc.collect()
+    before = shared_bytes()
     with pytest.raises(AssertionError, match="NoSuchScheduler"):
         fit(linear(), ZenFlowStrategy(config=config))
     assert workers() == []
+    assert shared_bytes() <= before
 
 
 def test_evaluation_after_an_exception() -> None:

@@ -198,7 +198,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     columns.store(arena)
     state = torch.stack((arena.master, arena.exp_avg, arena.exp_avg_sq)).clone()
     shown = weights.cpu()
-    arena.close()
+    arena.close(keep_state=False)
     return held, peak, shown, state
 
 

@@ -28,7 +28,7 @@ def partition() -> Partition:
 def arena(partition: Partition) -> Iterator[Arena]:
     arena = make_arena(partition)
     yield arena
-    arena.close()
+    arena.close(keep_state=False)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtyp
         padding[s.begin : s.end] = False
     assert torch.equal(arena.master[padding], initial[padding])
     assert not arena.exp_avg[padding].any()
-    arena.close()
+    arena.close(keep_state=False)
 
 
 def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
@@ -121,7 +121,7 @@ def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
                 worker.wait()
         worker.close()
         states.append([arena.master.clone(), arena.exp_avg.clone(), arena.exp_avg_sq.clone()])
-        arena.close()
+        arena.close(keep_state=False)
     for other in states[1:]:
         assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
 
@@ -250,8 +250,8 @@ def test_nothing_is_left_open(partition: Partition) -> None:
             worker.close()
             worker.close()
             assert not psutil.pid_exists(worker.pid)
-        arena.close()
-        arena.close()
+        arena.close(keep_state=False)
+        arena.close(keep_state=False)
 
     start_and_close(fail=False)
     before = open_files()
@@ -274,7 +274,7 @@ def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker
 def test_the_state_outlives_worker_and_arena(partition: Partition) -> None:
     arena = make_arena(partition)
     master, expected = arena.master, arena.master.clone()
-    arena.close()
+    arena.close(keep_state=True)
     del arena
     assert torch.equal(master, expected)
 

@@ -90,7 +90,7 @@ def partition() -> Partition:
 def arena(partition: Partition) -> Iterator[Arena]:
     arena = make_arena(partition)
     yield arena
-    arena.close()
+    arena.close(keep_state=False)
 
 
 def is_dead(pid: int) -> bool:
@@ -154,7 +154,7 @@ def expected(partition: Partition) -> list[Tensor]:
         worker.wait()
     worker.close()
     result = state(arena)
-    arena.close()
+    arena.close(keep_state=False)
     return result
 
 

@@ -136,7 +136,7 @@ def attack(worker: Path, rng: random.Random) -> str:
             process.kill()
             return f"it hangs: {process.communicate()[0]!r}"
         finally:
-            arena.close()
+            arena.close(keep_state=False)
     words = output.decode(errors="replace")
     if process.returncode == 0 and not words:
         return ""
