@@ -52,6 +52,9 @@ class WorkerProcess {
     int socket_ = -1;
 };
 
+// A round that is replayed, without look-ahead.
+Round round_of(uint32_t block, int64_t round_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer);
+
 // Runs the worker with `arguments` alone and returns what it printed on both standard streams; stores the exit status.
 std::string output_of_worker(const std::vector<std::string>& arguments, int& status);
 
