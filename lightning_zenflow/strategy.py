@@ -33,6 +33,7 @@ from lightning_zenflow.exact_weights import ExactWeights
 from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.rank_variables import RankVariables
 from lightning_zenflow.timeline_writer import TimelineWriter
 from lightning_zenflow.topology import core_siblings, places_on_this_host, read_place
 from lightning_zenflow.tracing import Lane
@@ -131,6 +132,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._torch_threads: int | None = None
         self._micro_batches = 0
+        self._rank_variables = RankVariables()
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -167,6 +169,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if self.zenflow_config.timeline is not None and not any(isinstance(c, TimelineWriter) for c in callbacks):
             first, last = self.zenflow_config.timeline_range
             callbacks.insert(0, TimelineWriter(Path(self.zenflow_config.timeline), first=first, last=last))
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The launcher, which runs before all other hooks, is the first to change them.
+        self._rank_variables = RankVariables()
+        super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
@@ -363,6 +371,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             torch.set_num_threads(self._torch_threads)
             self._torch_threads = None
         super().teardown()
+        # With more ranks Lightning's launcher knows by them, in a further fit, that the others have been started.
+        if self.num_nodes * self.num_processes == 1:
+            self._rank_variables.restore()
 
     def _flush(self) -> None:
         """Closes all open windows, so that whoever looks at the weights or the optimizer states now sees the exact ones.

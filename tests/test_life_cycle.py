@@ -71,6 +71,23 @@ def test_fits_leave_no_memory_behind() -> None:
     assert held() == before
 
 
+@pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])
+def test_the_environment_is_left_as_it_was(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a process started from here trains by itself; what torchrun has set stays."""
+    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    trainer = fit(linear())
+    assert {name: os.environ[name] for name in names if name in os.environ} == given
+    # Again, and in another function of the same trainer.
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(linear())
+    trainer.validate(linear(), verbose=False)
+    assert {name: os.environ[name] for name in names if name in os.environ} == given
+
+
 def test_evaluation_without_fit() -> None:
     model = linear()
     trainer = make_trainer(ZenFlowStrategy(), limit_val_batches=1)
