@@ -166,7 +166,7 @@ def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, mo
     data.prepare_data()
     data.setup("fit")
     data.setup("predict")
-    assert [example.first for example in data.train_dataloader().dataset.examples] == ["train 0", "train 1", "train 2"]
+    assert [example.first for example in data.train_dataloader().dataset] == ["train 0", "train 1", "train 2"]
     (validation,), (prediction,) = data.val_dataloader(), data.predict_dataloader()
     assert next(iter(validation))["labels"].tolist() == [1, 0]
     assert "labels" not in next(iter(prediction))

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import DataLoader, random_split
 from typing_extensions import override
 
 from alpaca_task.packing import pack
@@ -17,9 +17,8 @@ from alpaca_task.records import Record, load_records, read_records
 from alpaca_task.tokenized import IGNORED, TokenizedExample, tokenize
 from alpaca_task.tokenizers import build_encoder
 from common.byte_tokens import BYTE_TOKENIZER
+from common.loading import check_at_least, check_one_source, data_loader, padded_length
 
-PAD_MULTIPLE = 8
-"""Batches are padded to a multiple of this many tokens, which matrix units like."""
 SPLIT_SEED = 0
 """Of the held-out examples, apart from the run's seed, so that runs with other seeds can be compared."""
 
@@ -40,20 +39,6 @@ class Batch(TypedDict):
     position_ids: Tensor
 
 
-class RowDataset(Dataset[Row]):
-    """A list of rows."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = rows
-
-    @override
-    def __getitem__(self, index: int) -> Row:
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
 class Collator:
     """Makes a `Batch` of rows."""
 
@@ -63,7 +48,7 @@ class Collator:
 
     def __call__(self, rows: Sequence[Row]) -> Batch:
         longest = max(sum(len(example.input_ids) for example in row) for row in rows)
-        width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, self.max_length)
+        width = padded_length(longest, self.max_length)
         input_ids = torch.full((len(rows), width), self.pad_token_id)
         labels = torch.full((len(rows), width), IGNORED)
         position_ids = torch.zeros((len(rows), width), dtype=torch.int64)
@@ -114,19 +99,10 @@ class InstructionData(pl.LightningDataModule):
         """
         super().__init__()
         self.save_hyperparameters()
-        if (train_file is None) == (dataset is None):
-            raise ValueError(
-                f"set exactly one of data.train_file (got {train_file!r}) and data.dataset (got {dataset!r})"
-            )
-        for key, value, least in (
-            ("val_size", val_size, 1),
-            ("max_length", max_length, 8),
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise ValueError(f"data.{key}={value} is not allowed; it must be at least {least}")
+        check_one_source(train_file=train_file, dataset=dataset)
+        check_at_least(8, max_length=max_length)
+        check_at_least(1, val_size=val_size, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_at_least(0, num_workers=num_workers)
         self.train_file = train_file
         self.val_file = val_file
         self.dataset = dataset
@@ -193,12 +169,10 @@ class InstructionData(pl.LightningDataModule):
         return self._loader(self._val_rows, training=False)
 
     def _loader(self, rows: Sequence[Row], *, training: bool) -> DataLoader[Any]:
-        return DataLoader(
-            RowDataset(rows),
+        return data_loader(
+            rows,
+            Collator(self.encoder.pad_token_id, self.max_length),
             batch_size=self.batch_size if training else self.eval_batch_size,
-            shuffle=training and bool(rows),
-            collate_fn=Collator(self.encoder.pad_token_id, self.max_length),
+            shuffle=training,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
         )

@@ -8,17 +8,15 @@ from typing import Any, TypedDict
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import NotRequired, override
 
 from common.byte_tokens import BYTE_TOKENIZER
+from common.loading import check_at_least, check_one_source, data_loader, padded_length
 from glue_task.hub import load_hub, load_split, split_name
 from glue_task.tasks import EvaluationSet, Example, GlueTask, Stage, find_task
 from glue_task.tokenizers import Encoder, build_encoder
 from glue_task.tsv import find_folder, read_tsv, split_path
-
-PAD_MULTIPLE = 8
-"""Batches are padded to a multiple of this many tokens, which matrix units like."""
 
 
 class Batch(TypedDict):
@@ -48,20 +46,6 @@ def unpack_scores(labels: Tensor) -> Tensor:
     return labels.view(torch.float32)
 
 
-class ExampleDataset(Dataset[Example]):
-    """A list of examples; the collator tokenizes them when their batch is due."""
-
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self.examples = examples
-
-    @override
-    def __getitem__(self, index: int) -> Example:
-        return self.examples[index]
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-
 class Collator:
     """Makes a `Batch` of a list of examples."""
 
@@ -72,8 +56,7 @@ class Collator:
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         rows = [self.encoder.encode(example.first, example.second, self.max_length) for example in examples]
-        longest = -(-max(map(len, rows)) // PAD_MULTIPLE) * PAD_MULTIPLE
-        width = min(longest, self.max_length)
+        width = padded_length(max(map(len, rows)), self.max_length)
         input_ids = torch.full((len(rows), width), self.encoder.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
         for row, ids in enumerate(rows):
@@ -120,16 +103,10 @@ class GlueDataModule(pl.LightningDataModule):
             num_workers: Processes that prepare batches; 0 prepares them in the training process.
         """
         super().__init__()
-        if (data_dir is None) == (dataset is None):
-            raise ValueError(f"set exactly one of data.data_dir (got {data_dir!r}) and data.dataset (got {dataset!r})")
-        for key, value, least in (
-            ("max_length", max_length, 8),
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise ValueError(f"data.{key}={value} is not allowed; it must be at least {least}")
+        check_one_source(data_dir=data_dir, dataset=dataset)
+        check_at_least(8, max_length=max_length)
+        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_at_least(0, num_workers=num_workers)
         self.task = find_task(task)
         self.data_dir = data_dir
         self.dataset = dataset
@@ -208,12 +185,10 @@ class GlueDataModule(pl.LightningDataModule):
         return [self._loader(self._examples[stage, one.name], training=False) for one in self.task.evaluation_sets]
 
     def _loader(self, examples: Sequence[Example], *, training: bool) -> DataLoader[Any]:
-        return DataLoader(
-            ExampleDataset(examples),
+        return data_loader(
+            examples,
+            Collator(self.task, self.encoder, self.max_length),
             batch_size=self.batch_size if training else self.eval_batch_size,
-            shuffle=training and bool(examples),
-            collate_fn=Collator(self.task, self.encoder, self.max_length),
+            shuffle=training,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
         )
