@@ -140,7 +140,7 @@ def run_script(tmp_path: Path, subcommand: str, *arguments: str, timeout: float)
 
 
 @pytest.mark.usefixtures("no_worker_is_left")
-def test_twenty_steps_under_zenflow_and_their_checkpoint(tmp_path: Path) -> None:
+def test_twenty_steps_under_zenflow_and_their_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(
         tmp_path,
         "fit",
@@ -157,7 +157,14 @@ def test_twenty_steps_under_zenflow_and_their_checkpoint(tmp_path: Path) -> None
 
     # The checkpoint holds the weights that were validated, and needs no training data.
     checkpoint = tmp_path / "logs" / "glue" / "version_0" / "checkpoints" / "last.ckpt"
-    run_script(tmp_path, "validate", f"--ckpt_path={checkpoint}", "--trainer.limit_val_batches=1", timeout=120)
+    run_cli(
+        monkeypatch,
+        tmp_path,
+        "validate",
+        "--trainer.strategy=zenflow",
+        f"--ckpt_path={checkpoint}",
+        "--trainer.limit_val_batches=1",
+    )
     (validated,) = csv_rows(tmp_path / "logs" / "csv" / "version_1" / "metrics.csv")
     (trained,) = [row for row in rows if row["val/loss"]]
     assert float(validated["val/loss"]) == pytest.approx(float(trained["val/loss"]), rel=1e-5)
