@@ -52,6 +52,8 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
+    fails: bool = False
+    """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
     @property
     def dtype(self) -> torch.dtype:

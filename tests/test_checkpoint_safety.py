@@ -122,7 +122,9 @@ def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
     file = tmp_path / "elsewhere.ckpt/checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     saving = replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3, ranks=(1,)), Damage(file)))
-    runs = run_on_ranks({"saving": saving, "loading": replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt"))})
+    runs = run_on_ranks(
+        {"saving": saving, "loading": replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt"), fails=True)}
+    )
     assert [run.error for run in runs["saving"]] == [None, None]
     for run in runs["loading"]:
         assert run.error is not None and f"checkpoint {file}: this file is truncated or damaged" in run.error
