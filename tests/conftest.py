@@ -12,6 +12,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
+from cpp_build import Builds
+
 # Read when Triton is imported, which Lightning does.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,6 +22,17 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where the test of the dashboard leaves the picture that README shows."""
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpp_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds | None]:
+    """What the C++ tests need, where any of them is to run; begun before the first test."""
+    # The fixture of test_cpp; this one belongs to every test.
+    needed = any("build" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    builds = Builds(tmp_path_factory.mktemp("builds")) if needed else None
+    yield builds
+    if builds is not None:
+        builds.end()
 
 
 @pytest.fixture

@@ -159,15 +159,20 @@ def test_training_by_tritons_passes(monkeypatch: pytest.MonkeyPatch, kernels: Ke
             torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def gpu_instructions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, int]]]:
+    """For each element type and kernel, how often each instruction of float32 occurs."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(Path(__file__).with_name("triton_build.py")), "bf16", "fp32"]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_they_compile_for_gpus(dtype: str, tmp_path: Path) -> None:
+def test_they_compile_for_gpus(dtype: str, gpu_instructions: dict[str, dict[str, dict[str, int]]]) -> None:
     """To machine code, for which no GPU is needed. The arithmetic is that of IEEE, fused where the worker's is and nowhere else."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
-    script = Path(__file__).with_name("triton_build.py")
-    output = subprocess.run(
-        [sys.executable, str(script), dtype], env=environment, check=True, capture_output=True, text=True
-    ).stdout
-    instructions = json.loads(output.splitlines()[-1])
+    instructions = gpu_instructions[dtype]
     assert instructions["_stand_in"].keys() == {"mul.rn", "sub.rn"}
     per_element = instructions["_adamw"]["div.rn"]
     assert instructions["_adamw"] == {

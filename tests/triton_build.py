@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for an NVIDIA GPU and prints how often each float32 instruction occurs, as JSON; see test_triton_kernels."""
+"""Compiles the Triton kernels for an NVIDIA GPU and prints as JSON how often each float32 instruction occurs; see test_triton_kernels."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def type_of(argument: str, dtype: str) -> str:
     return "fp32" if argument in _FLOATS else "i32"
 
 
-def main(dtype: str) -> None:
+def instructions(dtype: str) -> dict[str, Counter[str]]:
     result = {}
     for name, constants in CONSTANTS.items():
         kernel = getattr(triton_kernels, name)
@@ -47,8 +47,8 @@ def main(dtype: str) -> None:
         assert built.asm["cubin"]
         found = re.findall(r"\b((?:fma|mul|add|sub|sqrt|div)(?:\.\w+)*)\.f32\b", built.asm["ptx"])
         result[name] = Counter(found)
-    print(json.dumps(result))
+    return result
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps({dtype: instructions(dtype) for dtype in sys.argv[1:]}))
