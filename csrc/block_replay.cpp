@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "clock.h"
 #include "error.h"
 #include "first_touch.h"
 #include "parallel.h"
@@ -77,19 +78,23 @@ void BlockReplay::touch_states() {
     });
 }
 
-void BlockReplay::run(const Round& round, const uint32_t* pages) {
+const std::vector<ThreadSpan>& BlockReplay::run(const Round& round, const uint32_t* pages) {
     collect_coefficients(round, pages);
     collect_chunks(round.block);
     if (!journal_.is_in_hand(round)) journal_.begin(round, shares());
     const size_t n_shares = journal_.n_shares();
     gradients_.resize(n_shares * pages_.size());
+    spans_.assign(std::min(n_shares, static_cast<size_t>(n_parallel_threads())), {});
     run_in_parallel([&](int thread, int n_threads) {
+        const auto first = static_cast<size_t>(thread);
+        if (first >= n_shares) return;
+        const int64_t begin_ns = now_ns();
         // As many threads as shares, but for what a worker with another number of threads left.
-        for (auto share = static_cast<size_t>(thread); share < n_shares; share += static_cast<size_t>(n_threads)) {
-            run_share(share, round);
-        }
+        for (size_t share = first; share < n_shares; share += static_cast<size_t>(n_threads)) run_share(share, round);
+        spans_[first] = {begin_ns, now_ns()};
     });
     journal_.finish(round);
+    return spans_;
 }
 
 void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages) {

@@ -31,8 +31,9 @@ class BlockReplay {
 
     // Carries out a checked round that is not complete and whose steps are resolved, or what is left of it. When it returns, what
     // the threads wrote happens before whatever the caller does next. Elements in no range are left alone, in master and moments
-    // as well as in the publish buffer.
-    void run(const Round& round, const uint32_t* pages);
+    // as well as in the publish buffer. Returns when each thread worked on it: those that had a share, in order. Valid until the
+    // next call.
+    const std::vector<ThreadSpan>& run(const Round& round, const uint32_t* pages);
 
   private:
     // Consecutive elements of one block and one parameter group.
@@ -64,6 +65,7 @@ class BlockReplay {
     std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, see WindowView
     std::vector<Chunk> chunks_;
     std::vector<const void*> gradients_;  // per share, of the applied steps of the chunk in hand
+    std::vector<ThreadSpan> spans_;       // per thread that has a share
 };
 
 }  // namespace zenflow

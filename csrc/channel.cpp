@@ -2,11 +2,11 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <vector>
 
 #include "error.h"
 
@@ -38,10 +38,15 @@ std::optional<Channel::Message> Channel::receive() {
     return message;
 }
 
-bool Channel::send_bytes(const void* data, size_t size) {
+bool Channel::send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size) {
+    // It is only read from; the structure also serves for receiving.
+    iovec parts[] = {{const_cast<void*>(head), head_size}, {const_cast<void*>(tail), tail_size}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
     ssize_t sent;
     do {
-        sent = ::send(fd_, data, size, MSG_NOSIGNAL);
+        sent = sendmsg(fd_, &message, MSG_NOSIGNAL);
     } while (sent < 0 && errno == EINTR);
     if (sent < 0 && (errno == EPIPE || errno == ECONNRESET)) return false;
     if (sent < 0) fail("cannot send to the trainer: ", std::strerror(errno));
@@ -50,11 +55,7 @@ bool Channel::send_bytes(const void* data, size_t size) {
 
 bool Channel::send_error(std::string_view text) {
     const MessageHeader header{static_cast<uint32_t>(MessageType::kError), 0};
-    const size_t text_bytes = std::min(text.size(), kMaxMessageBytes - sizeof(header));
-    std::vector<std::byte> message(sizeof(header) + text_bytes);
-    std::memcpy(message.data(), &header, sizeof(header));
-    std::memcpy(message.data() + sizeof(header), text.data(), text_bytes);
-    return send_bytes(message.data(), message.size());
+    return send(header, text.data(), std::min(text.size(), kMaxMessageBytes - sizeof(header)));
 }
 
 bool Channel::trainer_gone() const {

@@ -30,10 +30,15 @@ class Channel {
     // short to hold a type, or if the socket fails.
     std::optional<Message> receive();
 
-    // Returns false if the trainer is gone. Throws Error if the socket fails.
+    // Sends a structure and, behind it in the same message, entries of a table. Returns false if the trainer is gone. Throws
+    // Error if the socket fails.
     template <typename T>
     bool send(const T& message) {
-        return send_bytes(&message, sizeof(message));
+        return send_bytes(&message, sizeof(message), nullptr, 0);
+    }
+    template <typename T, typename Entry>
+    bool send(const T& message, const Entry* entries, size_t n_entries) {
+        return send_bytes(&message, sizeof(message), entries, n_entries * sizeof(Entry));
     }
 
     // Sends an Error message, with the end of the text cut off where it does not fit.
@@ -43,7 +48,7 @@ class Channel {
     bool trainer_gone() const;
 
   private:
-    bool send_bytes(const void* data, size_t size);
+    bool send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size);
 
     int fd_;
     alignas(8) std::array<std::byte, kMaxMessageBytes> buffer_;

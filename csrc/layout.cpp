@@ -16,6 +16,7 @@ void print_layout(std::ostream& out) {
     out << "kMaxMessageBytes " << kMaxMessageBytes << '\n';
     out << "kTileElements " << kTileElements << '\n';
     out << "kJournalSlotBytes " << kJournalSlotBytes << '\n';
+    out << "kMaxThreadSpans " << kMaxThreadSpans << '\n';
 
     SIZE(ArenaHeader);
     FIELD(ArenaHeader, magic);
@@ -112,6 +113,12 @@ void print_layout(std::ostream& out) {
     FIELD(Done, start_ns);
     FIELD(Done, wait_ns);
     FIELD(Done, busy_ns);
+    FIELD(Done, n_spans);
+    FIELD(Done, reserved);
+
+    SIZE(ThreadSpan);
+    FIELD(ThreadSpan, begin_ns);
+    FIELD(ThreadSpan, end_ns);
 }
 
 }  // namespace zenflow

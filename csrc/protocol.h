@@ -35,11 +35,12 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 4;
+constexpr uint64_t kVersion = 5;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // that the kernel updates at once
 constexpr size_t kJournalSlotBytes = 4096;
+constexpr size_t kMaxThreadSpans = 256;  // that a Done message holds
 
 enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -139,7 +140,7 @@ enum class MessageType : uint32_t {
     kRound = 1,  // trainer -> worker: Round, then uint32_t pages[n_steps]
     kExit = 2,   // trainer -> worker: MessageHeader; the worker finishes what it has and exits with 0
     kReady = 3,  // worker -> trainer: Ready, once, before anything else
-    kDone = 4,   // worker -> trainer: Done, one per round, in order of submission
+    kDone = 4,   // worker -> trainer: Done, then ThreadSpan[n_spans], one message per round, in order of submission
     kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker exits with 1 after it
 };
 
@@ -181,6 +182,15 @@ struct Done {
     int64_t start_ns;  // when the message was read: CLOCK_MONOTONIC, which the trainer reads as well
     int64_t wait_ns;   // time between reading the message and the arrival of the round's word
     int64_t busy_ns;   // time spent computing after that; this and wait_ns are 0 if the round was complete before
+    uint32_t n_spans;  // threads that had a share of the round, at most kMaxThreadSpans; 0 if it was complete before
+    uint32_t reserved;
 };
+
+// When a thread worked on a round: the first one behind Done is of the thread on the first core of --cores, and so on.
+struct ThreadSpan {
+    int64_t begin_ns;  // CLOCK_MONOTONIC
+    int64_t end_ns;
+};
+static_assert(sizeof(Done) + kMaxThreadSpans * sizeof(ThreadSpan) <= kMaxMessageBytes, "a Done must fit a message");
 
 }  // namespace zenflow

@@ -1,5 +1,6 @@
 // The worker process: one per rank, started by the trainer with two inherited file descriptors. It replays AdamW on the blocks
 // that the trainer names and leaves when it is told to or when the trainer is gone. protocol.h holds the contract.
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -13,6 +14,7 @@
 #include "bench.h"
 #include "block_replay.h"
 #include "channel.h"
+#include "clock.h"
 #include "cores.h"
 #include "error.h"
 #include "layout.h"
@@ -116,31 +118,28 @@ struct ReceivedRound {
     }
 };
 
-int64_t nanoseconds_between(std::chrono::steady_clock::time_point begin, std::chrono::steady_clock::time_point end) {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
-}
-
 // Returns false if the trainer is gone.
 bool serve_round(const ReceivedRound& received, const StepRecords& records, BlockReplay& replay, Channel& channel) {
     const auto [round, pages] = received;
-    const auto received_at = std::chrono::steady_clock::now();
+    const int64_t received_ns = now_ns();
     replay.check(round, pages);
     records.check(round.first_step, round.n_steps);
     if (replay.is_complete(round)) {
-        return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
-                                 nanoseconds_between({}, received_at), 0, 0});
+        return channel.send(
+            Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id, received_ns, 0, 0, 0, 0});
     }
     if (round.n_steps > 0) {
         const int64_t last_step = round.first_step + round.n_steps - 1;
         if (!records.resolve(last_step, [&channel] { return channel.trainer_gone(); })) return false;
     }
-    const auto arrived_at = std::chrono::steady_clock::now();
-    replay.run(round, pages);
-    const auto finished_at = std::chrono::steady_clock::now();
+    const int64_t arrived_ns = now_ns();
+    const std::vector<ThreadSpan>& spans = replay.run(round, pages);
+    const int64_t finished_ns = now_ns();
+    const size_t n_spans = std::min(spans.size(), kMaxThreadSpans);
     // Sending and receiving take the socket's lock, so whoever has read Done sees everything written before it.
-    return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id,
-                             nanoseconds_between({}, received_at), nanoseconds_between(received_at, arrived_at),
-                             nanoseconds_between(arrived_at, finished_at)});
+    return channel.send(Done{static_cast<uint32_t>(MessageType::kDone), round.block, round.round_id, received_ns,
+                             arrived_ns - received_ns, finished_ns - arrived_ns, static_cast<uint32_t>(n_spans), 0},
+                        spans.data(), n_spans);
 }
 
 // Returns when the trainer asks for it or is gone.

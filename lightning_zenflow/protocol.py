@@ -11,11 +11,12 @@ from typing import Final
 import torch
 
 MAGIC: Final = 0x574F4C464E455A31
-VERSION: Final = 4
+VERSION: Final = 5
 HEADER_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
 JOURNAL_SLOT_BYTES: Final = 4096
+MAX_THREAD_SPANS: Final = 256
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types of gradient pages and publish buffers, as ``zenflow::DataType`` numbers them."""
@@ -159,7 +160,7 @@ class Ready(ctypes.LittleEndianStructure):
 
 
 class Done(ctypes.LittleEndianStructure):
-    """``zenflow::Done``: one per round, in order of submission."""
+    """``zenflow::Done``: one per round, in order of submission; followed in the message by ``ThreadSpan[n_spans]``."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
@@ -168,4 +169,12 @@ class Done(ctypes.LittleEndianStructure):
         ("start_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("busy_ns", ctypes.c_int64),
+        ("n_spans", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
+
+
+class ThreadSpan(ctypes.LittleEndianStructure):
+    """``zenflow::ThreadSpan``: when a thread of the worker worked on a round."""
+
+    _fields_ = (("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))

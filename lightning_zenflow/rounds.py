@@ -383,9 +383,7 @@ class Rounds:
         if completion is None:
             with self._stalls.measure(cause):
                 completion = self._worker.wait()
-        self._stalls.add_round(
-            round_.block, start_ns=completion.start_ns, wait_ns=completion.wait_ns, busy_ns=completion.busy_ns
-        )
+        self._stalls.add_round(round_.block, completion)
         assert completion.round_id == round_.round_id, "the worker answers in order of submission"
         rest = self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
         self._traffic.up_bytes += rest

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.worker import Completion
 
 Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "timeline"]
 """Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection and the
@@ -84,10 +85,10 @@ class StallClock:
                 self._events.append((cause, before, after))
                 self._tracer.add_wait(cause, begin_ns, end_ns, (before, after))
 
-    def add_round(self, block: int, *, start_ns: int, wait_ns: int, busy_ns: int) -> None:
+    def add_round(self, block: int, completion: Completion) -> None:
         """Counts what the worker reported of one round."""
-        self._worker_busy_s += 1e-9 * busy_ns
-        self._tracer.add_round(block, start_ns=start_ns, wait_ns=wait_ns, busy_ns=busy_ns)
+        self._worker_busy_s += 1e-9 * completion.busy_ns
+        self._tracer.add_round(block, completion)
 
     def _event(self) -> torch.cuda.Event | None:
         if not self._on_cuda:

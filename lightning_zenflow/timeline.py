@@ -21,8 +21,8 @@ def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[
         worker: what to call the worker process.
 
     Returns:
-        The JSON object: one lane ("thread") for each of `tracing.LANES` that has spans, and one for the steps; times in microseconds from
-        the beginning of the first. Waits have the category "wait" and are red.
+        The JSON object: one lane ("thread") for each of `tracing.LANES` that has spans, several for the worker's threads, and one for the
+        steps; times in microseconds from the beginning of the first. Waits have the category "wait" and are red.
     """
     spans = [(step.step, span) for step in steps for span in step.spans()]
     begin_ns = min([step.begin_ns for step in steps] + [span.begin_ns for _, span in spans], default=0)
@@ -30,13 +30,13 @@ def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[
         _name(_TRAINING, 0, "process_name", "training"),
         _name(_WORKER, 0, "process_name", worker),
     ]
-    used = {span.lane for _, span in spans}
-    lanes = [STEP_LANE, *(lane for lane in LANES if lane in used)]
+    used = {(LANES.index(span.lane), span.threads.start): _lane_name(span) for _, span in spans}
+    lanes = [STEP_LANE, *(used[place] for place in sorted(used))]
     for number, lane in enumerate(lanes):
         events.append(_name(_process(lane), number + 1, "thread_name", lane))
         sort_index = {"name": "thread_sort_index", "ph": "M", "pid": _process(lane), "tid": number + 1}
         events.append({**sort_index, "args": {"sort_index": number}})
-    timed = [_event(step, span, begin_ns, lanes.index(span.lane) + 1) for step, span in spans]
+    timed = [_event(step, span, begin_ns, lanes.index(_lane_name(span)) + 1) for step, span in spans]
     for step in steps:
         assert step.end_ns is not None, "only complete steps can be written"
         timed.append(
@@ -76,8 +76,15 @@ def read_trace(path: Path) -> dict[str, Any]:
     return trace
 
 
+def _lane_name(span: Span) -> str:
+    if span.lane != "worker":
+        return span.lane
+    first, last = span.threads[0], span.threads[-1]
+    return f"worker thread {first}" if first == last else f"worker threads {first} to {last}"
+
+
 def _process(lane: str) -> int:
-    return _WORKER if lane == "worker" else _TRAINING
+    return _WORKER if lane.startswith("worker") else _TRAINING
 
 
 def _name(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:

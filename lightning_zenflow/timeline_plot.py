@@ -47,7 +47,7 @@ def draw(trace: Mapping[str, Any]) -> "Figure":
     axes = figure.subplots()
     for row, (lane, name) in enumerate(names.items()):
         spans = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane]
-        own = _LANE_COLOURS.get(name, _STEP_COLOUR)
+        own = _LANE_COLOURS.get("worker" if name.startswith("worker") else name, _STEP_COLOUR)
         axes.broken_barh(
             [(e["ts"] / 1e3, e["dur"] / 1e3) for e in spans],
             (row - 0.4, 0.8),

@@ -7,9 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
+
+from lightning_zenflow.worker import Completion
 
 Lane = Literal[
     "forward",
@@ -22,16 +25,21 @@ Lane = Literal[
     "waits of the device",
     "worker",
 ]
-"""Where a span is drawn; spans of one lane do not overlap. On a CUDA device those of the first six are the device's own times."""
+"""Where a span is drawn. On a CUDA device those of the first six are the device's own times."""
 
 LANES: tuple[Lane, ...] = get_args(Lane)
+
+MAX_WORKER_LANES = 16
+"""More threads than that share lanes."""
 
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time, by the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads as well)."""
+    """Something that took time, by the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads as well). Spans of one lane, of the
+    same threads, do not overlap.
+    """
 
     lane: Lane
     name: str
@@ -41,6 +49,8 @@ class Span:
     """What was copied, if anything."""
     waits: bool = False
     """Whether somebody had nothing to do."""
+    threads: range = range(1)
+    """Which of the worker's, in its lanes."""
 
     @property
     def seconds(self) -> float:
@@ -136,10 +146,14 @@ class Tracer:
 
     Args:
         device: what trains.
+        worker_threads: how many threads the worker has.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, worker_threads: int) -> None:
         self._device = device
+        n_lanes = min(worker_threads, MAX_WORKER_LANES)
+        bounds = [worker_threads * i // n_lanes for i in range(n_lanes + 1)]
+        self._worker_lanes = [range(*of_lane) for of_lane in pairwise(bounds)]
         self._on_cuda = device.type == "cuda"
         self._step = 0
         self._recordings: list[Recording] = []
@@ -206,16 +220,31 @@ class Tracer:
             )
             trace.device_spans.append(span)
 
-    def add_round(self, block: int, *, start_ns: int, wait_ns: int, busy_ns: int) -> None:
-        """Notes what the worker reported of one round."""
+    def add_round(self, block: int, completion: Completion) -> None:
+        """Notes what the worker reported of one round. Its first thread waits for the gradients, the others sleep meanwhile."""
         if self._current is None:
             return
-        arrived_ns = start_ns + wait_ns
-        spans = self._current.host_spans
-        spans.append(
-            Span(lane="worker", name="wait for gradients", begin_ns=start_ns, end_ns=arrived_ns, waits=True),
+        begin_ns = completion.start_ns
+        wait = Span(
+            lane="worker",
+            name="wait for gradients",
+            begin_ns=begin_ns,
+            end_ns=begin_ns + completion.wait_ns,
+            waits=True,
+            threads=self._worker_lanes[0],
         )
-        spans.append(Span(lane="worker", name=f"block {block}", begin_ns=arrived_ns, end_ns=arrived_ns + busy_ns))
+        self._current.host_spans.append(wait)
+        for threads in self._worker_lanes:
+            # Small blocks are for some of the threads only.
+            if worked := completion.threads[threads.start : threads.stop]:
+                busy = Span(
+                    lane="worker",
+                    name=f"block {block}",
+                    begin_ns=min(span.begin_ns for span in worked),
+                    end_ns=max(span.end_ns for span in worked),
+                    threads=threads,
+                )
+                self._current.host_spans.append(busy)
 
     def _resume(self) -> None:
         """Begins to record the present step if anybody wants it."""

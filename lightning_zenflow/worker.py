@@ -78,6 +78,8 @@ class Completion:
     """Nanoseconds it waited for the round's data."""
     busy_ns: int
     """Nanoseconds it computed."""
+    threads: Sequence[protocol.ThreadSpan]
+    """When each of its threads did, those that had a share of the round, in order of the worker's cores."""
 
 
 class Worker:
@@ -152,8 +154,16 @@ class Worker:
             WorkerKilled: a signal has ended the worker.
             WorkerError: it failed and says how, has ended otherwise, or does not answer in time.
         """
-        done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
-        return Completion(round_id=done.round_id, start_ns=done.start_ns, wait_ns=done.wait_ns, busy_ns=done.busy_ns)
+        message = self._receive(protocol.MessageType.DONE, self._timeout_s)
+        done = protocol.Done.from_buffer_copy(message)
+        threads = (protocol.ThreadSpan * done.n_spans).from_buffer_copy(message, ctypes.sizeof(protocol.Done))
+        return Completion(
+            round_id=done.round_id,
+            start_ns=done.start_ns,
+            wait_ns=done.wait_ns,
+            busy_ns=done.busy_ns,
+            threads=threads,
+        )
 
     def has_answered(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

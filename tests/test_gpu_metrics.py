@@ -51,9 +51,15 @@ def test_timeline(tmp_path: Path) -> None:
     for event in events:
         if event["ph"] == "X":
             lanes[names[event["pid"], event["tid"]]].append(event)
-    assert {"forward", "backward", "exact step", "copies down", "copies up", "waits of the device", "worker"} <= set(
-        lanes
-    )
+    assert {
+        "forward",
+        "backward",
+        "exact step",
+        "copies down",
+        "copies up",
+        "waits of the device",
+        "worker thread 0",
+    } <= set(lanes)
     for name, spans in lanes.items():
         if name != STEP_LANE:
             for before, after in pairwise(spans):
@@ -63,6 +69,6 @@ def test_timeline(tmp_path: Path) -> None:
     arrived: dict[int, float] = defaultdict(float)
     for event in lanes["copies down"]:
         arrived[event["args"]["step"]] = max(arrived[event["args"]["step"]], event["ts"] + event["dur"])
-    for event in lanes["worker"]:
+    for event in lanes["worker thread 0"]:
         if event["cat"] != "wait" and event["args"]["step"] > 9:
             assert event["ts"] + 100 >= arrived[event["args"]["step"] - 1]

@@ -20,6 +20,7 @@ STRUCTURES = (
     protocol.Round,
     protocol.Ready,
     protocol.Done,
+    protocol.ThreadSpan,
 )
 
 
@@ -48,8 +49,9 @@ def test_constants(layout: dict[str, int]) -> None:
         "kMaxMessageBytes": protocol.MAX_MESSAGE_BYTES,
         "kTileElements": protocol.TILE_ELEMENTS,
         "kJournalSlotBytes": protocol.JOURNAL_SLOT_BYTES,
+        "kMaxThreadSpans": protocol.MAX_THREAD_SPANS,
     }
-    assert {name: constants[name] for name in ours} == ours
+    assert constants == ours
 
 
 def test_the_version_on_the_command_line() -> None:

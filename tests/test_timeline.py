@@ -9,14 +9,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.callbacks import strategy_of
 from lightning_zenflow.cli import main
-from lightning_zenflow.timeline import STEP_LANE, read_trace
-from lightning_zenflow.tracing import LANES
-from networks import SmallNet
+from lightning_zenflow.protocol import ThreadSpan
+from lightning_zenflow.timeline import STEP_LANE, chrome_trace, read_trace
+from lightning_zenflow.tracing import LANES, MAX_WORKER_LANES, Tracer
+from lightning_zenflow.worker import Completion
+from networks import Perceptron, SmallNet
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FIRST, LAST = 5, 9
@@ -82,14 +85,57 @@ def test_is_a_chrome_trace(events: list[dict[str, Any]]) -> None:
 
 def test_lanes(lanes: dict[str, list[dict[str, Any]]]) -> None:
     # Where the CPU trains, the device's waits are the training thread's.
-    assert set(lanes) == {STEP_LANE, *LANES} - {"waits of the device"}
+    assert set(lanes) == {STEP_LANE, *LANES, "worker thread 0"} - {"waits of the device", "worker"}
     assert [event["name"] for event in lanes[STEP_LANE]] == [f"step {step}" for step in range(FIRST, LAST + 1)]
     n_steps = LAST - FIRST + 1
     assert len(lanes["forward"]) == len(lanes["backward"]) == 2 * n_steps, "two micro-batches a step"
     assert len(lanes["exact step"]) == n_steps
     # One block's window closes in each step, and its round waits for its data before it computes.
-    assert len(lanes["worker"]) == 2 * n_steps
-    assert {event["name"] for event in lanes["worker"]} == {"wait for gradients", *(f"block {i}" for i in range(4))}
+    worker = lanes["worker thread 0"]
+    assert len(worker) == 2 * n_steps
+    assert {event["name"] for event in worker} == {"wait for gradients", *(f"block {i}" for i in range(4))}
+
+
+def test_a_lane_for_each_thread_of_the_worker(tmp_path: Path) -> None:
+    """Both work on every block once its gradients are there."""
+    path = tmp_path / "timeline.json"
+    keys = {"update_interval": 4, "publish_lag": 1, "timeline": path, "timeline_steps": [5, 7]}
+    fit(Perceptron(widths=(256, 1024, 1), length=7), ZenFlowStrategy(worker_cores=2, **keys), steps=7)
+    trace = read_trace(path)["traceEvents"]
+    names = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
+    first, second = (
+        [e for e in trace if e["ph"] == "X" and e["tid"] == names[f"worker thread {i}"] and e["cat"] != "wait"]
+        for i in (0, 1)
+    )
+    assert [e["name"] for e in first] == [e["name"] for e in second]
+    arrived = [e["ts"] + e["dur"] for e in trace if e["name"] == "wait for gradients"]
+    assert len(first) == len(arrived) == 3
+    for of_threads, arrived_us in zip(zip(first, second, strict=True), arrived, strict=True):
+        assert all(e["ts"] >= arrived_us - 1e-3 and e["dur"] > 0 for e in of_threads)
+
+
+def test_many_threads_share_lanes() -> None:
+    tracer = Tracer(torch.device("cpu"), worker_threads=40)
+    recording = tracer.record(skip=1, steps=1)
+    tracer.begin_step(1)
+    for block, n_threads in ((0, 40), (1, 3)):
+        start_ns = 1000 * block
+        threads = [ThreadSpan(begin_ns=start_ns + 100 + t, end_ns=start_ns + 500 + t) for t in range(n_threads)]
+        completion = Completion(round_id=1, start_ns=start_ns, wait_ns=100, busy_ns=400, threads=threads)
+        tracer.add_round(block, completion)
+    tracer.begin_step(2)
+    events = chrome_trace(recording.steps)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values())[:4] == [
+        STEP_LANE,
+        "worker threads 0 to 1",
+        "worker threads 2 to 4",
+        "worker threads 5 to 6",
+    ]
+    assert len(names) == 1 + MAX_WORKER_LANES
+    spans = [s for s in recording.steps[0].spans() if s.threads == range(2, 5)]
+    assert [(s.name, s.begin_ns, s.end_ns) for s in spans] == [("block 0", 102, 504), ("block 1", 1102, 1502)]
+    assert len([e for e in events if e["name"] == "block 1"]) == 2, "three threads of forty are in two lanes"
 
 
 def test_spans_do_not_overlap_within_a_lane(lanes: dict[str, list[dict[str, Any]]]) -> None:
@@ -106,7 +152,7 @@ def test_what_belongs_to_a_step_lies_in_it(lanes: dict[str, list[dict[str, Any]]
         return bool(starts <= inner["ts"] and inner["ts"] + inner["dur"] <= ends)
 
     for name, spans in lanes.items():
-        if name != "worker":
+        if not name.startswith("worker"):
             assert all(inside(span, steps[span["args"]["step"]]) for span in spans), name
     assert all(any(inside(span, backward) for backward in lanes["backward"]) for span in lanes["copies down"])
 

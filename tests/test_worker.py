@@ -63,7 +63,12 @@ def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtyp
                     round_id=round_id, block=block, first_step=window[0], pages=pages, publish_buffer=round_id % 4
                 )
             )
-            assert worker.wait().round_id == round_id
+            done = worker.wait()
+            assert done.round_id == round_id
+            # The blocks are too small for a second thread.
+            (span,) = done.threads
+            begin_ns = done.start_ns + done.wait_ns
+            assert begin_ns <= span.begin_ns <= span.end_ns <= begin_ns + done.busy_ns
             b = partition.blocks[block]
             published = arena.publish[round_id % 4, : b.end - b.begin]
             for s in partition.slices:

@@ -11,6 +11,7 @@
 #include "arena.h"
 #include "block_replay.h"
 #include "check.h"
+#include "clock.h"
 #include "reference_adamw.h"
 #include "step_records.h"
 #include "trainer_arena.h"
@@ -87,7 +88,15 @@ void check_awkward_spec(DataType type) {
 
         const Round round = round_of(b, 1, n_steps, 1);
         replay.check(round, pages);
-        replay.run(round, pages);
+        const int64_t begin_ns = now_ns();
+        const std::vector<ThreadSpan> spans = replay.run(round, pages);
+        const int64_t end_ns = now_ns();
+        // Three elements are one thread's, 50,000 are enough for all.
+        CHECK(b != 1 || spans.size() == 1);
+        CHECK(b != 2 || spans.size() == kThreads);
+        for (const ThreadSpan& span : spans) {
+            CHECK(begin_ns <= span.begin_ns && span.begin_ns < span.end_ns && span.end_ns <= end_ns);
+        }
 
         std::vector<float> published(size, kUntouched);
         for (const Range& range : spec.ranges) {

@@ -61,7 +61,7 @@ TEST(channel, keeps_message_boundaries_and_order) {
 TEST(channel, sends_whole_structures) {
     const Pair pair;
     Channel channel(pair.worker);
-    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 4, 5, 6}));
+    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 4, 5, 6, 0, 0}));
     CHECK(channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), 2, kVersion}));
     Done done{};
     CHECK_EQ(recv(pair.trainer, &done, sizeof(done), MSG_TRUNC), static_cast<ssize_t>(sizeof(Done)));
@@ -70,6 +70,17 @@ TEST(channel, sends_whole_structures) {
     Ready ready{};
     CHECK_EQ(recv(pair.trainer, &ready, sizeof(ready), MSG_TRUNC), static_cast<ssize_t>(sizeof(Ready)));
     CHECK_EQ(ready.version, kVersion);
+}
+
+TEST(channel, sends_entries_behind_a_structure) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    const std::vector<ThreadSpan> spans = {{1, 2}, {3, 4}, {5, 6}};
+    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 4, 5, 6, 2, 0}, spans.data(), 2));
+    char bytes[sizeof(Done) + 3 * sizeof(ThreadSpan)];
+    const size_t size = sizeof(Done) + 2 * sizeof(ThreadSpan);
+    CHECK_EQ(recv(pair.trainer, bytes, sizeof(bytes), MSG_TRUNC), static_cast<ssize_t>(size));
+    CHECK_EQ(std::memcmp(bytes + sizeof(Done), spans.data(), 2 * sizeof(ThreadSpan)), 0);
 }
 
 TEST(channel, cuts_an_error_text_that_is_too_long) {

@@ -136,7 +136,7 @@ void kill_everywhere(const Scenario& scenario) {
     std::string image = image_of(training.arena());
     int changes = 0, in_hand = 0, between = 0;
     // Once it has answered the last round it waits for more, and a step does not end.
-    while (worker.bytes_waiting() < 2 * sizeof(Done)) {
+    while (worker.bytes_waiting() < 2 * (sizeof(Done) + sizeof(ThreadSpan))) {
         CHECK_EQ(ptrace(PTRACE_SINGLESTEP, pid, nullptr, nullptr), 0);
         CHECK_EQ(waitpid(pid, &status, __WALL), pid);
         CHECK(WIFSTOPPED(status));
