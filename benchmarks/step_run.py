@@ -13,6 +13,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import psutil
 import torch
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from benchmarks.accelerator import Gpt, SimulatedAccelerator, TimedModule
@@ -162,28 +163,42 @@ def make_module(spec: StepSpec) -> TimedModule:
     return Gpt(steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens)
 
 
+def train(spec: StepSpec, strategy: Strategy, **options: Any) -> TimedModule:
+    """Trains the model of a run.
+
+    Args:
+        spec: the run.
+        strategy: the method's, or one that does more.
+        **options: of the trainer; without any there is no logger and no progress bar.
+    """
+    torch.manual_seed(1)
+    # Advice about loggers and workers of data loaders; what matters is raised.
+    warnings.filterwarnings("ignore", module="lightning")
+    module = make_module(spec)
+    method = METHODS[spec.method]
+    module.optimizer_class = method.optimizer
+    given = {
+        "accelerator": "gpu" if spec.device == "cuda" else "cpu",
+        "devices": 1,
+        "strategy": strategy,
+        "precision": "bf16-true",
+        "max_steps": spec.total_steps,
+        "gradient_clip_val": 1.0 if method.clips else None,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    pl.Trainer(**{**given, **options}).fit(module)
+    return module
+
+
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures."""
-    torch.manual_seed(1)
-    method = METHODS[spec.method]
-    module = make_module(spec)
-    module.optimizer_class = method.optimizer
-    result = StepResult(spec=spec, n_params=sum(p.numel() for p in module.parameters()))
-    trainer = pl.Trainer(
-        accelerator="gpu" if spec.device == "cuda" else "cpu",
-        devices=1,
-        strategy=method.make_strategy(),
-        precision="bf16-true",
-        max_steps=spec.total_steps,
-        gradient_clip_val=1.0 if method.clips else None,
-        callbacks=[StepTimer(result)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    trainer.fit(module)
+    result = StepResult(spec=spec)
+    module = train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
+    result.n_params = sum(p.numel() for p in module.parameters())
     if spec.device == "cuda":
         result.device_bytes = torch.cuda.max_memory_allocated()
     return result
@@ -191,8 +206,6 @@ def run(spec: StepSpec) -> StepResult:
 
 def main(spec: StepSpec, path: Path) -> None:
     """Runs and writes the result."""
-    # Advice about loggers and workers of data loaders; what matters is raised.
-    warnings.filterwarnings("ignore", module="lightning")
     result = run(spec)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(dataclasses.asdict(result)))

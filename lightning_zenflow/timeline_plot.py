@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WAIT_COLOUR, _STEP_COLOUR = "#d62728", "#e0e0e0"
-_LANE_COLOURS = {
+_COLOURS = {
+    "wait": "#d62728",
+    "step": "#e0e0e0",
     "forward": "#1f77b4",
     "backward": "#17becf",
     "exact step": "#9467bd",
@@ -18,6 +20,7 @@ _LANE_COLOURS = {
     "copies up": "#bcbd22",
     "worker": "#2ca02c",
 }
+"""By category of event."""
 
 
 def can_draw() -> bool:
@@ -41,28 +44,36 @@ def draw(trace: Mapping[str, Any]) -> "Figure":
     # Not pyplot, which keeps figures and chooses a display.
     from matplotlib.figure import Figure
 
-    events = trace["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    figure = Figure(figsize=(13, 0.9 + 0.42 * len(names)), layout="constrained")
+    figure = Figure(figsize=(13, 0.9 + 0.42 * len(lanes(trace))), layout="constrained")
     axes = figure.subplots()
-    for row, (lane, name) in enumerate(names.items()):
-        spans = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == lane]
-        own = _LANE_COLOURS.get("worker" if name.startswith("worker") else name, _STEP_COLOUR)
+    draw_lanes(axes, trace)
+    axes.set_xlabel("ms")
+    return figure
+
+
+def lanes(trace: Mapping[str, Any]) -> dict[tuple[int, int], str]:
+    """Numbers of process and thread -> name of the lane, from top to bottom."""
+    return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+
+
+def draw_lanes(axes: "Axes", trace: Mapping[str, Any]) -> None:
+    """Draws the rows and their names; times in milliseconds."""
+    names = lanes(trace)
+    for row, lane in enumerate(names):
+        spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == lane]
         axes.broken_barh(
             [(e["ts"] / 1e3, e["dur"] / 1e3) for e in spans],
             (row - 0.4, 0.8),
-            facecolors=[_WAIT_COLOUR if e["cat"] == "wait" else own for e in spans],
+            facecolors=[_COLOURS[e["cat"]] for e in spans],
         )
         for event in spans:
             if event["cat"] == "step":
                 axes.axvline(event["ts"] / 1e3, color="#808080", linewidth=0.6)
                 middle = (event["ts"] + event["dur"] / 2) / 1e3
-                axes.text(middle, row, event["name"], ha="center", va="center", fontsize="small")
+                axes.text(middle, row, event["name"], ha="center", va="center", fontsize="small", clip_on=True)
     axes.set_yticks(range(len(names)), list(names.values()))
     axes.invert_yaxis()
-    axes.set_xlabel("ms")
     axes.margins(x=0.01)
-    return figure
 
 
 def draw_to(trace: Mapping[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks import convergence, kernel, step_time
+from benchmarks import convergence, kernel, step_time, timelines
 from docs import draw_pictures, quote_tables
 from example_runs import ROOT
 from lightning_zenflow.cli import main
@@ -27,6 +27,7 @@ RUN_ELSEWHERE = {
     "scripts/train_alpaca": ("tests/test_alpaca_example.py", 'run_example(tmp_path, "alpaca.py", *command'),
     "scripts/test": (".ci/run", '"$root/scripts/test" ||'),
     "scripts/test -m slow": (".ci/run", '"$root/scripts/test" -m slow'),
+    "scripts/test -m browser --screenshot docs/images/dashboard.png": (".ci/run", '"$root/scripts/test" -m browser'),
     "scripts/check": (".ci/run", '"$root/scripts/check" --ci'),
     "scripts/docs": (".ci/run", '"$root/scripts/docs" ||'),
     "scripts/setup": ("scripts/test", '"$root/scripts/setup"'),
@@ -44,7 +45,7 @@ RUN_ELSEWHERE = {
 }
 """Command of the README -> file that runs it, or a shorter case of it, and the text by which."""
 
-BENCHMARKS = {"step_time": step_time, "kernel": kernel, "convergence": convergence}
+BENCHMARKS = {"step_time": step_time, "kernel": kernel, "convergence": convergence, "timelines": timelines}
 
 
 def blocks(language: str) -> list[str]:
