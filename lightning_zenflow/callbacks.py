@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_zenflow.strategy import ZenFlowStrategy
 
 PROGRESS_BAR_KEY = "stall_%"
+_PROGRESS_BAR_PERIOD_NS = 1_000_000_000
 
 
 class StallMonitor(pl.Callback):
@@ -32,7 +33,7 @@ class StallMonitor(pl.Callback):
     later.
 
     Args:
-        progress_bar: whether the progress bar shows the device's waiting in percent.
+        progress_bar: whether the progress bar shows the device's waiting in percent, anew every second at most.
         summary: whether a table and a sentence of advice are logged at the end of fit.
         figure_every_n_steps: how often TensorBoard gets a drawing of three steps, for which a CUDA device is waited for once; 0: never.
             matplotlib must be installed.
@@ -69,7 +70,7 @@ class StallMonitor(pl.Callback):
             for logger in trainer.loggers
             if isinstance(logger, TensorBoardLogger)
         ]
-        self._last_ns = time.perf_counter_ns()
+        self._last_ns = self._bar_due_ns = time.perf_counter_ns()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -135,7 +136,9 @@ class StallMonitor(pl.Callback):
         for logger in trainer.loggers:
             # Lightning logs what the model logs in this step under the same number, counted from 0.
             logger.log_metrics(metrics, step=self._global_step - 1)
-        if self._shows_bar(trainer):
+        if self._shows_bar(trainer) and self._last_ns >= self._bar_due_ns:
+            # Costs Lightning as much as all metrics together, and nobody reads faster.
+            self._bar_due_ns = self._last_ns + _PROGRESS_BAR_PERIOD_NS
             # On the CPU: Lightning would wait for the device to read it back.
             percent = torch.tensor(metrics["zenflow/stall/device_percent"])
             pl_module.log(PROGRESS_BAR_KEY, percent, prog_bar=True, logger=False, on_step=True, on_epoch=False)

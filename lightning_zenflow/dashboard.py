@@ -79,13 +79,22 @@ class Dashboard:
             step: number of the optimizer step that has ended, counted from 1.
         """
         if self._recording is not None and self._recording.complete:
-            worker = f"worker on cores {self._optimizer.worker_cores}"
-            figure = draw(chrome_trace(self._recording.steps, worker=worker))
-            self._writer.add_figure(TIMELINE_TAG, figure, global_step=step - 1)
+            self.show(self._recording, step)
             self._recording = None
         if self._every > 0 and self._recording is None and step % self._every == 0:
             # The next step has begun; the one after it can wait for the device before it begins.
             self._record(skip=1)
+
+    def show(self, recording: Recording, step: int) -> None:
+        """Draws a complete recording.
+
+        Args:
+            recording: of some steps.
+            step: number of the optimizer step that has ended, counted from 1.
+        """
+        worker = f"worker on cores {self._optimizer.worker_cores}"
+        figure = draw(chrome_trace(recording.steps, worker=worker))
+        self._writer.add_figure(TIMELINE_TAG, figure, global_step=step - 1)
 
     def _record(self, *, skip: int) -> None:
         self._recording = self._optimizer.tracer.record(skip=skip, steps=_FIGURE_STEPS, aligned=True)
