@@ -4,11 +4,12 @@
     python -m benchmarks.timelines --params 151e6 --compute-ms 540 --png timelines.png
 
 Trains the model of the simulated accelerator once under each, each in a process of its own, records both with the same kind of spans, and
-draws them over the same time, from a step of median length on.
+draws them over the same time, twice the median of ZeRO-Offload's steps, from a step of typical length on.
 """
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,11 +60,15 @@ def steps_of(trace: Trace) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event.get("cat") == "step"]
 
 
+def median_us(trace: Trace) -> float:
+    """Length of its steps."""
+    return median(step["dur"] for step in steps_of(trace))
+
+
 def typical_step(trace: Trace, *, before_last: int) -> dict[str, Any]:
-    """The step whose length is nearest to the median, among those that have so many after them."""
-    steps = steps_of(trace)
-    middle = median(step["dur"] for step in steps)
-    return min(steps[: len(steps) - before_last], key=lambda step: abs(step["dur"] - middle))
+    """The step whose length is nearest to the median, among those that have so many after them; the first if none has."""
+    steps, middle = steps_of(trace), median_us(trace)
+    return min(steps[: max(1, len(steps) - before_last)], key=lambda step: abs(step["dur"] - middle))
 
 
 def from_time(trace: Trace, begin_us: float) -> Trace:
@@ -96,17 +101,14 @@ def draw(traces: Mapping[str, Trace], path: Path, *, about: str) -> None:
 
     heights = [len(lanes(trace)) for trace in traces.values()]
     figure = Figure(figsize=(13, 1.6 + 0.36 * sum(heights)), layout="constrained")
-    width_ms = 0.0
+    width_us = _SHOWN_STEPS * median_us(traces["zero_offload"])
     rows = figure.subplots(len(traces), sharex=True, height_ratios=heights)
     for axes, (method, trace) in zip(rows, traces.items(), strict=True):
-        # Ours is faster, and the worker's rounds of the last steps are missing.
-        begin_us = typical_step(trace, before_last=2 * _SHOWN_STEPS)["ts"]
+        # The worker's rounds of the last two steps are missing.
+        begin_us = typical_step(trace, before_last=math.ceil(width_us / median_us(trace)) + 2)["ts"]
         draw_lanes(axes, with_names(from_time(trace, begin_us), _LANE_NAMES[method]))
         axes.set_title(_TITLES[method], loc="left", fontsize="medium", fontweight="bold")
-        if method == "zero_offload":
-            ends = [step["ts"] + step["dur"] for step in steps_of(trace) if step["ts"] >= begin_us]
-            width_ms = (ends[_SHOWN_STEPS - 1] - begin_us) / 1e3
-    rows[-1].set_xlim(0, width_ms)
+    rows[-1].set_xlim(0, width_us / 1e3)
     rows[-1].set_xlabel(f"ms, red: waiting\n{about}", fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=100)
@@ -134,8 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{method}: FAILED: {ended.error}")
             return 1
         traces[method] = json.loads(ended.result)
-        of_steps = [step["dur"] / 1e3 for step in steps_of(traces[method])]
-        print(f"{method}: {median(of_steps):.0f} ms a step, median of {len(of_steps)}", flush=True)
+        print(f"{method}: {median_us(traces[method]) / 1e3:.0f} ms a step", flush=True)
     about = (
         f"simulated accelerator, {options.params / 1e6:g} M parameters, {options.compute_ms:g} ms forward and backward;"
         f" {records.hardware()}, commit {records.commit_of_code()}, {date.today().isoformat()}"

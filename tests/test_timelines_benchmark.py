@@ -72,4 +72,5 @@ def test_a_step_of_median_length_comes_first() -> None:
     ]
     trace = {"traceEvents": steps}
     assert timelines.typical_step(trace, before_last=1) == steps[1]
+    assert timelines.typical_step(trace, before_last=9) == steps[0]
     assert [step["ts"] for step in timelines.from_time(trace, 10)["traceEvents"]] == [-10, 0, 10, 20]
