@@ -94,7 +94,7 @@ class Parts:
         device = shard.weights[0].device
         intervals, lags = config.update_intervals, config.publish_lags
         auto = AutoSchedule(intervals, lags)
-        self.tracer = Tracer(device, worker_threads=len(self._worker_cores))
+        self.tracer = Tracer(device, worker_threads=len(self._worker_cores.cores))
         self.stalls = StallClock(device, self.tracer)
         self.partition = build_partition(shard.slices, shard.partition_sizes, max(intervals))
         sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
