@@ -122,6 +122,10 @@ class StepTimer(pl.Callback):
         self._meter: CopyMeter | None = None
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._result.n_params = sum(p.numel() for p in pl_module.parameters())
+
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step, optimizer, on_cuda = trainer.global_step, _our_optimizer(trainer), self._result.spec.device == "cuda"
         if step == self._first and optimizer is not None:
@@ -163,7 +167,7 @@ def make_module(spec: StepSpec) -> TimedModule:
     return Gpt(steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens)
 
 
-def train(spec: StepSpec, strategy: Strategy, **options: Any) -> TimedModule:
+def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
     """Trains the model of a run.
 
     Args:
@@ -191,14 +195,12 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> TimedModule:
         "use_distributed_sampler": False,
     }
     pl.Trainer(**{**given, **options}).fit(module)
-    return module
 
 
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures."""
     result = StepResult(spec=spec)
-    module = train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
-    result.n_params = sum(p.numel() for p in module.parameters())
+    train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
     if spec.device == "cuda":
         result.device_bytes = torch.cuda.max_memory_allocated()
     return result
