@@ -308,7 +308,6 @@ class Rounds:
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*: returns the blocks whose weights were overwritten since the last call, and the last step that those are of."""
-        self._published_weights.wait()
         due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
         for _ in range(due[-1] + 1 if due else 0):
             self._publish_oldest(step, "publish_wait")
@@ -317,7 +316,6 @@ class Rounds:
 
     def flush(self, step: int) -> None:
         """Closes every open window and publishes every round; arena and weights are then the exact state after `step`."""
-        self._published_weights.wait()
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
@@ -385,6 +383,9 @@ class Rounds:
                 completion = self._worker.wait()
         self._stalls.add_round(round_.block, completion)
         assert completion.round_id == round_.round_id, "the worker answers in order of submission"
+        if round_.early:
+            # From here on its buffer may be reused in this stream's order.
+            self._published_weights.wait()
         rest = self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
         self._traffic.up_bytes += rest
         n = len(round_.pages)
