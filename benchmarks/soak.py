@@ -36,7 +36,7 @@ LARGEST_GROWTH = 0.05
 """Of the memory between the first and the last third of the run, relative to the first."""
 _SLACK = 8 << 20
 """Bytes; less growth than this is the allocator's and the page cache's, also where it is much of a small worker's memory."""
-_DISTURBED_SHARE = 0.6
+_DISTURBED_SHARE = 0.8
 """Of the time; the rest is enough for the same steps without disturbance."""
 
 
