@@ -6,6 +6,7 @@ once a training is under way. One that waits to be killed prints, before Python 
 
 import atexit
 import os
+import signal
 import sys
 import time
 
@@ -69,4 +70,6 @@ def main(ways: list[str], n_loaders: int) -> None:
 
 
 if __name__ == "__main__":
+    # A shell that runs tests in the background has them ignore it, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main(sys.argv[1].split(","), int(sys.argv[2]))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import kernels_for
 from lightning_zenflow.partition import Slice, build_partition, tiles_of_slice
+from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.provisional import (
     RoundingNoise,
     provisional_values,
@@ -125,7 +127,8 @@ class OneSlice:
         self.stand_in = StandIn(
             build_partition([s], [numel], 3),
             [weights],
-            scale=0.5,
+            prediction=Prediction(look_ahead=0.0, provisional_scale=0.5),
+            pace=lambda: Pace(update_interval=4, publish_lag=1),
             rank=0,
             kernels=self._kernels,
             hyperparameters=lambda: [HYPERPARAMETERS],
@@ -136,7 +139,7 @@ class OneSlice:
             if tile.rows > 1 and self.stand_in.moves(0):
                 rectangle = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
                 move = self.stand_in.measure(0, self._kernels.statistics(rectangle, directions=True))
-                self.stand_in.apply(move, 0, rectangle)
+                self.stand_in.apply(move, 0, rectangle, age=1)
 
 
 @pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
