@@ -27,7 +27,7 @@ RUN_ELSEWHERE = {
     "scripts/train_alpaca": ("tests/test_alpaca_example.py", 'run_example(tmp_path, "alpaca.py", *command'),
     "scripts/test": (".ci/run", '"$root/scripts/test" ||'),
     "scripts/test -m slow": (".ci/run", '"$root/scripts/test" -m slow'),
-    "scripts/test -m browser --screenshot docs/images/dashboard.png": (".ci/run", '"$root/scripts/test" -m browser'),
+    "scripts/test -m browser --screenshot=docs/images/dashboard.png": (".ci/run", '"$root/scripts/test" -m browser'),
     "scripts/check": (".ci/run", '"$root/scripts/check" --ci'),
     "scripts/docs": (".ci/run", '"$root/scripts/docs" ||'),
     "scripts/setup": ("scripts/test", '"$root/scripts/setup"'),
