@@ -19,8 +19,8 @@ constexpr size_t kTile = kTileElements;
 // How far ahead gradients are asked for, in elements.
 constexpr size_t kAhead = 512;
 
-// So many steps' gradients are read in time by the hardware's own prefetching, and asking for them as well costs up to a third; with
-// 16 steps it takes two fifths off.
+// So many steps' gradients are read in time by the hardware's own prefetching, and asking for them as well costs up to a third;
+// with 16 steps it takes two fifths off.
 constexpr size_t kStreams = 8;
 
 // Master weights and moments of a tile.
