@@ -23,6 +23,10 @@ from typing import Literal
 
 from lightning_zenflow.auto_schedule import Pace
 
+_OF_FACTORED = 2.0
+"""What makes up for the factored second moment (`provisional`): where few entries of a matrix have most of its gradient, it is larger than
+most entries' own, and the stand-in moves less than AdamW would. Measured, see docs/decisions.md."""
+
 _MEAN_SCALE = 0.5
 """The stand-in's for `deferred_update: accumulate`, which imitates no AdamW of single steps."""
 
@@ -84,4 +88,4 @@ class Prediction:
         """Size of the stand-in's move relative to the learning rate, for the `age`-th gradient after the one the weights are exact for."""
         if self.provisional_scale != "auto":
             return self.provisional_scale
-        return _MEAN_SCALE if self.means else gradient_steps(pace, beta1, age)
+        return _MEAN_SCALE if self.means else _OF_FACTORED * gradient_steps(pace, beta1, age)
