@@ -13,7 +13,7 @@ of A_n and B_(n,i) over these passes: of all choices the nearest to AdamW in the
 and nothing but the approximations of v is left between what is trained and AdamW.
 
 That matters for stability more than for the lag itself. A gradient that is only one step late lowers the curvature that an Adam of
-beta1 = 0.9 stands from 38 / step size to 1.1 / step size, and to 0.4 / step size with S = 4. See docs/convergence.md.
+beta1 = 0.9 stands from 38 / step size to 1.1 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
 """
 
 from dataclasses import dataclass

@@ -294,13 +294,15 @@ class Rounds:
         """
         self._passed.add(slice_index)
         for round_ in self._in_flight:
+            new = {slice_index}
             if round_.completion is None:
                 if not self._worker.has_answered():
                     return
                 round_.completion = self._worker.wait()
+                new = self._passed
             if round_.due_step > step:
                 continue
-            ready = (self._passed & self._published_weights.slices_of(round_.block)) - round_.early
+            ready = new & self._published_weights.slices_of(round_.block)
             n_bytes = self._published_weights.copy_early(round_.block, round_.publish_buffer, ready)
             round_.early |= ready
             self._traffic.up_bytes += n_bytes

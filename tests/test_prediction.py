@@ -61,7 +61,9 @@ def test_given_numbers_are_taken() -> None:
 
 def multiples(pace: Pace, beta1: float) -> Multiples:
     """AdamW's own, for a stand-in that knows the second moment."""
-    return momentum_steps(pace, beta1), [gradient_steps(pace, beta1, age) for age in range(1, sum(vars(pace).values()))]
+    return momentum_steps(pace, beta1), [
+        gradient_steps(pace, beta1, age) for age in range(1, pace.update_interval + pace.publish_lag)
+    ]
 
 
 def growth(multiples: Multiples, pace: Pace, *, beta1: float, curvature: float) -> float:
