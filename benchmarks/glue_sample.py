@@ -47,14 +47,22 @@ class SeededGlueData(GlueDataModule):
 
 
 class MeasuredClassifier(GlueClassifier):
-    """The example's model; under bf16-true its own metrics are bfloat16 as well, which is too coarse to compare losses."""
+    """The example's model, measured by the objective that it is trained on, on the development set; and by the labels' part of it.
+
+    Both in float32: under bf16-true the example's own metrics are bfloat16, which is too coarse to compare losses.
+    """
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx, dataloader_idx)
-        outputs, _ = self.model(batch["input_ids"], batch["attention_mask"])
-        loss = self._task_loss(outputs, self._labels(batch))
-        self.log("held_out_loss", loss, batch_size=len(outputs), add_dataloader_idx=False)
+        outputs, hidden = self.model(batch["input_ids"], batch["attention_mask"])
+        of_labels = self._task_loss(outputs.float(), self._labels(batch))
+        of_text = self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
+        losses = {
+            "held_out_loss": of_labels + self.hparams["lm_weight"] * of_text,
+            "held_out_loss_of_labels": of_labels,
+        }
+        self.log_dict(losses, batch_size=len(outputs), add_dataloader_idx=False)
 
 
 class LanguageModel(GlueClassifier):
