@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Subset
 from typing_extensions import override
 
 from benchmarks.initial_weights import plain_trainer, trained_once
@@ -26,14 +26,20 @@ sys.path.insert(0, str(ROOT / "examples"))
 from glue_task.data import Batch, GlueDataModule  # noqa: E402
 from glue_task.module import GlueClassifier  # noqa: E402
 
+N_HELD_OUT = 600
+"""Sentences of the training set that are kept for validation."""
+
 
 class SeededGlueData(GlueDataModule):
-    """The example's data in an order that depends on the seed alone, whoever else draws random numbers."""
+    """The example's data in an order that depends on the seed alone, whoever else draws random numbers.
+
+    Validated are the example's development set, all of whose combinations of words are new, and sentences like those of training.
+    """
 
     def __init__(self, *, order_seed: int, **options: object) -> None:
         super().__init__(**options)
         self._generator = torch.Generator().manual_seed(order_seed)
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(str(N_HELD_OUT).encode())
         assert self.data_dir is not None
         for file in sorted(Path(self.data_dir).glob("*.tsv")):
             digest.update(file.read_bytes())
@@ -42,27 +48,39 @@ class SeededGlueData(GlueDataModule):
     @override
     def train_dataloader(self) -> DataLoader[Batch]:
         loader = super().train_dataloader()
-        sampler = RandomSampler(loader.dataset, generator=self._generator)
-        return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn)
+        trained = Subset(loader.dataset, range(len(loader.dataset) - N_HELD_OUT))
+        sampler = RandomSampler(trained, generator=self._generator)
+        return DataLoader(trained, batch_size=loader.batch_size, sampler=sampler, collate_fn=loader.collate_fn)
+
+    @override
+    def val_dataloader(self) -> list[DataLoader[Batch]]:
+        (development,) = super().val_dataloader()
+        sentences = super().train_dataloader().dataset
+        held_out = Subset(sentences, range(len(sentences) - N_HELD_OUT, len(sentences)))
+        return [
+            development,
+            DataLoader(held_out, batch_size=development.batch_size, collate_fn=development.collate_fn),
+        ]
 
 
 class MeasuredClassifier(GlueClassifier):
-    """The example's model, measured by the objective that it is trained on, on the development set; and by the labels' part of it.
+    """The example's model, measured as the example does, and by the trained objective on sentences like those of training.
 
-    Both in float32: under bf16-true the example's own metrics are bfloat16, which is too coarse to compare losses.
+    The latter in float32: under bf16-true the example's own metrics are bfloat16, which is too coarse to compare losses.
     """
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx, dataloader_idx)
+        if dataloader_idx == 0:
+            super().validation_step(batch, batch_idx)
         outputs, hidden = self.model(batch["input_ids"], batch["attention_mask"])
-        of_labels = self._task_loss(outputs.float(), self._labels(batch))
-        of_text = self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
-        losses = {
-            "held_out_loss": of_labels + self.hparams["lm_weight"] * of_text,
-            "held_out_loss_of_labels": of_labels,
-        }
-        self.log_dict(losses, batch_size=len(outputs), add_dataloader_idx=False)
+        loss = self._task_loss(outputs.float(), self._labels(batch))
+        name = "development_loss_of_labels"
+        if dataloader_idx == 1:
+            name = "held_out_loss"
+            of_text = self.model.language_model_loss(hidden, batch["input_ids"], batch["attention_mask"])
+            loss = loss + self.hparams["lm_weight"] * of_text
+        self.log(name, loss, batch_size=len(outputs), add_dataloader_idx=False)
 
 
 class LanguageModel(GlueClassifier):

@@ -60,9 +60,9 @@ class Record:
     train_loss: list[float] = field(default_factory=list)
     val_loss: float | None = None
     """Of the trained objective, on data that is not trained on."""
-    val_loss_of_labels: float | None = None
-    """The labels' part of it, where there are labels."""
-    val_accuracy: float | None = None
+    dev_loss_of_labels: float | None = None
+    """GLUE sample: the labels' loss on the development set, whose combinations of words are all new."""
+    dev_accuracy: float | None = None
     error: str | None = None
     """Why the run failed."""
 

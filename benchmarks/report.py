@@ -63,13 +63,13 @@ def summarise(records: Iterable[Record]) -> list[Summary]:
 def table(summaries: Sequence[Summary]) -> str:
     """A Markdown table of one setting."""
     baseline = next((s for s in summaries if s.method == BASELINE and s.best), None)
-    with_accuracy = any(record.val_accuracy is not None for s in summaries for record in s.best)
+    with_development_set = any(record.dev_accuracy is not None for s in summaries for record in s.best)
     rows = []
     for summary in summaries:
         row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
         row |= {"best lr": "", "val. loss": "failed", "min..max": "", "to AdamW": "", "seeds": ""}
-        if with_accuracy:
-            row["accuracy"] = ""
+        if with_development_set:
+            row |= {"dev. accuracy": "", "dev. loss": ""}
         if summary.best_lr is not None:
             losses = [loss_of(record) for record in summary.best]
             row["best lr"] = f"{summary.best_lr:g}"
@@ -78,9 +78,12 @@ def table(summaries: Sequence[Summary]) -> str:
             row["seeds"] = str(len(losses))
             if baseline is not None and baseline.best_lr is not None:
                 row["to AdamW"] = f"{100 * (mean(losses) / baseline.mean_at(baseline.best_lr) - 1):+.1f} %"
-            accuracies = [record.val_accuracy for record in summary.best if record.val_accuracy is not None]
+            accuracies = [record.dev_accuracy for record in summary.best if record.dev_accuracy is not None]
             if accuracies:
-                row["accuracy"] = f"{100 * mean(accuracies):.1f} %"
+                row["dev. accuracy"] = f"{100 * mean(accuracies):.1f} %"
+            losses = [record.dev_loss_of_labels for record in summary.best if record.dev_loss_of_labels is not None]
+            if losses:
+                row["dev. loss"] = f"{mean(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})"
         parts = [f"{lr:g}: {summary.mean_at(lr):.4f}" for lr in sorted(summary.by_lr)]
         parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
         row["mean at each lr"] = "; ".join(parts)

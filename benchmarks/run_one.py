@@ -98,10 +98,9 @@ def train(spec: Spec, record: Record, cache: Path) -> None:
     if not math.isfinite(val_loss):
         raise FloatingPointError(f"the validation loss is {val_loss}")
     record.val_loss = val_loss
-    if "held_out_loss_of_labels" in metrics:
-        record.val_loss_of_labels = float(metrics["held_out_loss_of_labels"])
     if "val/accuracy" in metrics:
-        record.val_accuracy = float(metrics["val/accuracy"])
+        record.dev_accuracy = float(metrics["val/accuracy"])
+        record.dev_loss_of_labels = float(metrics["development_loss_of_labels"])
     record.final_weights = weights_hash(module)
 
 
