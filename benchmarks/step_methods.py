@@ -9,11 +9,13 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks.deepspeed_peers import DeepSpeedZenFlow, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.buckets import bucket_size
 from lightning_zenflow.engine_entry import zenflow_optimizer
 
 
@@ -44,9 +46,12 @@ class Floor(ZeroOffload):
     """What a step costs before anything is done with its gradients: the model, Lightning, DeepSpeed's engine and buckets."""
 
     @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.config, dict)
+        # As ours, whose floor it is.
+        self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(sum(p.numel() for p in model.parameters()))
         with zenflow_optimizer(_Dropping):
-            return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+            return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +68,8 @@ class StepMethod:
     """Devices of the benchmark that it does not apply to, and why."""
 
 
-def _zenflow(title: str, **keys: Any) -> StepMethod:
-    return StepMethod(make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title)
+def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
+    return StepMethod(make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title, clips=clips)
 
 
 def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
@@ -97,4 +102,14 @@ METHODS = {
         "ours, S=4, d=1, no stand-in", update_interval=4, publish_lag=1, provisional_scale=0
     ),
     "zenflow_auto": _zenflow("ours, auto"),
+    "zenflow_at_once": _zenflow(
+        "ours, S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False
+    ),
+    "zenflow_at_the_end": _zenflow(
+        "the same, handed over at the end of the step",
+        update_interval=1,
+        publish_lag=0,
+        early_hand_over=False,
+        clips=False,
+    ),
 }

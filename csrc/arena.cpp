@@ -90,6 +90,7 @@ void check_regions(const ArenaHeader& header) {
          weight_bytes},
         {"journal_offset", header.journal_offset, "n_journal_slots", header.n_journal_slots, sizeof(JournalSlot),
          alignof(JournalSlot)},
+        {"block_words_offset", header.block_words_offset, "n_blocks", header.n_blocks, sizeof(StepWord), alignof(StepWord)},
     };
     for (const Region& region : regions) check_region(region, header.total_bytes);
 

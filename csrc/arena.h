@@ -38,6 +38,7 @@ class Arena {
 
     // The record in which `step` (not negative) lives, whichever step it holds now.
     StepRecord& step_record(int64_t step) const;
+    const StepWord& block_word(uint32_t block) const { return at<StepWord>(header_.block_words_offset)[block]; }
     const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) const;
 
     int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }

@@ -61,6 +61,11 @@ void BlockReplay::check(const Round& round, const uint32_t* pages) const {
     if (round.n_updates < 0 || round.n_updates == std::numeric_limits<int64_t>::max()) {
         fail("round: n_updates is ", round.n_updates, ", allowed are numbers from 0");
     }
+    if (round.early > 1) fail("round: early is ", round.early, ", allowed are 0 and 1");
+    if (round.early == 1 && (round.n_steps != 1 || round.rule != static_cast<uint32_t>(Rule::kReplay))) {
+        fail("round: early is 1, but n_steps is ", round.n_steps, " and rule is ", round.rule, "; allowed then are 1 and ",
+             static_cast<uint32_t>(Rule::kReplay));
+    }
     journal_.check(round);
 }
 
@@ -103,7 +108,7 @@ void BlockReplay::collect_coefficients(const Round& round, const uint32_t* pages
     int64_t last_applied = 0;
     for (uint32_t i = 0; i < round.n_steps; ++i) {
         const int64_t number = round.first_step + i;
-        const StepRecords::Step step = records_.step(number);
+        const StepRecords::Step step = round.early != 0 ? records_.early_step(number, round.block) : records_.step(number);
         if (!step.applied) continue;
         last_applied = number;
         pages_.push_back(arena_.page(pages[i]));

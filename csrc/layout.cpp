@@ -44,6 +44,7 @@ void print_layout(std::ostream& out) {
     FIELD(ArenaHeader, pages_offset);
     FIELD(ArenaHeader, publish_offset);
     FIELD(ArenaHeader, journal_offset);
+    FIELD(ArenaHeader, block_words_offset);
     FIELD(ArenaHeader, resolved_step);
     FIELD(ArenaHeader, begun_round);
     FIELD(ArenaHeader, completed_round);
@@ -100,6 +101,8 @@ void print_layout(std::ostream& out) {
     FIELD(Round, rule);
     FIELD(Round, look_ahead);
     FIELD(Round, n_updates);
+    FIELD(Round, early);
+    FIELD(Round, reserved);
 
     SIZE(Ready);
     FIELD(Ready, type);

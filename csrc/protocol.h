@@ -10,6 +10,7 @@
 //   header, tables             trainer, before the worker starts; the fields from `resolved_step` on belong to the worker while a
 //                              round is in flight
 //   step records               trainer, before the first round that names the step; `word` by a device copy that may come later
+//   block words                a device copy, before or after the early round that waits for it
 //   gradient pages             trainer, until the round that names the page is submitted; free again when its Done arrived
 //   master, moments of a block worker, from submission of a round of that block until its Done; the trainer otherwise. Before
 //                              Ready and the first round the worker reads them, so that the system takes their memory from the
@@ -27,6 +28,11 @@
 // sequence word of the round's last step before it touches anything: the device copies gradients, then the clip coefficient, then
 // the sequence number in stream order, so the word's arrival implies that everything before it has arrived (and that publish
 // copies issued before that step have been read).
+//
+// An *early* round applies one step to a block whose gradient is complete while other blocks' gradients are still being computed.
+// It waits for its block's word instead, which the device copies behind the block's gradient, with a factor for that block alone:
+// NaN if a gradient so far was not finite. The count of applied steps that it uses is that of the step before, plus one. The step
+// itself is resolved later, by its own word, so it counts as applied or not for all that comes after.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +41,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 5;
+constexpr uint64_t kVersion = 6;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // that the kernel updates at once
@@ -73,10 +79,11 @@ struct ArenaHeader {
     uint64_t pages_offset;         // gradient_dtype[n_pages][page_numel]
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][page_numel]
     uint64_t journal_offset;       // JournalSlot[n_journal_slots]
+    uint64_t block_words_offset;   // StepWord[n_blocks], of early rounds
 
     // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their clip
     // coefficient was not NaN). The trainer sets both before start and, with no round in flight, after loading a checkpoint.
-    // It then also sets every word's sequence to 0: one left from before would count as a repeated step's.
+    // It then also sets every word's sequence to 0, those of blocks too: one left from before would count as a repeated step's.
     int64_t resolved_step;
 
     // The last round that was begun, and the last that is complete; 0 before the first. They differ while one is in hand.
@@ -111,11 +118,11 @@ struct Hyperparameters {
     uint32_t reserved;
 };
 
-// Written by the device in stream order, `clip` first, `sequence` second.
+// Written by the device in stream order, `clip` first, `sequence` second. A step's, or a block's in a step.
 struct StepWord {
-    float clip;  // factor on the gradient: clip coefficient over loss scale; NaN: the step changes nothing
+    float clip;  // factor on the gradient: clip coefficient over loss scale; NaN: the step changes nothing (in the block)
     uint32_t reserved;
-    int64_t sequence;  // the step's number once everything of the step has arrived
+    int64_t sequence;  // the step's number once everything of the step (of the block in the step) has arrived
 };
 
 // Followed in memory by Hyperparameters[n_param_groups].
@@ -167,6 +174,8 @@ struct Round {
     uint32_t rule;      // Rule
     float look_ahead;   // in steps, finite, >= 0
     int64_t n_updates;  // kAccumulate: updates of the block before this one, for the bias correction
+    uint32_t early;     // 1: an early round, of one step, with kReplay; 0: any other
+    uint32_t reserved;
 };
 
 struct Ready {

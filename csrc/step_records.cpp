@@ -28,7 +28,7 @@ void pause_briefly() {
 }
 
 // Once it is the expected one, everything written before it can be read.
-int64_t sequence_of(const StepRecord& record) { return __atomic_load_n(&record.word.sequence, __ATOMIC_ACQUIRE); }
+int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequence, __ATOMIC_ACQUIRE); }
 
 }  // namespace
 
@@ -56,8 +56,8 @@ bool StepRecords::resolve(int64_t last_step, const std::function<bool()>& traine
             fail("arena: step ", step, "'s count is ", count_before, ", allowed are numbers from 0");
         }
         ++step;
-        if (!wait_for_word(step, trainer_gone)) return false;
         StepRecord& record = arena_.step_record(step);
+        if (!wait_for_word(record.word, step, trainer_gone)) return false;
         const bool applied = record.word.clip == record.word.clip;
         record.count = count_before + (applied ? 1 : 0);
         // The step is resolved with this and not before; a worker that takes over in between counts it again, from the same
@@ -70,22 +70,31 @@ bool StepRecords::resolve(int64_t last_step, const std::function<bool()>& traine
 
 StepRecords::Step StepRecords::step(int64_t step) const {
     const StepRecord& record = arena_.step_record(step);
-    if (sequence_of(record) != step) {
-        fail("round: step ", step, " has been resolved, but its record now holds step ", sequence_of(record),
+    if (sequence_of(record.word) != step) {
+        fail("round: step ", step, " has been resolved, but its record now holds step ", sequence_of(record.word),
              "; n_step_records is ", arena_.header().n_step_records);
     }
     return {record.word.clip == record.word.clip, record.word.clip, record.count};
 }
 
-bool StepRecords::wait_for_word(int64_t step, const std::function<bool()>& trainer_gone) const {
+bool StepRecords::resolve_early(int64_t step, uint32_t block, const std::function<bool()>& trainer_gone) const {
+    return resolve(step - 1, trainer_gone) && wait_for_word(arena_.block_word(block), step, trainer_gone);
+}
+
+StepRecords::Step StepRecords::early_step(int64_t step, uint32_t block) const {
+    const float clip = arena_.block_word(block).clip;
+    return {clip == clip, clip, arena_.step_record(step - 1).count + 1};
+}
+
+bool StepRecords::wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const {
     for (int spin = 0; spin < kSpins; ++spin) {
-        if (arrived(step)) return true;
+        if (arrived(word, step)) return true;
         pause_briefly();
     }
     const auto deadline = steady_clock::now() + word_timeout_;
     auto next_trainer_check = steady_clock::now();
     microseconds sleep = kShortestSleep;
-    while (!arrived(step)) {
+    while (!arrived(word, step)) {
         const auto now = steady_clock::now();
         if (now >= next_trainer_check) {
             if (trainer_gone()) return false;
@@ -100,10 +109,10 @@ bool StepRecords::wait_for_word(int64_t step, const std::function<bool()>& train
     return true;
 }
 
-bool StepRecords::arrived(int64_t step) const {
-    const int64_t sequence = sequence_of(arena_.step_record(step));
+bool StepRecords::arrived(const StepWord& word, int64_t step) const {
+    const int64_t sequence = sequence_of(word);
     if (sequence > step) {
-        fail("round: step ", step, " has not been resolved, but its record already holds step ", sequence, "; n_step_records is ",
+        fail("round: step ", step, " has not been resolved, but its word already holds step ", sequence, "; n_step_records is ",
              arena_.header().n_step_records);
     }
     return sequence == step;

@@ -20,6 +20,10 @@ class StepRecords {
     // numbers above 0, or more lie between the last resolved step and the round's last than the ring has room for.
     void check(int64_t first_step, uint32_t n_steps) const;
 
+    // Resolves all steps before `step`, and waits for the block's word of `step` itself; the same promises and errors as
+    // `resolve`.
+    bool resolve_early(int64_t step, uint32_t block, const std::function<bool()>& trainer_gone) const;
+
     // Resolves the steps up to and including `last_step` that are not yet, in order: waits for each one's word, counts it if its
     // clip coefficient is not NaN, and stores the count in its record. On return everything the device wrote
     // before those words can be read. `trainer_gone` is asked every few milliseconds while waiting; once it says yes, the wait
@@ -33,11 +37,13 @@ class StepRecords {
     };
     // A resolved step. Throws Error if its record has been taken by a later one.
     Step step(int64_t step) const;
+    // A step in a block whose word has arrived, as if it were applied unless the block's clip coefficient is NaN.
+    Step early_step(int64_t step, uint32_t block) const;
 
   private:
-    bool wait_for_word(int64_t step, const std::function<bool()>& trainer_gone) const;
+    bool wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
     // Whether the step's word has arrived; what was written before it can be read if so.
-    bool arrived(int64_t step) const;
+    bool arrived(const StepWord& word, int64_t step) const;
 
     const Arena& arena_;
     std::chrono::milliseconds word_timeout_;

@@ -130,7 +130,10 @@ bool serve_round(const ReceivedRound& received, const StepRecords& records, Bloc
     }
     if (round.n_steps > 0) {
         const int64_t last_step = round.first_step + round.n_steps - 1;
-        if (!records.resolve(last_step, [&channel] { return channel.trainer_gone(); })) return false;
+        const auto trainer_gone = [&channel] { return channel.trainer_gone(); };
+        const bool resolved = round.early != 0 ? records.resolve_early(last_step, round.block, trainer_gone)
+                                               : records.resolve(last_step, trainer_gone);
+        if (!resolved) return false;
     }
     const int64_t arrived_ns = now_ns();
     const std::vector<ThreadSpan>& spans = replay.run(round, pages);

@@ -55,6 +55,8 @@ class Arena:
         publish: [n_publish_buffers, page_numel], the worker's new weights, one block's in each.
         clip: [n_step_records] float32, strided; the factor of each step.
         sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
+        block_clip: [n_blocks] float32, strided; the factor of each block in its last early round.
+        block_sequence: [n_blocks] int64, strided; that round's step, once the block's gradient has arrived.
     """
 
     def __init__(
@@ -88,6 +90,12 @@ class Arena:
         clip_begin, sequence_begin = word + protocol.StepWord.clip.offset, word + protocol.StepWord.sequence.offset
         self.clip = records[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
         self.sequence = records[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
+        words = self._tensor(
+            torch.uint8, header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)
+        ).view(header.n_blocks, ctypes.sizeof(protocol.StepWord))
+        clip_begin, sequence_begin = protocol.StepWord.clip.offset, protocol.StepWord.sequence.offset
+        self.block_clip = words[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
+        self.block_sequence = words[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # Page-locked memory is what lets the device copy without the host's help.
@@ -148,6 +156,7 @@ class Arena:
         step, count = value
         # Words of a run before this one must not count as those of its steps.
         self.sequence.zero_()
+        self.block_sequence.zero_()
         self._counts[step % self.n_step_records] = count
         self._header.resolved_step = step
 
@@ -239,6 +248,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         _CACHE_LINE_BYTES,
     )
     header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
+    header.block_words_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.StepWord))
     header.journal_offset = reserve(header.n_journal_slots * ctypes.sizeof(protocol.JournalSlot))
     header.master_offset = reserve(4 * header.numel)
     header.exp_avg_offset = reserve(4 * header.numel)

@@ -18,6 +18,7 @@ from lightning_zenflow.agreement import raise_together
 from lightning_zenflow.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.early_hand_over import EarlyHandOver
 from lightning_zenflow.gauges import Gauges
 from lightning_zenflow.gradients import GradientIntake
 from lightning_zenflow.host_memory import check_host_memory
@@ -29,7 +30,7 @@ from lightning_zenflow.pace_control import PaceControl
 from lightning_zenflow.partition import Slice, build_partition
 from lightning_zenflow.planner import Planner
 from lightning_zenflow.protocol import Rule
-from lightning_zenflow.rounds import Publishing, Rounds
+from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.run_state import RunState
 from lightning_zenflow.schedule import Schedule
 from lightning_zenflow.selector import Selector
@@ -39,7 +40,11 @@ from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.topology import numa_nodes
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.traffic import Traffic
+from lightning_zenflow.windows import Publishing
 from lightning_zenflow.worker import Worker
+
+_EARLY_BLOCKS = 16
+"""Blocks at least where they are handed over one by one in backward: what the last of them needs is not hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,7 @@ class Parts:
         worker_cores: those of this rank's worker.
         ranks_on_host: ranks that share this host's memory.
         hyperparameters: reads those of the present step.
+        clips: whether gradients are clipped, or scaled by a factor that a step's gradients decide on.
 
     Raises:
         MisconfigurationException: the host has not enough memory.
@@ -89,14 +95,19 @@ class Parts:
         worker_cores: WorkerCores,
         ranks_on_host: int,
         hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
+        clips: bool,
     ) -> None:
         self._config, self._shard, self._worker_cores = config, shard, worker_cores
         device = shard.weights[0].device
         intervals, lags = config.update_intervals, config.publish_lags
-        auto = AutoSchedule(intervals, lags)
+        self.hands_over_early = config.hands_over_early and not clips
+        """Whether steps with S = 1, d = 0 hand over in backward."""
+        auto = AutoSchedule(intervals, lags, hides_in_backward=self.hands_over_early)
         self.tracer = Tracer(device, worker_threads=len(self._worker_cores.cores))
         self.stalls = StallClock(device, self.tracer)
-        self.partition = build_partition(shard.slices, shard.partition_sizes, max(intervals))
+        self.partition = build_partition(
+            shard.slices, shard.partition_sizes, max(*intervals, _EARLY_BLOCKS if self.hands_over_early else 1)
+        )
         sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
         self._refuse_too_little_memory(sizes, self._arena_sizes([auto.pace]), ranks_on_host)
         self.arena = Arena(self.partition, sizes, device=device, cores=worker_cores.cores)
@@ -139,6 +150,9 @@ class Parts:
             tracer=self.tracer,
             traffic=traffic,
         )
+        self.early = EarlyHandOver(
+            self.partition, self.arena, self.rounds, hyperparameters=hyperparameters, device=device
+        )
         new_selector = partial(
             Selector,
             shard.names,
@@ -166,6 +180,7 @@ class Parts:
         self.intake = GradientIntake(
             self.partition,
             self.rounds,
+            self.early,
             self.ownership,
             self.stand_in,
             kernels,

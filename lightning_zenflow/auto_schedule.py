@@ -22,10 +22,6 @@ LARGEST_LAG = 2
 """`publish_lag: auto` never goes beyond: more hides no more work, it only evens out more jitter."""
 
 _SMALLEST_BOUND = 4
-_HIDDEN, _LIKELY_HIDDEN, _SURELY_HIDDEN = 0.95, 0.85, 0.75
-"""Share of the device's time up to which the worker's time counts as hidden, where there is a lag: to stay, to turn to, to go back to."""
-_SMALL_STALL, _SURELY_SMALL_STALL = 0.02, 0.01
-"""Share of a step that may be spent waiting: to stay, to go back to. Without lag the worker's whole time is waiting."""
 _STRIKES = 2
 """Observations with too much waiting before something is done about it."""
 _PATIENCE, _LONGEST_PATIENCE = 2, 64
@@ -33,6 +29,24 @@ _PATIENCE, _LONGEST_PATIENCE = 2, 64
 _PROBATION = 16
 """Observations within which leaving a less stale pace again means that taking it was wrong."""
 _BOUND_SLACK = 1.25
+_SMALL_STALL = 0.02
+"""Share of a step that may be spent waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """Up to which share of the device's time the worker's time counts as hidden."""
+
+    with_lag: float
+    in_backward: float
+    """S = 1, d = 0, each gradient handed over as it arrives: backward is some 2/3 of a step."""
+    at_the_end: float
+    """No lag, everything handed over at the end of the step: the worker's whole time is waiting."""
+
+
+_STAY = _Limits(with_lag=0.95, in_backward=0.55, at_the_end=_SMALL_STALL)
+_TURN_TO = _Limits(with_lag=0.85, in_backward=0.45, at_the_end=0.01)
+_GO_BACK_TO = _Limits(with_lag=0.75, in_backward=0.4, at_the_end=0.01)
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -93,9 +107,13 @@ class AutoSchedule:
     Args:
         update_intervals: S to choose from, ascending powers of two; or one, if it is not "auto".
         publish_lags: d to choose from, ascending; or one, if it is not "auto".
+        hides_in_backward: whether S = 1, d = 0 hands gradients over in backward.
     """
 
-    def __init__(self, update_intervals: Sequence[int], publish_lags: Sequence[int]) -> None:
+    def __init__(
+        self, update_intervals: Sequence[int], publish_lags: Sequence[int], *, hides_in_backward: bool = False
+    ) -> None:
+        self._hides_in_backward = hides_in_backward
         self._paces = [Pace(update_interval=s, publish_lag=d) for s in update_intervals for d in publish_lags]
         self.pace = Pace(
             update_interval=max(s for s in update_intervals if s <= max(_SMALLEST_BOUND, update_intervals[0])),
@@ -161,7 +179,7 @@ class AutoSchedule:
             longest = next(p for p in reversed(allowed) if p.publish_lag == lag)
             return Decision(pace=longest, reason=f"the gradient rule allows windows of {self._bound():g} steps at most")
         pace: Pace | None = None
-        if load > _limit(self.pace, lagging=_HIDDEN, waiting=_SMALL_STALL):
+        if load > self._limit(self.pace, _STAY):
             pace = self._relief(load, allowed)
             reason = f"the worker needs {load:.2f} of a step"
         elif stall > _SMALL_STALL and self._strikes + 1 >= _STRIKES:
@@ -182,7 +200,7 @@ class AutoSchedule:
         """The least stale pace under which the worker's time hides, or else the one that costs it least."""
         staler = [p for p in allowed if p > self.pace]
         for pace in staler:
-            if self._scaled(load, pace) <= _limit(pace, lagging=_LIKELY_HIDDEN, waiting=_SURELY_SMALL_STALL):
+            if self._scaled(load, pace) <= self._limit(pace, _TURN_TO):
                 return pace
         # A longer lag alone gives the worker no more time.
         longer = [p for p in staler if p.update_interval > self.pace.update_interval or self.pace.publish_lag == 0]
@@ -193,17 +211,15 @@ class AutoSchedule:
 
     def _less_stale(self, load: float, allowed: Sequence[Pace]) -> Pace | None:
         """The least stale pace that would surely hide, once it has looked so often enough."""
-        sure = [
-            p
-            for p in allowed
-            if p < self.pace and self._scaled(load, p) <= _limit(p, lagging=_SURELY_HIDDEN, waiting=_SURELY_SMALL_STALL)
-        ]
+        sure = [p for p in allowed if p < self.pace and self._scaled(load, p) <= self._limit(p, _GO_BACK_TO)]
         self._calm = self._calm + 1 if sure else 0
         return sure[0] if self._calm >= self._patience else None
 
     def _scaled(self, load: float, pace: Pace) -> float:
         return load * relative_cost(pace.update_interval) / relative_cost(self.pace.update_interval)
 
-
-def _limit(pace: Pace, *, lagging: float, waiting: float) -> float:
-    return lagging if pace.publish_lag > 0 else waiting
+    def _limit(self, pace: Pace, limits: _Limits) -> float:
+        """The largest load under which a pace counts as hidden."""
+        if pace.publish_lag > 0:
+            return limits.with_lag
+        return limits.in_backward if self._hides_in_backward and pace.update_interval == 1 else limits.at_the_end

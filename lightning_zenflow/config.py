@@ -73,6 +73,11 @@ class ZenFlowConfig:
     """Steps between a round's hand-over and the use of its result beyond the next step: an integer from 0 to 1024, or "auto", the default:
     the fewest without waiting, 0 to 2."""
 
+    early_hand_over: bool = True
+    """Whether each gradient goes to the worker as soon as it arrives in backward, where nothing is clipped, the loss scale is fixed, and
+    S = 1, d = 0: true, the default (AdamW itself hides behind backward), or false (a step in which only some gradients are not finite then
+    changes nothing at all)."""
+
     full_warm_up_rounds: int = 0
     """Steps at the start that run synchronously, with every weight updated by the host, before columns are selected: an
     integer >= 0, default 0."""
@@ -143,6 +148,7 @@ class ZenFlowConfig:
         )
         self.publish_lag = _integer_or_auto("publish_lag", self.publish_lag, minimum=0, maximum=LARGEST_INTERVAL)
         self.full_warm_up_rounds = _integer("full_warm_up_rounds", self.full_warm_up_rounds, minimum=0)
+        self.early_hand_over = _boolean("early_hand_over", self.early_hand_over)
         self.overlap_step = _boolean("overlap_step", self.overlap_step)
         self.deferred_update = _deferred_update("deferred_update", self.deferred_update)
         self.look_ahead = _number_or_auto("look_ahead", self.look_ahead, _STEPS)
@@ -196,6 +202,17 @@ class ZenFlowConfig:
     def is_immediate(self) -> bool:
         """Whether every step ends with weights that have all of its gradients (S = 1, d = 0), so that nothing is to be approximated."""
         return self.update_intervals == [1] and self.publish_lags == [0]
+
+    @property
+    def hands_over_early(self) -> bool:
+        """Whether steps with S = 1, d = 0 may hand over in backward, as far as this configuration decides."""
+        return (
+            self.early_hand_over
+            and self.overlap_step
+            and self.deferred_update == "replay"
+            and 1 in self.update_intervals
+            and 0 in self.publish_lags
+        )
 
     @property
     def timeline_range(self) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.accumulation import Accumulation, new_accumulation
+from lightning_zenflow.early_hand_over import EarlyHandOver
 from lightning_zenflow.kernels import Destination, Kernels
 from lightning_zenflow.ownership import Ownership
 from lightning_zenflow.partition import Partition, Tile, tiles_of_slice
@@ -36,10 +37,11 @@ class _Rectangle:
         return cls(tile=tile, parts=tuple(inside), begins=tuple(partition.tiles[i].begin - tile.begin for i in inside))
 
     def destinations(self, rounds: Rounds, ownership: Ownership) -> list[Destination]:
-        """Where its parts go in this step."""
+        """Where its parts go in this step, but for what is not trained and lies in a block that has been handed over early."""
         return [
             Destination(begin=begin, page=rounds.page(part), selections=ownership.selections(part))
             for part, begin in zip(self.parts, self.begins, strict=True)
+            if not rounds.was_handed_over(part)
         ]
 
 
@@ -51,6 +53,7 @@ class GradientIntake:
     Args:
         partition: the rank's partition.
         rounds: where gradients go.
+        early: hands over what is complete, where that may be before the step's end.
         ownership: which entries' gradients are kept on the device.
         stand_in: what moves host-owned weights at once, if anything.
         kernels: passes over gradients.
@@ -65,6 +68,7 @@ class GradientIntake:
         self,
         partition: Partition,
         rounds: Rounds,
+        early: EarlyHandOver,
         ownership: Ownership,
         stand_in: StandIn | None,
         kernels: Kernels,
@@ -77,6 +81,7 @@ class GradientIntake:
     ) -> None:
         self._partition = partition
         self._rounds = rounds
+        self._early = early
         self._ownership = ownership
         self._stand_in = stand_in
         self._kernels = kernels
@@ -120,7 +125,9 @@ class GradientIntake:
         if slice_index in self._partial:
             assert self._accumulation is not None
             gradient.add_(self._accumulation.kept(slice_index))
+        before = len(self._totals)
         self._deliver(slice_index, gradient, step)
+        self._early.delivered(slice_index, self._totals[before:])
 
     def finish(self, step: int) -> Tensor:
         """Ends a step's gradients.

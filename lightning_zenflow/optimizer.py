@@ -40,7 +40,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     4. *update*: exact AdamW of the device-owned entries.
     5. *select*: at the end of the warm-up, and from time to time after it, the columns with the largest gradients become device-owned;
        each block changes over with its next window.
-    6. *hand over*: the windows that close now go to the worker.
+    6. *hand over*: the windows that close now go to the worker, but for blocks that went there in backward (`EarlyHandOver`).
     7. *publish*: rounds that are due overwrite the host-owned weights; the stand-in repeats what it had moved there for steps after the
        rounds'; device-owned weights are written over them.
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
@@ -113,7 +113,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             worker_cores=self._worker_cores,
             ranks_on_host=self._ranks_on_host,
             hyperparameters=self._hyperparameters,
+            clips=self.clip_grad > 0 or self.loss_scaler.dynamic,
         )
+        self._hands_over_early, self._early = parts.hands_over_early, parts.early
         self._worker = parts.worker
         self.tracer, self.stalls, self.gauges, self.skipped = parts.tracer, parts.stalls, parts.gauges, parts.skipped
         self._arena, self._host_state, self._count = parts.arena, parts.host_state, parts.count
@@ -157,7 +159,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """One optimizer step; the phases are those of the class docstring."""
         self._step += 1
         step = self._step
+        # Read anew: a hook may have changed them after backward.
+        self._groups = None
         groups = self._hyperparameters()
+        self._early.end(groups)
         self._arena.write_hyperparameters(step, groups)
 
         # reduce
@@ -219,13 +224,20 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Makes arena and weights the exact state of all steps so far; afterwards DeepSpeed's checkpoint code sees it.
 
         Raises:
-            WorkerError: the worker is gone, and with it the steps it had not applied yet.
+            WorkerError: the worker is gone, and with it the steps it had not applied yet; or it is ahead of an interrupted backward pass.
         """
-        if self._flushed_step == self._step:
+        if self._flushed_step == self._step and not self._rounds.is_ahead:
             return
         if self.closed:
             raise WorkerError(
                 f"training ended before the worker had applied all of its {self._step} steps: the exact optimizer state is lost"
+            )
+        if self._rounds.is_ahead:
+            # Whoever asks may be on the way out, and nobody would end the worker any more.
+            self.abandon()
+            raise WorkerError(
+                f"the backward pass of step {self._step + 1} was interrupted when the worker had parts of it already, so the exact state"
+                f" after step {self._step} is lost; early_hand_over=False keeps it in such a case"
             )
         with torch.no_grad():
             self._rounds.flush(self._step)
@@ -243,7 +255,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
         An exact state is kept: it stays readable for as long as DeepSpeed's tensors live. Where steps are missing, nothing is.
         """
-        if self._flushed_step != self._step:
+        if self._flushed_step != self._step or self._rounds.is_ahead:
             self.abandon()
             return
         if self._worker is not None:
@@ -323,7 +335,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             super().destroy()
 
     def _hyperparameters(self) -> list[GroupHyperparameters]:
-        """The hyperparameters of the present step; read once, since the scheduler runs between steps only."""
+        """The hyperparameters of the present step; read once in backward and once after it, since the scheduler runs between steps only."""
         if self._groups is None:
             self._groups = read_hyperparameters(self.optimizer)
         return self._groups
@@ -344,6 +356,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.tracer.begin_step(self._step + 1)
         self._intake.stand_in_needed = not self._plan.shows_exact_weights
         self._intake.energies = self._planner.selector.new_energies() if self._plan.measures else None
+        # In a step that selects, the windows must end after the selection.
+        early = self._rounds.publishes_at_once and not (self._plan.synchronous or self._plan.selects)
+        self._early.begin(self._step + 1 if early and self._hands_over_early else None, loss_scale=self.loss_scale)
 
     def _select(self, energies: ColumnEnergies) -> Tensor | None:
         """Adds the proxies over the ranks and selects anew where that is due; returns what the gradient rule of `auto` needs."""

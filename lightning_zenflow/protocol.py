@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 MAGIC: Final = 0x574F4C464E455A31
-VERSION: Final = 5
+VERSION: Final = 6
 HEADER_BYTES: Final = 4096
 MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
@@ -51,6 +51,7 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("pages_offset", ctypes.c_uint64),
         ("publish_offset", ctypes.c_uint64),
         ("journal_offset", ctypes.c_uint64),
+        ("block_words_offset", ctypes.c_uint64),
         ("resolved_step", ctypes.c_int64),
         ("begun_round", ctypes.c_int64),
         ("completed_round", ctypes.c_int64),
@@ -150,6 +151,8 @@ class Round(ctypes.LittleEndianStructure):
         ("rule", ctypes.c_uint32),
         ("look_ahead", ctypes.c_float),
         ("n_updates", ctypes.c_int64),
+        ("early", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 

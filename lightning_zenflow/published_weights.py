@@ -64,14 +64,36 @@ class PublishedWeights:
             pieces = (piece for index in sorted(slices) for piece in self._pieces[block][index])
             return self._copy(block, publish_buffer, _joined(pieces), "copies up, in backward")
 
-    def copy_rest(self, block: int, publish_buffer: int, but: Collection[int]) -> int:
+    def copy_rest(
+        self, block: int, publish_buffer: int, but: Collection[int], after: torch.cuda.Event | None = None
+    ) -> int:
         """Copies what is left of a block, but for these slices, in order with the current stream.
+
+        Args:
+            block: whose weights.
+            publish_buffer: where they are.
+            but: slices that are left out.
+            after: where there is such a `mark`, what was enqueued between it and this call is not waited for.
 
         Returns:
             The bytes that are copied.
         """
         pieces = (piece for index, of_slice in self._pieces[block].items() if index not in but for piece in of_slice)
-        return self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
+        if self._stream is None or after is None:
+            return self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            n_bytes = self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
+        self.wait()
+        return n_bytes
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The place in the current stream that has been reached; None where the device is the host."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def wait(self) -> None:
         """Orders the current stream behind all copies so far; the host waits for nothing."""

@@ -1,8 +1,7 @@
 """The asynchronous protocol between training and the worker, from the trainer's side."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.partition import Partition, blocks_of_tiles
-from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.published_weights import PublishedWeights
 from lightning_zenflow.schedule import Schedule
@@ -18,58 +16,8 @@ from lightning_zenflow.stalls import Cause, StallClock
 from lightning_zenflow.supervision import SupervisedWorker
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.traffic import Traffic
-from lightning_zenflow.worker import Completion, Submission
-
-
-@dataclass(kw_only=True)
-class _Window:
-    """The open window of one block: one page for each step since the last hand-over."""
-
-    first_step: int
-    pages: list[int] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class _Round:
-    """A closed window on its way through the worker."""
-
-    round_id: int
-    block: int
-    last_step: int
-    """Of the steps that it applies."""
-    due_step: int
-    pages: list[int]
-    publish_buffer: int
-    completion: Completion | None = None
-    """The worker's answer, once it has been read."""
-    early: set[int] = field(default_factory=set)
-    """Slices whose weights have been copied into the model in backward."""
-
-
-@dataclass(kw_only=True)
-class RoundCounts:
-    """Numbers that only grow."""
-
-    early_bytes: int = 0
-    """Published weights that were copied in backward; part of `Traffic.up_bytes`."""
-    gradients: int = 0
-    """Gradients (one step's, of one block) that have become visible in the model's weights."""
-    age_steps: int = 0
-    """Sum over these of the steps between the gradient's own and the one at whose end it became visible."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Publishing:
-    """How the worker turns windows into weights."""
-
-    rule: Rule
-    prediction: Prediction
-    """How far weights run ahead of the exact ones."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether host-owned weights are the master weights of some step at all times."""
-        return not (self.prediction.looks_ahead or self.prediction.moves)
+from lightning_zenflow.windows import Publishing, RoundCounts, RoundInFlight, Window
+from lightning_zenflow.worker import Submission
 
 
 class Rounds:
@@ -82,9 +30,11 @@ class Rounds:
        copied to the step's record. The number is what tells the worker that everything before it has arrived; the training
        thread never waits for the copies.
     4. *hand over*: the windows that close at t become rounds and are submitted. From here until the round is done, its pages, its publish
-       buffer and the block's master weights and moments belong to the worker.
-    5. *replay*, in the worker: wait for the number of the round's last step; apply the S gradients in order; write the new weights, in
-       the model's type, to the publish buffer; answer *done*. Rounds are worked off in the order of submission.
+       buffer and the block's master weights and moments belong to the worker. With S = 1, d = 0 and a factor that is known beforehand, a
+       block is handed over *early*: in backward, as soon as it is filled, with a factor and a number of its own behind its gradient
+       (`EarlyHandOver`).
+    5. *replay*, in the worker: wait for the number of the round's last step (an early round: the block's); apply the S gradients in order;
+       write the new weights, in the model's type, to the publish buffer; answer *done*. Rounds are worked off in the order of submission.
     6. *publish*: rounds that are due at t are waited for (this is the stall that is measured) and their weights are copied into the
        model; pages and buffers become free. What provisional updates of later steps had moved is moved again (`RepeatedMoves`). Of
        rounds that were done in time, most has been copied before, in *fill* of t, behind the rest of backward and on a stream of its own: a
@@ -136,8 +86,8 @@ class Rounds:
         self._device = weights[0].device
         self._block_of_tile = blocks_of_tiles(partition)
         self._published_weights = PublishedWeights(partition, arena, weights, tracer)
-        self._windows: list[_Window | None] = [None] * len(partition.blocks)
-        self._in_flight: deque[_Round] = deque()
+        self._windows: list[Window | None] = [None] * len(partition.blocks)
+        self._in_flight: deque[RoundInFlight] = deque()
         # The last one freed is taken first, so that no more memory is ever touched than a schedule needs.
         self._free_pages: list[int] = []
         self._free_buffers: list[int] = []
@@ -145,6 +95,7 @@ class Rounds:
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
         self._passed: set[int] = set()  # slices whose gradient of the present step is there
+        self._early_blocks: set[int] = set()  # handed over in the present step's backward
         self._published_blocks: dict[int, int] = {}
         self._next_round_id = 1
         self.look_ahead = 0.0
@@ -163,6 +114,11 @@ class Rounds:
     def publishes_at_once(self) -> bool:
         """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
         return self.age == 1
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the worker has parts of a step that has not ended."""
+        return bool(self._early_blocks)
 
     def set_pace(self, pace: Pace) -> None:
         """Uses another S and d from the next hand-over on; S is a power of two times or a power of two'th of the S before.
@@ -206,7 +162,7 @@ class Rounds:
         for block, page in enumerate(self._prepared):
             window = self._windows[block]
             if window is None:
-                window = self._windows[block] = _Window(first_step=step)
+                window = self._windows[block] = Window(first_step=step)
             window.pages.append(page)
         self._prepared = []
 
@@ -260,6 +216,8 @@ class Rounds:
         # Mean gradients cannot be taken back from columns that leave the device: nothing may come between its window and the change.
         alone = self._publishing.rule is Rule.REPLAY and self._schedule.publish_lag < self._schedule.update_interval
         for block in closing:
+            if block in self._early_blocks:
+                continue
             now = synchronous or (not alone and drain(block))
             self._submit(
                 block,
@@ -267,6 +225,35 @@ class Rounds:
                 look_ahead=self.look_ahead,
             )
         return closing
+
+    def slices_of(self, block: int) -> Set[int]:
+        """The slices that a block has a part of, as far as they are trained."""
+        return self._published_weights.slices_of(block)
+
+    def can_hand_over_early(self, block: int) -> bool:
+        """Whether a block's window has the open step alone, and a publish buffer is free; not right after a change of pace."""
+        window = self._windows[block]
+        return self.publishes_at_once and window is not None and len(window.pages) == 1 and bool(self._free_buffers)
+
+    def hand_over_early(self, block: int, step: int, factor: Tensor) -> None:
+        """Phase *hand over* of one block in backward, behind its gradient.
+
+        Args:
+            block: that `can_hand_over_early`.
+            step: the step whose backward is under way.
+            factor: 0-D float32 on the device; NaN if the step changes nothing in the block.
+        """
+        self._arena.block_clip[block].copy_(factor, non_blocking=True)
+        self._arena.block_sequence[block].copy_(self._sequence.fill_(step), non_blocking=True)
+        self._traffic.down_bytes += factor.element_size() + self._sequence.element_size()
+        self._submit(block, due_step=step, early=True)
+        self._in_flight[-1].filled = self._published_weights.mark()
+        self._early_blocks.add(block)
+        self.counts.early_rounds += 1
+
+    def was_handed_over(self, tile_index: int) -> bool:
+        """Whether a tile's block has been handed over early in the open step."""
+        return self._block_of_tile[tile_index] in self._early_blocks
 
     def block_of(self, tile_index: int) -> int:
         """The block that a tile of the partition lies in."""
@@ -313,11 +300,13 @@ class Rounds:
         due = [index for index, round_ in enumerate(self._in_flight) if round_.due_step <= step]
         for _ in range(due[-1] + 1 if due else 0):
             self._publish_oldest(step, "publish_wait")
+        self._early_blocks.clear()
         published, self._published_blocks = self._published_blocks, {}
         return published
 
     def flush(self, step: int) -> None:
         """Closes every open window and publishes every round; arena and weights are then the exact state after `step`."""
+        self._drop_open_step(step)
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
@@ -336,13 +325,30 @@ class Rounds:
         self._worker.exchange()
         self._published_weights.use(partition)
 
-    def _submit(self, block: int, *, due_step: int, look_ahead: float = 0.0, cause: Cause = "publish_wait") -> None:
+    def _drop_open_step(self, step: int) -> None:
+        """Forgets what has been filled of a step after this one, whose backward was interrupted by an error."""
+        assert not self.is_ahead, "the worker's part of that step cannot be taken back"
+        for block, window in enumerate(self._windows):
+            if window is not None and window.first_step + len(window.pages) - 1 > step:
+                self._free_pages.append(window.pages.pop())
+                if not window.pages:
+                    self._windows[block] = None
+
+    def _submit(
+        self,
+        block: int,
+        *,
+        due_step: int,
+        look_ahead: float = 0.0,
+        cause: Cause = "publish_wait",
+        early: bool = False,
+    ) -> None:
         """Submits a block's open window; one without any is published again, if its weights are not the exact ones."""
         window = self._windows[block]
         if window is None:
             if self._publishing.exact:
                 return
-            window = _Window(first_step=due_step)
+            window = Window(first_step=due_step)
         while not self._free_buffers:
             # More rounds at once than the staggered schedule ever has (synchronous step, flush): they go through in turn.
             self._publish_oldest(due_step, cause)
@@ -352,7 +358,7 @@ class Rounds:
                 torch.cuda.current_stream(self._device).synchronize()
             self._published_now.clear()
         self._windows[block] = None
-        round_ = _Round(
+        round_ = RoundInFlight(
             round_id=self._next_round_id,
             block=block,
             last_step=window.first_step + len(window.pages) - 1,
@@ -371,6 +377,7 @@ class Rounds:
                 rule=self._publishing.rule,
                 look_ahead=look_ahead,
                 n_updates=self._n_updates[block],
+                early=early,
             )
         )
         self._n_updates[block] += bool(window.pages)
@@ -388,7 +395,9 @@ class Rounds:
         if round_.early:
             # From here on its buffer may be reused in this stream's order.
             self._published_weights.wait()
-        rest = self._published_weights.copy_rest(round_.block, round_.publish_buffer, but=round_.early)
+        rest = self._published_weights.copy_rest(
+            round_.block, round_.publish_buffer, but=round_.early, after=round_.filled
+        )
         self._traffic.up_bytes += rest
         n = len(round_.pages)
         self.counts.gradients += n

@@ -34,6 +34,7 @@ def simulate(
     device_s: Callable[[int], float],
     round_s: Callable[[int, int], float],
     deferral: Callable[[int], float | None] = lambda step: None,
+    early_share: float = 0.0,
 ) -> list[SimulatedStep]:
     """Runs the schedule on given times.
 
@@ -44,6 +45,8 @@ def simulate(
         device_s: step -> seconds the device needs for it.
         round_s: (step, number of gradients) -> seconds the worker needs for one block's round that is handed over at the end of the step.
         deferral: step -> what the gradient rule sees at its end.
+        early_share: the last part of a step, in which its gradients arrive and, where S = 1, d = 0, go to the worker at once; 0: all at its
+            end.
 
     Returns:
         The steps, counted from 1.
@@ -59,9 +62,11 @@ def simulate(
         schedule = Schedule(n_blocks=n_blocks, update_interval=pace.update_interval, publish_lag=pace.publish_lag)
         work = device_s(step)
         now += work
-        for block in schedule.closing_blocks(step):
+        closing = schedule.closing_blocks(step)
+        early_s = early_share * work if (pace.update_interval, pace.publish_lag) == (1, 0) else 0.0
+        for number, block in enumerate(closing, start=1):
             seconds = round_s(step, step - opened[block])
-            worker_free = max(now, worker_free) + seconds
+            worker_free = max(now - early_s * (1 - number / len(closing)), worker_free) + seconds
             in_flight.append((schedule.publish_step(step), seconds, worker_free))
             opened[block] = step
         due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.affinity import worker_cores
+from lightning_zenflow.buckets import bucket_size, says_bucket_size
 from lightning_zenflow.callbacks import StallMonitor
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
@@ -79,6 +80,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         update_interval: int | Literal["auto"] | None = None,
         max_update_interval: int | None = None,
         publish_lag: int | Literal["auto"] | None = None,
+        early_hand_over: bool | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         deferred_update: str | None = None,
@@ -103,6 +105,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             "update_interval": update_interval,
             "max_update_interval": max_update_interval,
             "publish_lag": publish_lag,
+            "early_hand_over": early_hand_over,
             "full_warm_up_rounds": full_warm_up_rounds,
             "overlap_step": overlap_step,
             "deferred_update": deferred_update,
@@ -133,6 +136,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._torch_threads: int | None = None
         self._micro_batches = 0
         self._rank_variables = RankVariables()
+        self._chooses_buckets = "reduce_bucket_size" not in deepspeed_options and not says_bucket_size(deepspeed_config)
         super().__init__(config=deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -245,6 +249,10 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         self._micro_batches = 0
+        if self._chooses_buckets:
+            assert isinstance(self.config, dict)
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
         build = partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes)
         with zenflow_optimizer(build):
             engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)

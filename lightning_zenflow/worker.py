@@ -50,6 +50,7 @@ class Submission:
     rule: protocol.Rule = protocol.Rule.REPLAY
     look_ahead: float = 0.0
     n_updates: int = 0
+    early: bool = False
 
     def message(self) -> bytes:
         """As it goes over the socket."""
@@ -63,6 +64,7 @@ class Submission:
             rule=self.rule,
             look_ahead=self.look_ahead,
             n_updates=self.n_updates,
+            early=self.early,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.pages))(*self.pages))
 

@@ -36,6 +36,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "publish_lag": st.integers(0, 9) | st.sampled_from(["auto", 1024]),
     "full_warm_up_rounds": st.integers(0, 3) | LARGE,
     "overlap_step": st.booleans(),
+    "early_hand_over": st.booleans(),
     "deferred_update": st.sampled_from(["replay", "accumulate"]),
     "look_ahead": st.floats(0, 20) | st.sampled_from(["auto", 1e6]),
     "provisional_scale": st.floats(0, 2) | st.sampled_from(["auto", 1e6]),

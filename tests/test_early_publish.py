@@ -54,9 +54,15 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
         early += n_bytes > 0
         return n_bytes
 
-    def counted_rest(self: PublishedWeights, block: int, publish_buffer: int, but: Collection[int]) -> int:
+    def counted_rest(
+        self: PublishedWeights,
+        block: int,
+        publish_buffer: int,
+        but: Collection[int],
+        after: torch.cuda.Event | None = None,
+    ) -> int:
         nonlocal late
-        n_bytes = copy_rest(self, block, publish_buffer, but)
+        n_bytes = copy_rest(self, block, publish_buffer, but, after)
         late += n_bytes > 0
         return n_bytes
 

@@ -53,8 +53,9 @@ def run_and_kill(case: Case, *, seed: int) -> tuple[Run, KillsWorker]:
         dataclasses.replace(
             CASE, update_interval=1, publish_lag=0, strategy_options={"deferred_update": "accumulate"}, steps=8
         ),
+        dataclasses.replace(CASE, update_interval=1, publish_lag=0, max_norm=None),
     ],
-    ids=["replay", "two threads, bf16", "accumulate, synchronous"],
+    ids=["replay", "two threads, bf16", "accumulate, synchronous", "handed over in backward"],
 )
 def test_killed_in_every_step(case: Case) -> None:
     killed, killer = run_and_kill(case, seed=1)

@@ -66,6 +66,7 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
         (header.ranges_offset, header.n_ranges * ctypes.sizeof(protocol.Range)),
         (header.blocks_offset, header.n_blocks * ctypes.sizeof(protocol.Block)),
         (header.step_records_offset, header.n_step_records * header.step_record_bytes),
+        (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
         (header.journal_offset + protocol.JournalSlot.begin.offset, 32),
     ]
     begin, size = rng.choice(regions)
@@ -92,6 +93,7 @@ def message(rng: random.Random, round_id: int) -> bytes:
         rule=rng.randrange(2),
         look_ahead=rng.choice([0.0, 1.5]),
         n_updates=rng.randrange(3),
+        early=rng.choice([0, 0, 0, 1]),
     )
     data = bytearray(bytes(round_) + bytes((ctypes.c_uint32 * len(pages))(*pages)))
     kind = rng.random()

@@ -45,6 +45,12 @@ class KillsWorker(pl.Callback):
         self._kill(trainer)
 
     @override
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Early rounds are on their way.
+        if self._random.random() < 0.5:
+            self._kill(trainer)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.restarts = optimizer_of(trainer).stalls.worker_restarts
 

@@ -135,6 +135,7 @@ TEST(arena, error_names_the_broken_offset) {
         {"exp_avg_sq_offset", &ArenaHeader::exp_avg_sq_offset},
         {"pages_offset", &ArenaHeader::pages_offset},
         {"publish_offset", &ArenaHeader::publish_offset},
+        {"block_words_offset", &ArenaHeader::block_words_offset},
     };
     for (const Case& c : cases) {
         // Inside the header, misaligned, at the very end, behind it.

@@ -40,7 +40,7 @@ ArenaSpec awkward_spec(DataType type) {
 }
 
 Round round_of(uint32_t block, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer = 0) {
-    return {static_cast<uint32_t>(MessageType::kRound), block, 1, first_step, n_steps, publish_buffer, 0, 0.0f, 0};
+    return {static_cast<uint32_t>(MessageType::kRound), block, 1, first_step, n_steps, publish_buffer, 0, 0.0f, 0, 0, 0};
 }
 
 void check_awkward_spec(DataType type) {
@@ -128,6 +128,43 @@ TEST(block_replay, publishes_without_steps) {
     for (size_t i = 0; i < 36; ++i) CHECK_EQ(published[i], static_cast<float>(64 + i));
 }
 
+// Applied while the step's own word is not there yet, each block by its own factor; then the same bits as if it had been.
+TEST(block_replay, an_early_round_equals_one_of_the_whole_step) {
+    const ArenaSpec spec;
+    TrainerArena whole(spec), early(spec);
+    for (TrainerArena* trainer : {&whole, &early}) {
+        const Arena arena(trainer->fd());
+        const StepRecords records(arena, kLong);
+        BlockReplay replay(arena, records);
+        omp_set_num_threads(kThreads);
+        for (size_t i = 0; i < spec.numel; ++i) trainer->master()[i] = 1.0f + static_cast<float>(i);
+        for (int64_t step = 1; step <= 3; ++step) {
+            for (uint32_t group = 0; group < 2; ++group)
+                trainer->hyperparameters(step, group) = {1e-2, 0.9, 0.999, 1e-8, 0.1, 1, 0};
+            std::vector<float> gradient(spec.numel, 0.5f * static_cast<float>(step));
+            std::memcpy(trainer->page(0), gradient.data(), 64 * sizeof(float));
+            const uint32_t page = 0;
+            Round round = round_of(0, step, 1);
+            // The second step has an infinite gradient somewhere.
+            const float clip = step == 2 ? std::nanf("") : 1.0f;
+            if (trainer == &early) {
+                round.early = 1;
+                trainer->write_block_word(0, step, clip);
+                CHECK(records.resolve_early(step, 0, [] { return false; }));
+            } else {
+                trainer->write_word(step, clip);
+                CHECK(records.resolve(step, [] { return false; }));
+            }
+            replay.check(round, &page);
+            replay.run(round, &page);
+            trainer->write_word(step, clip);
+        }
+    }
+    test::check_same_bits("master", early.master(), whole.master(), spec.numel);
+    test::check_same_bits("exp_avg", early.exp_avg(), whole.exp_avg(), spec.numel);
+    test::check_same_bits("exp_avg_sq", early.exp_avg_sq(), whole.exp_avg_sq(), spec.numel);
+}
+
 // What the caller wrote before a round and reads after it is ordered with all of the threads' work. Everything goes through one
 // mapping, so that ThreadSanitizer can tell.
 TEST(block_replay, rounds_follow_each_other_without_races) {
@@ -169,6 +206,12 @@ TEST(block_replay, refuses_what_the_arena_does_not_have) {
                    "publish_buffer is 2, allowed are numbers below n_publish_buffers = 2");
     CHECK_CONTAINS(error_of([&] { replay.check(round_of(1, 1, 2), pages); }),
                    "pages[1] is 6, allowed are numbers below n_pages = 6");
+    Round early = round_of(1, 1, 2);
+    early.early = 1;
+    const uint32_t two[] = {0, 1};
+    CHECK_CONTAINS(error_of([&] { replay.check(early, two); }), "early is 1, but n_steps is 2");
+    early.early = 2;
+    CHECK_CONTAINS(error_of([&] { replay.check(early, two); }), "early is 2, allowed are 0 and 1");
 }
 
 }  // namespace

@@ -133,7 +133,7 @@ TEST(first_touch, threads_touch_what_they_update) {
         const auto index = static_cast<size_t>(thread);
         faults[index] = page_faults_of_this_thread() - before[index];
     });
-    replay.run({static_cast<uint32_t>(MessageType::kRound), 0, 1, 0, 0, 0, 0, 0.0f, 0}, nullptr);
+    replay.run({static_cast<uint32_t>(MessageType::kRound), 0, 1, 0, 0, 0, 0, 0.0f, 0, 0, 0}, nullptr);
     CHECK_EQ(trainer.header().n_shares, static_cast<uint64_t>(kThreads));
     for (size_t i = 0; i < kThreads; ++i) {
         const JournalSlot& slot = trainer.journal_slot(i);

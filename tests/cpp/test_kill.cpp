@@ -33,6 +33,7 @@ struct Scenario {
     uint32_t n_steps;  // of each round
     Rule rule;
     float look_ahead;
+    uint32_t early = 0;
 };
 
 // Blocks of more than one tile, cut by a parameter group's end, the second with padding; bfloat16, so that published weights are
@@ -71,7 +72,8 @@ class Training {
             std::vector<uint32_t> pages;
             for (uint32_t s = 0; s < scenario.n_steps; ++s) pages.push_back(page(1 + s, b));
             rounds_.push_back({static_cast<uint32_t>(MessageType::kRound), b, 1 + b, 1, scenario.n_steps, b,
-                               static_cast<uint32_t>(scenario.rule), scenario.look_ahead, 0});
+                               static_cast<uint32_t>(scenario.rule), scenario.look_ahead, 0, scenario.early, 0});
+            arena_.write_block_word(b, 1, 0.25f);
             pages_.push_back(pages);
         }
     }
@@ -158,6 +160,7 @@ void kill_everywhere(const Scenario& scenario) {
 }
 
 TEST(kill, at_any_instant_of_one_update) { kill_everywhere({"one update", 1, Rule::kReplay, 0.0f}); }
+TEST(kill, at_any_instant_of_an_early_update) { kill_everywhere({"an early update", 1, Rule::kReplay, 0.0f, 1}); }
 TEST(kill, at_any_instant_of_a_window) { kill_everywhere({"a window", 3, Rule::kReplay, 2.0f}); }
 TEST(kill, at_any_instant_of_a_mean) { kill_everywhere({"a mean", 3, Rule::kAccumulate, 0.0f}); }
 TEST(kill, at_any_instant_of_publishing) { kill_everywhere({"publishing", 0, Rule::kReplay, 0.0f}); }

@@ -92,6 +92,44 @@ TEST(step_records, waits_for_a_late_word_and_sees_what_came_before_it) {
     device.join();
 }
 
+TEST(step_records, an_early_step_follows_on_the_one_before_and_waits_for_its_own_blocks_word) {
+    Ring ring;
+    ring.trainer.write_word(1, 1.0f);
+    ring.trainer.write_word(2, std::nanf(""));
+    ring.trainer.write_block_word(0, 3, 0.25f);
+    CHECK(ring.records.resolve_early(3, 0, never));
+    const StepRecords::Step step = ring.records.early_step(3, 0);
+    CHECK(step.applied);
+    CHECK_EQ(step.clip, 0.25f);
+    CHECK_EQ(step.count, 2);
+    // The step itself is not resolved by that.
+    CHECK_EQ(ring.trainer.header().resolved_step, 2);
+    ring.trainer.write_word(3, std::nanf(""));
+    CHECK(ring.records.resolve(3, never));
+    CHECK_EQ(ring.records.step(3).count, 1);
+    // Once more, as after a restart: the same.
+    CHECK(ring.records.resolve_early(3, 0, never));
+    CHECK_EQ(ring.records.early_step(3, 0).count, 2);
+}
+
+TEST(step_records, an_early_step_is_not_applied_where_its_block_is_not_finite) {
+    Ring ring;
+    ring.trainer.write_block_word(0, 1, std::nanf(""));
+    CHECK(ring.records.resolve_early(1, 0, never));
+    CHECK(!ring.records.early_step(1, 0).applied);
+}
+
+TEST(step_records, an_early_step_without_its_blocks_word_does_not_arrive) {
+    Ring ring;
+    ring.trainer.write_word(1, 1.0f);
+    ring.trainer.write_word(2, 1.0f);
+    ring.trainer.write_block_word(0, 1, 1.0f);
+    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve_early(2, 0, never); }),
+                   "step 2's clip coefficient did not arrive within 20 ms");
+    ring.trainer.write_block_word(0, 3, 1.0f);
+    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve_early(2, 0, never); }), "already holds step 3");
+}
+
 TEST(step_records, ends_the_wait_when_the_trainer_is_gone) {
     Ring ring;
     int n_asked = 0;

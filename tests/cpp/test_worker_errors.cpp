@@ -65,8 +65,8 @@ TEST(worker, reports_what_is_wrong_with_a_round) {
         {round_of(0, 1, 0, 1, 0), {0}, "first_step is 0"},
         {round_of(0, 1, 1, 5, 0), {0, 0, 0, 0, 0}, "n_steps is 5"},
         {round_of(0, 1, 4, 2, 0), {0, 0}, "last step is 5"},
-        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 56"},
-        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 52"},
+        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 64"},
+        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 60"},
         {round_of(0, 1, 1, 0xffffffffu, 0), {0, 0}, "n_steps = 4294967295 needs"},
     };
     for (const Case& c : cases) {

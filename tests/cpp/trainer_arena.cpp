@@ -50,6 +50,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) {
     header.pages_offset = reserve(spec.n_pages * header.page_numel * element_bytes(spec.gradient_dtype));
     header.publish_offset = reserve(spec.n_publish_buffers * header.page_numel * element_bytes(spec.weight_dtype));
     header.journal_offset = reserve(spec.n_journal_slots * sizeof(JournalSlot));
+    header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
     header.total_bytes = end;
 
     bytes_ = end;
@@ -91,6 +92,12 @@ Hyperparameters& TrainerArena::hyperparameters(int64_t step, uint32_t param_grou
 void TrainerArena::write_word(int64_t step, float clip) {
     record(step).word.clip = clip;
     __atomic_store_n(&record(step).word.sequence, step, __ATOMIC_RELEASE);
+}
+
+void TrainerArena::write_block_word(uint32_t block, int64_t step, float clip) {
+    StepWord& word = at<StepWord>(header().block_words_offset)[block];
+    word.clip = clip;
+    __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
 }
 
 }  // namespace zenflow::test

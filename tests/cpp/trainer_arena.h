@@ -47,6 +47,8 @@ class TrainerArena {
 
     // The step's word as the device writes it: clip coefficient first, then, for all to see, the sequence number.
     void write_word(int64_t step, float clip);
+    // The same of a block in a step, for an early round.
+    void write_block_word(uint32_t block, int64_t step, float clip);
 
   private:
     template <typename T>

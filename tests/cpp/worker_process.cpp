@@ -150,7 +150,7 @@ std::string WorkerProcess::receive() {
 }
 
 Round round_of(uint32_t block, int64_t round_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kRound), block, round_id, first_step, n_steps, publish_buffer, 0, 0.0f, 0};
+    return {static_cast<uint32_t>(MessageType::kRound), block, round_id, first_step, n_steps, publish_buffer, 0, 0.0f, 0, 0, 0};
 }
 
 std::string output_of_worker(const std::vector<std::string>& arguments, int& status) {
