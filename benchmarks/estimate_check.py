@@ -106,7 +106,9 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> li
         if not pace and method != "zero_offload":
             continue
         keys = {"update_interval": pace[0], "publish_lag": pace[1]} if pace else {}
-        workload = Workload(model=shapes_of_count(of_method[0].n_params), step_ms=baseline_ms)
+        keys = {**METHODS[method].zenflow_keys, **keys}
+        clips = METHODS[method].clips
+        workload = Workload(model=shapes_of_count(of_method[0].n_params), step_ms=baseline_ms, clips=clips)
         prediction = estimate(workload, machine, ZenFlowConfig(**keys))
         cost = prediction.zenflow if pace else prediction.zero_offload
         title = METHODS[method].title

@@ -64,12 +64,16 @@ class StepMethod:
     """Of parameters, `lr` and `weight_decay`."""
     clips: bool = True
     """Whether gradients are clipped by norm."""
+    zenflow_keys: Mapping[str, Any] = field(default_factory=dict)
+    """Ours: keys of `ZenFlowConfig` that differ from its defaults."""
     not_on: Mapping[str, str] = field(default_factory=dict)
     """Devices of the benchmark that it does not apply to, and why."""
 
 
 def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
-    return StepMethod(make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title, clips=clips)
+    return StepMethod(
+        make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys), title=title, clips=clips, zenflow_keys=keys
+    )
 
 
 def _torchao(*args: Any, **kwargs: Any) -> Optimizer:

@@ -32,7 +32,7 @@ from lightning_zenflow.planner import Planner
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.run_state import RunState
-from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.schedule import EARLY_BLOCKS, Schedule
 from lightning_zenflow.selector import Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
@@ -42,9 +42,6 @@ from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.traffic import Traffic
 from lightning_zenflow.windows import Publishing
 from lightning_zenflow.worker import Worker
-
-_EARLY_BLOCKS = 16
-"""Blocks at least where they are handed over one by one in backward: what the last of them needs is not hidden."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class Parts:
         self.tracer = Tracer(device, worker_threads=len(self._worker_cores.cores))
         self.stalls = StallClock(device, self.tracer)
         self.partition = build_partition(
-            shard.slices, shard.partition_sizes, max(*intervals, _EARLY_BLOCKS if self.hands_over_early else 1)
+            shard.slices, shard.partition_sizes, max(*intervals, EARLY_BLOCKS if self.hands_over_early else 1)
         )
         sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
         self._refuse_too_little_memory(sizes, self._arena_sizes([auto.pace]), ranks_on_host)

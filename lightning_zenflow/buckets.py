@@ -5,13 +5,13 @@ from typing import Any
 
 _BUCKETS = 32
 """Per step. Gradients leave the device a bucket at a time: with few of them, what could hide behind backward is left to the step's end."""
-_SMALLEST, _LARGEST = 4_000_000, 200_000_000
+SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
 """Elements; below the smallest the calls cost more than the copies, the largest is the default of Lightning's `DeepSpeedStrategy`."""
 
 
 def bucket_size(numel: int) -> int:
     """Elements of a bucket for a model with `numel` trained ones."""
-    return min(max(-(-numel // _BUCKETS), _SMALLEST), _LARGEST)
+    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def says_bucket_size(config: Mapping[str, Any] | None) -> bool:

@@ -64,6 +64,7 @@ def _estimate(options: argparse.Namespace) -> str:
         step_ms=options.step_ms,
         dtype_bytes=_DTYPE_BYTES[options.dtype],
         accumulate_grad_batches=options.accumulate_grad_batches,
+        clips=not options.no_clipping,
         reduce_bucket_size=options.reduce_bucket_size,
     )
     prediction = estimate(workload, machine, config)
@@ -110,7 +111,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     )
     training.add_argument("--accumulate-grad-batches", type=int, default=1, help="default %(default)s")
     training.add_argument(
-        "--reduce-bucket-size", type=_whole_number, default=200_000_000, help="elements, default %(default)s"
+        "--no-clipping", action="store_true", help="gradients are not clipped: S = 1, d = 0 hides behind backward"
+    )
+    training.add_argument(
+        "--reduce-bucket-size", type=_whole_number, help="elements; default: that of each strategy for this model"
     )
 
     zenflow = command.add_argument_group("ZenFlow", "as the keys of ZenFlowStrategy")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_zenflow.auto_schedule import AutoSchedule, Pace
+from lightning_zenflow.buckets import LARGEST_BUCKET, bucket_size
 from lightning_zenflow.byte_counts import (
     STATE_BYTES,
     arena_bytes_of,
@@ -22,6 +23,7 @@ from lightning_zenflow.byte_counts import (
 )
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.model_shapes import ModelShapes
+from lightning_zenflow.schedule import EARLY_BLOCKS
 from lightning_zenflow.simulation import simulate
 
 BACKWARD_SHARE = 2 / 3
@@ -80,8 +82,11 @@ class Workload:
     """b, bytes of a weight and of a gradient: 2 (bf16, fp16) or 4 (fp32)."""
     accumulate_grad_batches: int = 1
     """Micro-batches in an optimizer step, an integer >= 1."""
-    reduce_bucket_size: int = 200_000_000
-    """Elements of one of DeepSpeed's two gradient buckets, an integer >= 1; the default is that of Lightning's DeepSpeedStrategy."""
+    clips: bool = True
+    """Whether gradients are clipped by norm, so that no gradient can be applied before the last one is known."""
+    reduce_bucket_size: int | None = None
+    """Elements of one of DeepSpeed's two gradient buckets, an integer >= 1; None: that of Lightning's DeepSpeedStrategy, for ZenFlow
+    `buckets.bucket_size`."""
 
     def __post_init__(self) -> None:
         """Refuses what is not allowed."""
@@ -89,7 +94,8 @@ class Workload:
         if self.dtype_bytes not in (2, 4):
             raise ConfigValueError(f"dtype_bytes={self.dtype_bytes!r}: allowed is 2 or 4", "dtype_bytes")
         _check_integer("accumulate_grad_batches", self.accumulate_grad_batches)
-        _check_integer("reduce_bucket_size", self.reduce_bucket_size)
+        if self.reduce_bucket_size is not None:
+            _check_integer("reduce_bucket_size", self.reduce_bucket_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,22 +230,25 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     """This package: the time line is simulated with the `auto` that decides in training, and the steps after it has settled are read.
 
     Gradients go down during (the last micro-batch's) backward, on DeepSpeed's stream for reduction; what takes longer delays the step.
-    Published weights, 1/S of them a step, come up in backward where there is a lag, but for one block whose round may be done too late;
-    without lag nothing hides them. The worker reads and writes the host's memory while these copies do, so they share its bandwidth; where
-    it has few cores, its arithmetic takes longer. The device's own part, the stand-in and the selected columns' AdamW, is taken to need as
-    long as the AdamW of all columns that it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both directions, on
-    the training's own stream; "auto" is taken for the device. Gradients that the stand-in repeats after a publish stay on the device where
-    it has room, and come back over PCIe elsewhere.
+    Published weights, 1/S of them a step, come up in backward where there is a lag, or where nothing is clipped and each gradient goes to
+    the worker as it arrives (S = 1, d = 0), but for one block whose round may be done too late; elsewhere nothing hides them. The worker
+    reads and writes the host's memory while these copies do, so they share its bandwidth; where it has few cores, its arithmetic takes
+    longer. The device's own part, the stand-in and the selected columns' AdamW, is taken to need as long as the AdamW of all columns that
+    it replaces. With `accumulate_on: host` sums of micro-batches cross PCIe in both directions, on the training's own stream; "auto" is
+    taken for the device. Gradients that the stand-in repeats after a publish stay on the device where it has room, and come back over PCIe
+    elsewhere.
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
-    n_blocks = max(config.update_intervals)
+    early = config.hands_over_early and not workload.clips
+    n_blocks = max(*config.update_intervals, EARLY_BLOCKS if early else 1)
     upload_s = b * partition / (machine.pcie * _GB)
     last_backward_s = BACKWARD_SHARE * workload.step_ms / 1e3 / workload.accumulate_grad_batches
     late_s = max(0.0, b * partition / (machine.pcie * _GB) - last_backward_s)
-    auto = AutoSchedule(config.update_intervals, config.publish_lags)
+    auto = AutoSchedule(config.update_intervals, config.publish_lags, hides_in_backward=early)
     sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
 
-    device_bytes = _weight_bytes(workload) + _bucket_bytes(workload) + _zenflow_device_bytes(workload, machine, config)
+    buckets = _bucket_bytes(workload, bucket_size(workload.model.numel))
+    device_bytes = _weight_bytes(workload) + buckets + _zenflow_device_bytes(workload, machine, config)
 
     def repeated_bytes(pace: Pace) -> float:
         stand_in = config.prediction.moves
@@ -251,7 +260,8 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
 
     def copy_s(pace: Pace) -> float:
         read_back_s = (repeated_bytes(pace) - kept_bytes(pace)) / (machine.pcie * _GB)
-        at_the_end = 1 / pace.update_interval if pace.publish_lag == 0 else 1 / n_blocks
+        hidden = pace.publish_lag > 0 or (early and pace.update_interval == 1)
+        at_the_end = 1 / n_blocks if hidden else 1 / pace.update_interval
         return late_s + upload_s * at_the_end + 2 * sums * upload_s + read_back_s
 
     cores = _worker_cores(machine, config)
@@ -267,6 +277,9 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
         n_blocks=n_blocks,
         device_s=lambda step: workload.step_ms / 1e3 + copy_s(auto.pace),
         round_s=round_s,
+        early_share=last_backward_s / (workload.step_ms / 1e3) if early else 0.0,
+        # It is an embedding mostly, whose gradient is the last.
+        last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
     )
     settled = steps[-_SETTLED_STEPS:]
     pace = settled[-1].pace
@@ -367,9 +380,14 @@ def _weight_bytes(workload: Workload) -> float:
     return workload.dtype_bytes * (workload.model.numel + workload.model.frozen_numel)
 
 
-def _bucket_bytes(workload: Workload) -> float:
-    """What ZeRO-2 holds of gradients on their way: two buckets, since communication overlaps (Lightning's default)."""
-    return 2 * workload.dtype_bytes * workload.reduce_bucket_size
+def _bucket_bytes(workload: Workload, size: int = LARGEST_BUCKET) -> float:
+    """What ZeRO-2 holds of gradients on their way: two buckets, since communication overlaps (Lightning's default).
+
+    Args:
+        workload: the training.
+        size: elements of a bucket where the workload does not say it.
+    """
+    return 2 * workload.dtype_bytes * (workload.reduce_bucket_size or size)
 
 
 def _rank_bandwidth(machine: Machine) -> float:

@@ -8,6 +8,9 @@ before step t + 1 + d (d = publish_lag), ready or not: waiting for it is the sta
 
 from dataclasses import dataclass
 
+EARLY_BLOCKS = 16
+"""Blocks at least where they are handed over one by one in backward: what the last of them needs is not hidden."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:

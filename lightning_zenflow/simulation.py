@@ -35,6 +35,7 @@ def simulate(
     round_s: Callable[[int, int], float],
     deferral: Callable[[int], float | None] = lambda step: None,
     early_share: float = 0.0,
+    last_share: float = 0.0,
 ) -> list[SimulatedStep]:
     """Runs the schedule on given times.
 
@@ -47,6 +48,7 @@ def simulate(
         deferral: step -> what the gradient rule sees at its end.
         early_share: the last part of a step, in which its gradients arrive and, where S = 1, d = 0, go to the worker at once; 0: all at its
             end.
+        last_share: share of the blocks whose gradients arrive together at the step's very end, as an embedding's.
 
     Returns:
         The steps, counted from 1.
@@ -66,7 +68,9 @@ def simulate(
         early_s = early_share * work if (pace.update_interval, pace.publish_lag) == (1, 0) else 0.0
         for number, block in enumerate(closing, start=1):
             seconds = round_s(step, step - opened[block])
-            worker_free = max(now - early_s * (1 - number / len(closing)), worker_free) + seconds
+            worker_free = (
+                max(now - early_s * max(0.0, 1 - number / (len(closing) * (1 - last_share))), worker_free) + seconds
+            )
             in_flight.append((schedule.publish_step(step), seconds, worker_free))
             opened[block] = step
         due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]
