@@ -249,7 +249,6 @@ class Rounds:
         self._submit(block, due_step=step, early=True)
         self._in_flight[-1].filled = self._published_weights.mark()
         self._early_blocks.add(block)
-        self.counts.early_rounds += 1
 
     def was_handed_over(self, tile_index: int) -> bool:
         """Whether a tile's block has been handed over early in the open step."""

@@ -42,8 +42,6 @@ class RoundCounts:
 
     early_bytes: int = 0
     """Published weights that were copied in backward; part of `Traffic.up_bytes`."""
-    early_rounds: int = 0
-    """Rounds that were handed over in backward."""
     gradients: int = 0
     """Gradients (one step's, of one block) that have become visible in the model's weights."""
     age_steps: int = 0

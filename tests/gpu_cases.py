@@ -58,6 +58,14 @@ RACES = {
         max_norm=1.0,
         strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "accumulate_on": "host"},
     ),
+    "handed over in backward": Case(
+        model="Perceptron",
+        model_options={"widths": [96] * 12 + [4096, 4096, 64]},
+        topk_ratio=0.1,
+        update_interval=1,
+        publish_lag=0,
+        strategy_options={**EVERYTHING, "reduce_bucket_size": 40_000, "overlap_comm": True},
+    ),
     "a network": Case(
         model="Perceptron",
         model_options={"widths": [96] * 12 + [4096, 4096, 64]},

@@ -61,6 +61,12 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "paces": ((3, 8, 1), (7, 1, 0), (9, 2, 2)),
         "strategy_options": {**EVERYTHING, **AUTO},
     },
+    "handed over in backward": {
+        "topk_ratio": 0.3,
+        "update_interval": 1,
+        "publish_lag": 0,
+        "strategy_options": {**EVERYTHING, "reduce_bucket_size": 400},
+    },
     "small buckets": {"strategy_options": {**APPROXIMATE, "reduce_bucket_size": 400, "allgather_bucket_size": 200}},
     "no overlap": {"strategy_options": {**APPROXIMATE, "overlap_comm": False}},
 }
