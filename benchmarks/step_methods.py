@@ -106,6 +106,7 @@ METHODS = {
         "ours, S=4, d=1, no stand-in", update_interval=4, publish_lag=1, provisional_scale=0
     ),
     "zenflow_auto": _zenflow("ours, auto"),
+    "zenflow_auto_unclipped": _zenflow("ours, auto, no clipping", clips=False),
     "zenflow_at_once": _zenflow(
         "ours, S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False
     ),

@@ -33,9 +33,27 @@ from benchmarks.step_run import StepResult, StepSpec, result_of
 DOCUMENT = records.ROOT / "docs" / "performance.md"
 
 _DEFAULT_METHODS = {
-    "simulated": ["floor", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
-    "cpu": ["none", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto"],
-    "cuda": ["none", "zero_offload", "deepspeed_zenflow", "torchao", "zenflow", "zenflow_no_stand_in", "zenflow_auto"],
+    "simulated": [
+        "floor",
+        "zero_offload",
+        "deepspeed_zenflow",
+        "zenflow",
+        "zenflow_no_stand_in",
+        "zenflow_auto",
+        "zenflow_at_once",
+        "zenflow_at_the_end",
+    ],
+    "cpu": ["none", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_at_once"],
+    "cuda": [
+        "none",
+        "zero_offload",
+        "deepspeed_zenflow",
+        "torchao",
+        "zenflow",
+        "zenflow_no_stand_in",
+        "zenflow_auto",
+        "zenflow_at_once",
+    ],
 }
 
 
@@ -83,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for repeat in range(options.repeats):
         results.append([])
         for method in options.methods:
-            auto = method == "zenflow_auto"
+            auto = method.startswith("zenflow_auto")
             spec = StepSpec(
                 device=options.device,
                 method=method,
