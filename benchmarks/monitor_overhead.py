@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from benchmarks import records
 from benchmarks.documents import RESULTS, update_document
-from benchmarks.step_run import StepSpec, train
+from benchmarks.step_run import simulated, train
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.tracing import Recording, Tracer
@@ -202,13 +202,10 @@ def median_with_bounds(values: Sequence[float]) -> tuple[float, float, float]:
 def measure(setting: Setting, seconds: float) -> Costs:
     """One training."""
     costs = Costs(setting=setting, span_s=seconds_of_a_span())
-    spec = StepSpec(
-        device="simulated",
-        method="zenflow",
+    spec = simulated(
+        "zenflow",
         params=setting.params,
-        batch=1,
-        tokens=1,
-        compute_s=setting.compute_ms / 1e3,
+        compute_ms=setting.compute_ms,
         warm_up=setting.warm_up,
         steps=_MOST_STEPS,
     )

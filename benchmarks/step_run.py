@@ -52,6 +52,20 @@ class StepSpec:
         return self.warm_up + self.steps + (PROFILED_STEPS if self.device == "cuda" else 0)
 
 
+def simulated(method: str, *, params: float, compute_ms: float, warm_up: int, steps: int) -> StepSpec:
+    """A run on the simulated accelerator."""
+    return StepSpec(
+        device="simulated",
+        method=method,
+        params=params,
+        batch=1,
+        tokens=1,
+        compute_s=compute_ms / 1e3,
+        warm_up=warm_up,
+        steps=steps,
+    )
+
+
 @dataclass(kw_only=True)
 class StepResult:
     """What was measured in one run."""

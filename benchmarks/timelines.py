@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.processes import run_process
-from benchmarks.step_run import StepSpec
+from benchmarks.step_run import simulated
 from lightning_zenflow.timeline_plot import draw_lanes, lanes
 
 PICTURE = records.ROOT / "docs" / "images" / "timelines.png"
@@ -117,13 +117,10 @@ def draw(traces: Mapping[str, Trace], path: Path, *, about: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status is 1 if a training failed."""
     options = parse_arguments(arguments)
-    spec = StepSpec(
-        device="simulated",
-        method="zero_offload",
+    spec = simulated(
+        "zero_offload",
         params=options.params,
-        batch=1,
-        tokens=1,
-        compute_s=options.compute_ms / 1e3,
+        compute_ms=options.compute_ms,
         warm_up=options.warm_up,
         steps=options.steps,
     )
