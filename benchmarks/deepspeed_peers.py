@@ -16,10 +16,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.buckets import bucket_size
 
 
 class ZeroOffload(ZenFlowStrategy):
-    """DeepSpeed's own ZeRO-2 offload with the model's optimizer, which is torch's AdamW on 32-bit master weights."""
+    """DeepSpeed's own ZeRO-2 offload with the model's optimizer, which is torch's AdamW on 32-bit master weights.
+
+    Gradient buckets are as large as ours, which is faster than Lightning's default for models of less than 200 million parameters.
+
+    Args:
+        default_buckets: whether they have Lightning's default size instead.
+    """
+
+    def __init__(self, *, default_buckets: bool = False) -> None:
+        super().__init__()
+        self._default_buckets = default_buckets
 
     @override
     def _format_config(self) -> None:
@@ -29,8 +40,12 @@ class ZeroOffload(ZenFlowStrategy):
         self.config["zero_optimization"]["offload_optimizer"]["pin_memory"] = self.root_device.type == "cuda"
 
     @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+        if not self._default_buckets:
+            assert isinstance(self.config, dict)
+            n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(n_trained)
+        return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.
     handles_gradient_accumulation = DeepSpeedStrategy.handles_gradient_accumulation

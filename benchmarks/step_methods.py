@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks.deepspeed_peers import DeepSpeedZenFlow, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.buckets import bucket_size
 from lightning_zenflow.engine_entry import zenflow_optimizer
 
 
@@ -46,12 +44,9 @@ class Floor(ZeroOffload):
     """What a step costs before anything is done with its gradients: the model, Lightning, DeepSpeed's engine and buckets."""
 
     @override
-    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
-        assert isinstance(self.config, dict)
-        # As ours, whose floor it is.
-        self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(sum(p.numel() for p in model.parameters()))
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         with zenflow_optimizer(_Dropping):
-            return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
+            return super()._setup_model_and_optimizer(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +84,11 @@ METHODS = {
     "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
     "zero_offload": StepMethod(
         make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam
+    ),
+    "zero_offload_default_buckets": StepMethod(
+        make_strategy=lambda: ZeroOffload(default_buckets=True),
+        title="the same with Lightning's default buckets",
+        optimizer=DeepSpeedCPUAdam,
     ),
     "deepspeed_zenflow": StepMethod(
         make_strategy=lambda: DeepSpeedZenFlow(repair=False),
