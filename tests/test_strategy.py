@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "update_interval": 3,
     "max_update_interval": 5,
     "publish_lag": 2,
+    "early_hand_over": False,
     "full_warm_up_rounds": 4,
     "overlap_step": False,
     "deferred_update": "replay",
