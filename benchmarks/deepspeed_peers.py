@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.buckets import bucket_size
+from lightning_zenflow.buckets import set_bucket_size
 
 
 class ZeroOffload(ZenFlowStrategy):
@@ -43,8 +43,7 @@ class ZeroOffload(ZenFlowStrategy):
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
         if not self._default_buckets:
             assert isinstance(self.config, dict)
-            n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(n_trained)
+            set_bucket_size(self.config, model)
         return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.

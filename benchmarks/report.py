@@ -81,9 +81,9 @@ def table(summaries: Sequence[Summary]) -> str:
             accuracies = [record.dev_accuracy for record in summary.best if record.dev_accuracy is not None]
             if accuracies:
                 row["dev. accuracy"] = f"{100 * mean(accuracies):.1f} %"
-            losses = [record.dev_loss_of_labels for record in summary.best if record.dev_loss_of_labels is not None]
-            if losses:
-                row["dev. loss"] = f"{mean(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})"
+            of_labels = [record.dev_loss_of_labels for record in summary.best if record.dev_loss_of_labels is not None]
+            if of_labels:
+                row["dev. loss"] = f"{mean(of_labels):.3f} ({min(of_labels):.3f}..{max(of_labels):.3f})"
         parts = [f"{lr:g}: {summary.mean_at(lr):.4f}" for lr in sorted(summary.by_lr)]
         parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
         row["mean at each lr"] = "; ".join(parts)

@@ -86,16 +86,10 @@ class Arena:
         self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
         records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
         records = records.view(sizes.n_step_records, header.step_record_bytes)
-        word = protocol.StepRecord.word.offset
-        clip_begin, sequence_begin = word + protocol.StepWord.clip.offset, word + protocol.StepWord.sequence.offset
-        self.clip = records[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
-        self.sequence = records[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
-        words = self._tensor(
-            torch.uint8, header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)
-        ).view(header.n_blocks, ctypes.sizeof(protocol.StepWord))
-        clip_begin, sequence_begin = protocol.StepWord.clip.offset, protocol.StepWord.sequence.offset
-        self.block_clip = words[:, clip_begin : clip_begin + 4].view(torch.float32).squeeze(1)
-        self.block_sequence = words[:, sequence_begin : sequence_begin + 8].view(torch.int64).squeeze(1)
+        self.clip, self.sequence = _words(records[:, protocol.StepRecord.word.offset :])
+        word_bytes = ctypes.sizeof(protocol.StepWord)
+        blocks_words = self._tensor(torch.uint8, header.block_words_offset, header.n_blocks * word_bytes)
+        self.block_clip, self.block_sequence = _words(blocks_words.view(header.n_blocks, word_bytes))
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # Page-locked memory is what lets the device copy without the host's help.
@@ -257,6 +251,15 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.page_numel)
     header.total_bytes = end
     return header
+
+
+def _words(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Clip coefficients and sequence numbers of the `StepWord` at the start of each row, [n] each; `rows` is [n, bytes] uint8."""
+    clip, sequence = protocol.StepWord.clip.offset, protocol.StepWord.sequence.offset
+    return (
+        rows[:, clip : clip + 4].view(torch.float32).squeeze(1),
+        rows[:, sequence : sequence + 8].view(torch.int64).squeeze(1),
+    )
 
 
 def _round_up(value: int, multiple: int) -> int:

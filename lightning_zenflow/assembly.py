@@ -32,7 +32,7 @@ from lightning_zenflow.planner import Planner
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.run_state import RunState
-from lightning_zenflow.schedule import EARLY_BLOCKS, Schedule
+from lightning_zenflow.schedule import Schedule, blocks_wanted
 from lightning_zenflow.selector import Selector
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
@@ -103,7 +103,7 @@ class Parts:
         self.tracer = Tracer(device, worker_threads=len(self._worker_cores.cores))
         self.stalls = StallClock(device, self.tracer)
         self.partition = build_partition(
-            shard.slices, shard.partition_sizes, max(*intervals, EARLY_BLOCKS if self.hands_over_early else 1)
+            shard.slices, shard.partition_sizes, blocks_wanted(intervals, early=self.hands_over_early)
         )
         sizes = self._arena_sizes([Pace(update_interval=s, publish_lag=d) for s in intervals for d in lags])
         self._refuse_too_little_memory(sizes, self._arena_sizes([auto.pace]), ranks_on_host)

@@ -23,7 +23,7 @@ from lightning_zenflow.byte_counts import (
 )
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.model_shapes import ModelShapes
-from lightning_zenflow.schedule import EARLY_BLOCKS
+from lightning_zenflow.schedule import blocks_wanted
 from lightning_zenflow.simulation import simulate
 
 BACKWARD_SHARE = 2 / 3
@@ -240,7 +240,7 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
     """
     b, partition = workload.dtype_bytes, _partition_numel(workload, machine)
     early = config.hands_over_early and not workload.clips
-    n_blocks = max(*config.update_intervals, EARLY_BLOCKS if early else 1)
+    n_blocks = blocks_wanted(config.update_intervals, early=early)
     upload_s = b * partition / (machine.pcie * _GB)
     last_backward_s = BACKWARD_SHARE * workload.step_ms / 1e3 / workload.accumulate_grad_batches
     late_s = max(0.0, b * partition / (machine.pcie * _GB) - last_backward_s)

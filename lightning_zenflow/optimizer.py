@@ -226,7 +226,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Raises:
             WorkerError: the worker is gone, and with it the steps it had not applied yet; or it is ahead of an interrupted backward pass.
         """
-        if self._flushed_step == self._step and not self._rounds.is_ahead:
+        if self._is_exact:
             return
         if self.closed:
             raise WorkerError(
@@ -255,7 +255,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
         An exact state is kept: it stays readable for as long as DeepSpeed's tensors live. Where steps are missing, nothing is.
         """
-        if self._flushed_step != self._step or self._rounds.is_ahead:
+        if not self._is_exact:
             self.abandon()
             return
         if self._worker is not None:
@@ -270,6 +270,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._worker = None
         self._host_state.clear()
         self._arena.close(keep_state=False)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the arena is the exact state of all steps so far."""
+        return self._flushed_step == self._step and not self._rounds.is_ahead
 
     @property
     def pace(self) -> Pace:

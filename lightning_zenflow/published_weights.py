@@ -79,10 +79,9 @@ class PublishedWeights:
             The bytes that are copied.
         """
         pieces = (piece for index, of_slice in self._pieces[block].items() if index not in but for piece in of_slice)
-        if self._stream is None or after is None:
+        if after is None:
             return self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
-        self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
+        with self._beside(after):
             n_bytes = self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
         self.wait()
         return n_bytes
@@ -100,10 +99,14 @@ class PublishedWeights:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _beside(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
+        """The stream of its own, behind a `mark`, or behind what the current stream has been given so far."""
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
     def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece], name: str) -> int:

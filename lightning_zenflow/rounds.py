@@ -194,9 +194,7 @@ class Rounds:
             factor: 0-D float32 on the device; NaN if the step changes nothing.
         """
         record = step % self._arena.n_step_records
-        self._arena.clip[record].copy_(factor, non_blocking=True)
-        self._arena.sequence[record].copy_(self._sequence.fill_(step), non_blocking=True)
-        self._traffic.down_bytes += factor.element_size() + self._sequence.element_size()
+        self._write_word(self._arena.clip[record], self._arena.sequence[record], step, factor)
 
     def hand_over(self, step: int, *, beta1: float, synchronous: bool, drain: Callable[[int], bool]) -> list[int]:
         """Phase *hand over*: the windows that the schedule closes, or all of them in a synchronous step.
@@ -243,9 +241,7 @@ class Rounds:
             step: the step whose backward is under way.
             factor: 0-D float32 on the device; NaN if the step changes nothing in the block.
         """
-        self._arena.block_clip[block].copy_(factor, non_blocking=True)
-        self._arena.block_sequence[block].copy_(self._sequence.fill_(step), non_blocking=True)
-        self._traffic.down_bytes += factor.element_size() + self._sequence.element_size()
+        self._write_word(self._arena.block_clip[block], self._arena.block_sequence[block], step, factor)
         self._submit(block, due_step=step, early=True)
         self._in_flight[-1].filled = self._published_weights.mark()
         self._early_blocks.add(block)
@@ -323,6 +319,11 @@ class Rounds:
         self._arena.write_ranges(partition.ranges)
         self._worker.exchange()
         self._published_weights.use(partition)
+
+    def _write_word(self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor) -> None:
+        clip.copy_(factor, non_blocking=True)
+        sequence.copy_(self._sequence.fill_(step), non_blocking=True)
+        self._traffic.down_bytes += factor.element_size() + self._sequence.element_size()
 
     def _drop_open_step(self, step: int) -> None:
         """Forgets what has been filled of a step after this one, whose backward was interrupted by an error."""

@@ -6,10 +6,21 @@ CPU the same work. A *round* is a closed window on its way through the worker. H
 before step t + 1 + d (d = publish_lag), ready or not: waiting for it is the stall that is measured.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-EARLY_BLOCKS = 16
+_EARLY_BLOCKS = 16
 """Blocks at least where they are handed over one by one in backward: what the last of them needs is not hidden."""
+
+
+def blocks_wanted(update_intervals: Sequence[int], *, early: bool) -> int:
+    """Into how many blocks a partition is cut: as many as the largest S, so that each step has one to close.
+
+    Args:
+        update_intervals: S that may be used.
+        early: whether blocks may be handed over in backward.
+    """
+    return max(*update_intervals, _EARLY_BLOCKS if early else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,9 +68,8 @@ def simulate(
         early_s = early_share * work if (pace.update_interval, pace.publish_lag) == (1, 0) else 0.0
         for number, block in enumerate(closing, start=1):
             seconds = round_s(step, step - opened[block])
-            worker_free = (
-                max(now - early_s * max(0.0, 1 - number / (len(closing) * (1 - last_share))), worker_free) + seconds
-            )
+            arrived = min(1.0, number / (len(closing) * (1 - last_share)))
+            worker_free = max(now - early_s * (1 - arrived), worker_free) + seconds
             in_flight.append((schedule.publish_step(step), seconds, worker_free))
             opened[block] = step
         due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.affinity import worker_cores
-from lightning_zenflow.buckets import bucket_size, says_bucket_size
+from lightning_zenflow.buckets import says_bucket_size, set_bucket_size
 from lightning_zenflow.callbacks import StallMonitor
 from lightning_zenflow.checkpoint_writing import remove
 from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
@@ -251,8 +251,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._micro_batches = 0
         if self._chooses_buckets:
             assert isinstance(self.config, dict)
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            self.config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
+            set_bucket_size(self.config, model)
         build = partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes)
         with zenflow_optimizer(build):
             engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
