@@ -50,6 +50,12 @@ void zenflow_take(const void* gradient, uint32_t dtype, int64_t rows, int64_t co
     kernels(dtype).take(gradient, rows, columns, row_energy, column_energy, copy, indices, n_selected, selected);
 }
 
+bool zenflow_factored_step(const float* row_energy, int64_t rows, const float* column_energy, int64_t columns, float scale,
+                           double beta2, double lr, float* row, float* column, float* steps, float* of_rows, float* of_columns) {
+    return kernels(static_cast<uint32_t>(DataType::kFloat32))
+        .factored_step(row_energy, rows, column_energy, columns, scale, beta2, lr, row, column, steps, of_rows, of_columns);
+}
+
 void zenflow_stand_in(void* weights, const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, const float* of_rows,
                       const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first) {
     kernels(dtype).stand_in(weights, gradient, rows, columns, of_rows, of_columns, noise, noise_mask, first);

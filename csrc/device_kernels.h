@@ -18,9 +18,16 @@ extern "C" {
 // Takes a gradient in one pass. Sums of squares: `row_energy[rows]` is overwritten; `column_energy[columns]` is added to, or
 // null; they are not finite where the gradient is not. A copy goes past the caches to `copy[rows, columns]`, if that is not null;
 // it is visible to whoever sees a later store of the calling thread. selected[row * n_selected + i] = gradient[row * columns +
-// indices[i]].
+// indices[i]]; without indices the first `n_selected` columns are selected.
 void zenflow_take(const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, float* row_energy, float* column_energy,
                   void* copy, const int64_t* indices, int64_t n_selected, void* selected);
+
+// One step of a factored second moment, and the factors of the update that belongs to it: `factored_step_` in
+// lightning_zenflow/provisional.py, which says what the numbers mean; sums and the power are formed in double. `row[rows]`,
+// `column[columns]` and `*steps` are updated, `of_rows[rows]` and `of_columns[columns]` overwritten. Returns whether the sums of
+// squares are finite; if not, nothing but the factors is written.
+bool zenflow_factored_step(const float* row_energy, int64_t rows, const float* column_energy, int64_t columns, float scale,
+                           double beta2, double lr, float* row, float* column, float* steps, float* of_rows, float* of_columns);
 
 // w <- w - (g * of_rows[row]) * of_columns[column], each operation rounded once to float, then rounded to the weights' type:
 // bfloat16 stochastically, by the low 16 bits of noise[(first + i) & noise_mask] for the i-th element; others to nearest even.

@@ -79,9 +79,61 @@ void take(const void* gradient, int64_t rows, int64_t columns, float* row_energy
         }
         row_energy[row] = static_cast<float>(of_row);
         T* const target = static_cast<T*>(selected) + row * n_selected;
-        for (int64_t i = 0; i < n_selected; ++i) target[i] = g[indices[i]];
+        if (indices == nullptr && n_selected > 0) __builtin_memcpy(target, g, static_cast<size_t>(n_selected) * sizeof(T));
+        for (int64_t i = 0; indices != nullptr && i < n_selected; ++i) target[i] = g[indices[i]];
     }
     finish_streaming();
+}
+
+// Sum in an order that is the same for every width of vectors.
+ZENFLOW_INLINE double sum(const float* values, int64_t n) {
+    double lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+#pragma omp simd
+        for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(values[i + lane]);
+    }
+    for (; i < n; ++i) lanes[i % kLanes] += static_cast<double>(values[i]);
+    double total = 0.0;
+    for (const double lane : lanes) total += lane;
+    return total;
+}
+
+// Second moments below it belong to rows or columns without any gradient.
+constexpr float kSmallest = 1e-30f;
+
+// mean <- beta * mean + (1 - beta) * (energy * factor)
+ZENFLOW_INLINE void add_to_mean(float* __restrict mean, const float* __restrict energy, float factor, double beta, int64_t n) {
+    const auto of_mean = static_cast<float>(beta), of_energy = static_cast<float>(1.0 - beta);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) mean[i] = of_mean * mean[i] + of_energy * (energy[i] * factor);
+}
+
+// inverse <- 1 / sqrt(mean)
+ZENFLOW_INLINE void inverse_roots(const float* __restrict mean, float* __restrict inverse, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / __builtin_sqrtf(mean[i] > kSmallest ? mean[i] : kSmallest);
+}
+
+bool factored_step(const float* row_energy, int64_t rows, const float* column_energy, int64_t columns, float scale, double beta2,
+                   double lr, float* row, float* column, float* steps, float* of_rows, float* of_columns) {
+    // In float, as the moments are: squares overflow there that double still holds.
+    const bool finite = __builtin_isfinite(static_cast<float>(sum(column_energy, columns)));
+    if (finite) {
+        const float squared = scale * scale;
+        add_to_mean(row, row_energy, squared / static_cast<float>(columns), beta2, rows);
+        add_to_mean(column, column_energy, squared / static_cast<float>(rows), beta2, columns);
+        *steps += 1.0f;
+    }
+    const double n = *steps > 1.0f ? static_cast<double>(*steps) : 1.0;
+    const auto bias_correction = static_cast<float>(1.0 - __builtin_pow(beta2, n));
+    const auto mean = static_cast<float>(sum(column, columns) / static_cast<double>(columns));
+    inverse_roots(column, of_columns, columns);
+    inverse_roots(row, of_rows, rows);
+    const float root = __builtin_sqrtf(mean * bias_correction), size = scale * static_cast<float>(lr);
+#pragma omp simd
+    for (int64_t i = 0; i < rows; ++i) of_rows[i] = of_rows[i] * root * size;
+    return finite;
 }
 
 ZENFLOW_INLINE void store(BFloat16* target, float value, int32_t noise) {
@@ -125,13 +177,13 @@ void stand_in(void* weights, const void* gradient, int64_t rows, int64_t columns
 DeviceKernels select_device_kernels(DataType dtype) {
     switch (dtype) {
         case DataType::kBFloat16:
-            return {take<BFloat16>, stand_in<BFloat16>};
+            return {take<BFloat16>, stand_in<BFloat16>, factored_step};
         case DataType::kFloat16:
-            return {take<Float16>, stand_in<Float16>};
+            return {take<Float16>, stand_in<Float16>, factored_step};
         case DataType::kFloat32:
             break;
     }
-    return {take<float>, stand_in<float>};
+    return {take<float>, stand_in<float>, factored_step};
 }
 
 }  // namespace ZENFLOW_KERNEL

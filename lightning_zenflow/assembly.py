@@ -170,8 +170,7 @@ class Parts:
             offload=config.offload,
             kernels=kernels,
             traffic=traffic,
-            device=device,
-            dtype=shard.dtype,
+            weights=shard.weights,
         )
         self.stand_in = self._build_stand_in(kernels, hyperparameters)
         self.intake = GradientIntake(

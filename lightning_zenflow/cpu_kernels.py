@@ -3,8 +3,8 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from lightning_zenflow import protocol
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.executable import device_library
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Destination, Kernels, Selection, Statistics
-from lightning_zenflow.provisional import RoundingNoise
+from lightning_zenflow.kernels import Destination, Kernels, Statistics
+from lightning_zenflow.provisional import Factors, RoundingNoise, SecondMoment
 
 _SMALLEST_PART = 1 << 18
 """Elements; less is not worth a thread."""
+
+_FLOAT_BYTES = 4
 
 _pointer, _int64, _uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 
@@ -29,6 +31,11 @@ def _library() -> ctypes.CDLL:
     library.zenflow_take.argtypes = [
         _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _pointer,
     ]  # fmt: skip
+    library.zenflow_factored_step.argtypes = [
+        _pointer, _int64, _pointer, _int64, ctypes.c_float, ctypes.c_double, ctypes.c_double,
+        _pointer, _pointer, _pointer, _pointer, _pointer,
+    ]  # fmt: skip
+    library.zenflow_factored_step.restype = ctypes.c_bool
     library.zenflow_stand_in.argtypes = [
         _pointer, _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _int64, _int64,
     ]  # fmt: skip
@@ -53,6 +60,7 @@ class CpuKernels(Kernels):
 
     def __init__(self) -> None:
         self._library = _library()
+        self._true, self._false = torch.tensor(True), torch.tensor(False)
 
     @override
     def statistics(self, gradient: Tensor, *, directions: bool) -> Statistics:
@@ -64,34 +72,62 @@ class CpuKernels(Kernels):
         n_rows, n_columns = gradient.shape
         if any(destination.page.shape[1] != n_columns for destination in destinations):
             return super().take(gradient, destinations, directions=directions)
-        sinks = [_Sink.of(d, n_columns) for d in destinations] or [_Sink(begin=0, end=n_rows)]
+        sinks = [_Sink.of(d, n_columns) for d in destinations] or [_Sink(end=n_rows)]
         parts = _parts(n_rows, n_columns)
+        dtype, source, row_bytes = (
+            protocol.DATA_TYPES[gradient.dtype],
+            gradient.data_ptr(),
+            n_columns * gradient.itemsize,
+        )
         rows = torch.empty(n_rows)
         columns = torch.zeros(len(parts), n_columns) if directions else None
+        row_energy, column_energy = rows.data_ptr(), 0 if columns is None else columns.data_ptr()
 
         def run(part: int, begin: int, end: int) -> None:
-            column_energy = None if columns is None else _address(columns, part)
             for sink in sinks:
                 first, last = max(begin, sink.begin), min(end, sink.end)
                 if first < last:
                     self._library.zenflow_take(
-                        _address(gradient, first),
-                        protocol.DATA_TYPES[gradient.dtype],
+                        source + first * row_bytes,
+                        dtype,
                         last - first,
                         n_columns,
-                        _address(rows, first),
-                        column_energy,
-                        *sink.addresses(first),
+                        row_energy + first * _FLOAT_BYTES,
+                        _beyond(column_energy, part * n_columns * _FLOAT_BYTES),
+                        _beyond(sink.page, (first - sink.begin) * row_bytes),
+                        sink.columns,
+                        sink.n_selected,
+                        _beyond(sink.selected, (first - sink.begin) * sink.selected_row_bytes),
                     )
 
         _in_parallel(run, parts)
-        for destination, sink in zip(destinations, sinks, strict=False):
-            self.select(destination.part_of(gradient), [s for s in destination.selections if s is not sink.selection])
+        for destination in destinations:
+            if len(destination.selections) > 1:
+                self.select(destination.part_of(gradient), destination.selections[1:])
         return Statistics(
-            total=rows.double().sum(),
+            total=rows.sum(dtype=torch.float64),
             rows=rows if directions else None,
-            columns=None if columns is None else columns.sum(0),
+            columns=None if columns is None else columns[0] if len(parts) == 1 else columns.sum(0),
         )
+
+    @override
+    def factored_step_(
+        self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
+    ) -> Factors:
+        of_rows, of_columns = torch.empty(len(rows), 1), torch.empty(1, len(columns))
+        finite = self._library.zenflow_factored_step(
+            rows.data_ptr(),
+            len(rows),
+            columns.data_ptr(),
+            len(columns),
+            float(scale),
+            beta2,
+            lr,
+            *(tensor.data_ptr() for tensor in moment.tensors()),
+            of_rows.data_ptr(),
+            of_columns.data_ptr(),
+        )
+        return Factors(of_rows=of_rows, of_columns=of_columns, finite=self._true if finite else self._false)
 
     @override
     def stand_in_(
@@ -182,29 +218,43 @@ class CpuKernels(Kernels):
         _in_parallel(run, _parts(n_rows, n_columns))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sink:
-    """Rows [begin, end) of a gradient, and where the compiled pass puts them."""
+class _Sink(NamedTuple):
+    """Rows [begin, end) of a gradient, and the addresses that the compiled pass puts them at, 0 for none. A tuple: one is made for every
+    gradient.
+    """
 
-    begin: int
-    end: int
-    page: Tensor | None = None
-    selection: Selection | None = None
+    begin: int = 0
+    end: int = 0
+    page: int = 0
+    columns: int = 0
+    """Indices of the first selection's columns; 0: all of them."""
+    n_selected: int = 0
+    selected: int = 0
+    selected_row_bytes: int = 0
 
     @classmethod
     def of(cls, destination: Destination, n_columns: int) -> "_Sink":
-        """The rows of a destination, with the first of its selections that names columns."""
-        begin = destination.begin // n_columns
-        selection = next((s for s in destination.selections if s.columns is not None), None)
-        return cls(begin=begin, end=begin + len(destination.page), page=destination.page, selection=selection)
+        """The rows of a destination, with the first of its selections."""
+        begin, page = destination.begin // n_columns, destination.page
+        end = begin + len(page)
+        if not destination.selections:
+            return cls(begin, end, page.data_ptr())
+        columns, target = destination.selections[0].columns, destination.selections[0].target
+        n_selected = n_columns if columns is None else len(columns)
+        return cls(
+            begin,
+            end,
+            page.data_ptr(),
+            0 if columns is None else columns.data_ptr(),
+            n_selected,
+            target.data_ptr(),
+            n_selected * page.itemsize,
+        )
 
-    def addresses(self, row: int) -> tuple[int | None, int | None, int, int | None]:
-        """Copy, indices, their number and selected entries, from one of the gradient's rows on."""
-        copy = None if self.page is None else _address(self.page, row - self.begin)
-        if self.selection is None or self.selection.columns is None:
-            return copy, None, 0, None
-        columns = self.selection.columns
-        return copy, _address(columns), columns.numel(), _address(self.selection.target, row - self.begin)
+
+def _beyond(address: int, n_bytes: int) -> int:
+    """The address so many bytes further on; none stays none."""
+    return address + n_bytes if address else 0
 
 
 def _address(tensor: Tensor, row: int = 0) -> int:

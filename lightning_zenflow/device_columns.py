@@ -53,6 +53,16 @@ class _Owned:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """One tile's views of what comes from the model and goes there; made once, for they are used in every step."""
+
+    selection: Selection
+    """Its target holds the gradient, later the new weights."""
+    weights: Tensor
+    """[rows, width]; of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _GroupEntries:
     """One parameter group's owned entries."""
 
@@ -69,8 +79,7 @@ class DeviceColumns:
         partition: the rank's partition.
         block: index into `Partition.blocks`.
         columns: for each slice, the columns that the device owns, over the whole row; None where it owns all of them.
-        device: where entries are updated.
-        dtype: the model's type.
+        weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
         offload: whether their state lives in host memory and visits the device.
         kernels: passes over entries.
     """
@@ -81,14 +90,12 @@ class DeviceColumns:
         block: int,
         columns: Sequence[Columns | None],
         *,
-        device: torch.device,
-        dtype: torch.dtype,
+        weights: Sequence[Tensor],
         offload: bool,
         kernels: Kernels,
     ) -> None:
         self._kernels = kernels
         self._by_tile: dict[int, _Owned] = {}
-        self._group_begins = partition.group_begins
         numel = [0] * len(partition.group_begins)
         for tile_index in partition.blocks[block].tiles:
             tile = partition.tiles[tile_index]
@@ -101,9 +108,21 @@ class DeviceColumns:
             self._by_tile[tile_index] = owned
         state_class = VisitingState if offload else ResidentState
         self._groups = [
-            _GroupEntries(state=state_class(n, device), exchange=torch.zeros(n, device=device, dtype=dtype))
-            for n in numel
+            _GroupEntries(state=state_class(n, of_model.device), exchange=of_model.new_zeros(n))
+            for n, of_model in zip(numel, weights, strict=True)
         ]
+        self._exchanges = {i: self._exchange(owned, partition, weights) for i, owned in self._by_tile.items()}
+
+    def _exchange(self, owned: _Owned, partition: Partition, weights: Sequence[Tensor]) -> _Exchange:
+        tile, group = owned.tile, owned.param_group
+        of_model = weights[group].narrow(0, tile.begin - partition.group_begins[group], tile.numel)
+        return _Exchange(
+            selection=Selection(
+                columns=None if owned.columns is None else owned.columns.device,
+                target=owned.of_group(self._groups[group].exchange),
+            ),
+            weights=of_model.view(tile.rows, tile.width),
+        )
 
     @property
     def numel(self) -> int:
@@ -137,13 +156,8 @@ class DeviceColumns:
 
     def selection(self, tile_index: int) -> Selection | None:
         """Which columns of a tile's gradient are wanted for `step`, and where; None if none are."""
-        owned = self._by_tile.get(tile_index)
-        if owned is None:
-            return None
-        return Selection(
-            columns=None if owned.columns is None else owned.columns.device,
-            target=owned.of_group(self._groups[owned.param_group].exchange),
-        )
+        exchange = self._exchanges.get(tile_index)
+        return None if exchange is None else exchange.selection
 
     def gradients(self) -> list[Tensor]:
         """A copy of the gathered gradients, for `step` later."""
@@ -176,23 +190,19 @@ class DeviceColumns:
                 state, gradient, group.exchange, hyperparameters=hyperparameters, count=count, scale=scale
             )
 
-    def write_weights(self, weights: Sequence[Tensor]) -> None:
-        """Writes the owned entries into the model's weights, over whatever was published there; after `step` or `load` only.
-
-        Args:
-            weights: for each parameter group, the rank's flat partition of the model's weights.
-        """
-        for owned in self._by_tile.values():
-            tile = owned.tile
-            target = weights[owned.param_group].narrow(
-                0, tile.begin - self._group_begins[owned.param_group], tile.numel
-            )
-            rectangle = target.view(tile.rows, tile.width)
-            values = owned.of_group(self._groups[owned.param_group].exchange)
-            if owned.columns is None:
-                rectangle.copy_(values)
+    def write_weights(self) -> None:
+        """Writes the owned entries into the model's weights, over whatever was published there; after `step` or `load` only."""
+        whole: tuple[list[Tensor], list[Tensor]] = [], []
+        for exchange in self._exchanges.values():
+            columns, values = exchange.selection.columns, exchange.selection.target
+            if columns is None:
+                whole[0].append(exchange.weights)
+                whole[1].append(values)
             else:
-                self._kernels.scatter_columns(rectangle, owned.columns.device, values)
+                self._kernels.scatter_columns(exchange.weights, columns, values)
+        if whole[0]:
+            # Biases and norms are many and small: one call for all of them.
+            torch._foreach_copy_(*whole)
 
 
 def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:

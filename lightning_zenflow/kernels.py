@@ -15,7 +15,14 @@ from typing_extensions import override
 from lightning_zenflow.adamw import adamw_step_
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.provisional import RoundingNoise, provisional_values, round_stochastically_
+from lightning_zenflow.provisional import (
+    Factors,
+    RoundingNoise,
+    SecondMoment,
+    factored_step_,
+    provisional_values,
+    round_stochastically_,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +95,12 @@ class Kernels(ABC):
             gradient: [rows, columns], model dtype.
             directions: whether those of rows and columns are wanted as well; the total has the same bits either way.
         """
+
+    def factored_step_(
+        self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
+    ) -> Factors:
+        """See `provisional.factored_step_`; the sums of squares of rows and columns as in `Statistics`."""
+        return factored_step_(moment, rows, columns, beta2=beta2, lr=lr, scale=scale)
 
     @abstractmethod
     def stand_in_(

@@ -87,7 +87,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         refuse_unsupported(self)
         # Only the stock offload path needs these buffers of the size of the largest parameter.
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        self._weights = [
+        weights = [
             partitions[dist.get_rank(group=group)].detach()
             for partitions, group in zip(
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
@@ -99,7 +99,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             fp32_groups=self.single_partition_of_fp32_groups,
             partition_sizes=self.partition_size,
             slices=read_slices(self),
-            weights=self._weights,
+            weights=weights,
             dtype=self.dtype,
             names=[self.param_names[p] for p in parameters],
             row_lengths=[row_length(p) for p in parameters],
@@ -196,7 +196,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         with self.tracer.span("provisional update"):
             self._intake.repeated.published(published)
         self._change_owners(published)
-        self._ownership.write_weights(self._weights)
+        self._ownership.write_weights()
         # gather
         self._gather()
         self._update_loss_scale(scale.finite)
@@ -243,7 +243,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._rounds.flush(self._step)
             self._intake.repeated.clear()
             self._ownership.reload()
-            self._ownership.write_weights(self._weights)
+            self._ownership.write_weights()
             self._gather()
         # Not the arena's count: on a rank with nothing but padding no round ever counts steps there.
         self._host_state.write_count(int(self._count))

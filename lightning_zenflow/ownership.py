@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_zenflow.arena import Arena
@@ -58,8 +57,7 @@ class Ownership:
         offload: whether the entries' state lives in host memory, from where it visits the device block by block.
         kernels: passes over gradients and entries.
         traffic: where copied bytes are counted.
-        device: where the entries are updated.
-        dtype: the model's type.
+        weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
     """
 
     def __init__(
@@ -71,16 +69,14 @@ class Ownership:
         offload: bool,
         kernels: Kernels,
         traffic: Traffic,
-        device: torch.device,
-        dtype: torch.dtype,
+        weights: Sequence[Tensor],
     ) -> None:
         self._partition = partition
         self._arena = arena
         self._replayed = replayed
         self._offload = offload
         self._kernels = kernels
-        self._device = device
-        self._dtype = dtype
+        self._weights = weights
         self._traffic = traffic
         self._block_of_tile = blocks_of_tiles(partition)
         self._current: list[DeviceColumns | None] = [None] * len(partition.blocks)
@@ -126,8 +122,7 @@ class Ownership:
             self._partition,
             block,
             selection,
-            device=self._device,
-            dtype=self._dtype,
+            weights=self._weights,
             offload=self._offload,
             kernels=self._kernels,
         )
@@ -155,7 +150,7 @@ class Ownership:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the columns back, with the values that the arena has now."""
         selections: list[Sequence[Columns | None]] = [
-            [None if c is None else Columns(device=c.to(self._device), host=c) for c in selection]
+            [None if c is None else Columns(device=c.to(self._weights[0].device), host=c) for c in selection]
             for selection in state["selections"]
         ]
         self._selected = selections[state["selected"]]
@@ -214,8 +209,9 @@ class Ownership:
         """Which columns of a tile's gradient are kept for `step`, and where: those that are owned, and those that will be."""
         block = self._block_of_tile[tile_index]
         current, incoming = self._current[block], self._incoming[block]
-        owners = (current, None if incoming is None else incoming.columns)
-        found = [None if owner is None else owner.selection(tile_index) for owner in owners]
+        found = [] if current is None else [current.selection(tile_index)]
+        if incoming is not None:
+            found.append(incoming.columns.selection(tile_index))
         return [selection for selection in found if selection is not None]
 
     def step(self, groups: Sequence[GroupHyperparameters], count: Tensor, scale: StepScale) -> None:
@@ -228,8 +224,8 @@ class Ownership:
                 gradients = incoming.columns.gradients()
                 incoming.steps.append(_PastStep(groups=groups, count=count.clone(), scale=scale, gradients=gradients))
 
-    def write_weights(self, weights: Sequence[Tensor]) -> None:
-        """Writes the owned entries into the model's weights, for each parameter group the rank's flat partition."""
+    def write_weights(self) -> None:
+        """Writes the owned entries into the model's weights."""
         for columns in self._current:
             if columns is not None:
-                columns.write_weights(weights)
+                columns.write_weights()

@@ -10,6 +10,8 @@ c is the *last* step's clip coefficient, because this step's norm is not known d
 weights, so errors never accumulate. Pure functions but for the noise, which is drawn from a seeded generator.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,43 @@ _SMALLEST = 1e-30
 """Second moments below it belong to rows or columns without any gradient, whose update is zero whatever it is divided by."""
 
 _NOISE_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondMoment:
+    """Of one matrix's gradient, factored; changed in place."""
+
+    row: Tensor
+    """[rows] float32; running mean over columns of the squared, clipped gradient."""
+    col: Tensor
+    """[columns] float32; running mean over rows."""
+    n: Tensor
+    """0-D float32; steps in it."""
+
+    @classmethod
+    def zeros(cls, rows: int, columns: int, device: torch.device) -> "SecondMoment":
+        """Of no step so far."""
+        return cls(
+            row=torch.zeros(rows, device=device),
+            col=torch.zeros(columns, device=device),
+            n=torch.zeros((), device=device),
+        )
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of it, for a checkpoint."""
+        return self.row, self.col, self.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """A provisional update but for the gradient and its size b: w <- w - b * g * of_rows * of_columns."""
+
+    of_rows: Tensor
+    """[rows, 1] float32; learning rate and factor on the gradient included."""
+    of_columns: Tensor
+    """[1, columns] float32."""
+    finite: Tensor
+    """0-D bool; where False nothing moves."""
 
 
 class RoundingNoise:
@@ -69,47 +108,34 @@ def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) 
     target.copy_(values)
 
 
-def update_second_moment_(
-    row: Tensor,
-    col: Tensor,
-    row_energy: Tensor,
-    col_energy: Tensor,
-    *,
-    beta2: float,
-    scale: Tensor,
-    finite: Tensor,
-) -> None:
-    """One step of the factored second moment, in place.
+def factored_step_(
+    moment: SecondMoment, row_energy: Tensor, col_energy: Tensor, *, beta2: float, lr: float, scale: Tensor
+) -> Factors:
+    """Takes a step's gradient into its second moment; the same in one pass on a CPU: ``zenflow_factored_step``.
 
     Args:
-        row: [rows] float32; running mean over columns of the squared, clipped gradient.
-        col: [columns] float32; running mean over rows.
+        moment: changed in place, but not by a gradient that is not finite.
         row_energy: [rows] float32; this step's sum of squares of each row.
         col_energy: [columns] float32; of each column.
         beta2: decay per step.
+        lr: learning rate.
         scale: 0-D float32; factor on the gradient.
-        finite: 0-D bool; where False nothing changes.
-    """
-    weight = (1 - beta2) * finite
-    squared = scale.square()
-    row.lerp_(torch.where(finite, row_energy * (squared / col.numel()), 0.0), weight)
-    col.lerp_(torch.where(finite, col_energy * (squared / row.numel()), 0.0), weight)
-
-
-def step_factors(row: Tensor, col: Tensor, *, bias_correction: Tensor) -> tuple[Tensor, Tensor]:
-    """The two factors whose product is 1 / sqrt(v_ij), bias-corrected.
-
-    Args:
-        row: [rows] float32.
-        col: [columns] float32.
-        bias_correction: 0-D float32, 1 - beta2^n for n steps.
 
     Returns:
-        [rows, 1] and [1, columns], float32.
+        What the gradient is multiplied by: lr * scale / sqrt(v_ij), bias-corrected.
     """
-    of_rows = (row.clamp(min=_SMALLEST)).rsqrt_().mul_((col.mean() * bias_correction).sqrt())
-    of_cols = (col.clamp(min=_SMALLEST)).rsqrt_()
-    return of_rows.unsqueeze(1), of_cols.unsqueeze(0)
+    # The sum in float32, as everything that follows: squares overflow there that float64 still holds.
+    finite = torch.isfinite(col_energy.sum())
+    weight = (1 - beta2) * finite
+    squared = scale.square()
+    row, col = moment.row, moment.col
+    row.lerp_(torch.where(finite, row_energy * (squared / col.numel()), 0.0), weight)
+    col.lerp_(torch.where(finite, col_energy * (squared / row.numel()), 0.0), weight)
+    moment.n.add_(finite)
+    bias_correction = 1 - beta2 ** moment.n.clamp(min=1)
+    of_rows = row.clamp(min=_SMALLEST).rsqrt_().mul_((col.mean() * bias_correction).sqrt()).mul_(scale * lr)
+    of_columns = col.clamp(min=_SMALLEST).rsqrt_()
+    return Factors(of_rows=of_rows.unsqueeze(1), of_columns=of_columns.unsqueeze(0), finite=finite)
 
 
 def provisional_values(

@@ -76,7 +76,7 @@ class RepeatedMoves:
             later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
             for kept in later:
                 assert self._stand_in is not None, "it has made the move"
-                gradient = kept.gradient.to(kept.move.of_rows.device, non_blocking=True)
+                gradient = kept.gradient.to(kept.move.factors.of_rows.device, non_blocking=True)
                 if gradient is not kept.gradient:
                     self._traffic.up_bytes += gradient.numel() * gradient.element_size()
                 self._stand_in.apply(kept.move, kept.begin, gradient, kept.step - last)

@@ -12,41 +12,30 @@ from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Kernels, Statistics
 from lightning_zenflow.partition import Partition, Slice
 from lightning_zenflow.prediction import Prediction
-from lightning_zenflow.provisional import RoundingNoise, step_factors, update_second_moment_
+from lightning_zenflow.provisional import Factors, RoundingNoise, SecondMoment
 
 _SEED = 20251205
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Body:
-    """The full rows of one slice: [rows, columns] at `offset` in the slice, and the running second moment of its gradient."""
+    """The full rows of one slice: [rows, columns] at `offset` in the slice, and the second moment of their gradient."""
 
     offset: int
     rows: int
     columns: int
     weights: Tensor
-    row: Tensor
-    col: Tensor
-    n: Tensor
-    """0-D float32; steps in the second moment."""
-
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What changes from step to step."""
-        return self.row, self.col, self.n
+    moment: SecondMoment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A provisional update of one slice, but for its size and the gradient: w <- w - size * g * of_rows * of_columns."""
+    """A provisional update of one slice, but for its size and the gradient."""
 
     slice: int
     """Index into `Partition.slices`."""
-    of_rows: Tensor
-    """[rows, 1] float32, learning rate included; of the slice's full rows."""
-    of_columns: Tensor
-    """[1, columns] float32."""
-    finite: Tensor
-    """0-D bool; where False nothing moves."""
+    factors: Factors
+    """Of the slice's full rows."""
     beta1: float
     """Decay of the first moment in the step."""
 
@@ -98,7 +87,7 @@ class StandIn:
     def state_dict(self) -> dict[str, Any]:
         """Second moments, the last coefficient and the noise generator."""
         return {
-            "bodies": [None if body is None else body.statistics() for body in self._bodies],
+            "bodies": [None if body is None else body.moment.tensors() for body in self._bodies],
             "factor": self._factor,
             "noise": self._noise.get_state(),
         }
@@ -107,7 +96,7 @@ class StandIn:
         """The inverse of `state_dict`, for the same slices."""
         for body, saved in zip(self._bodies, state["bodies"], strict=True):
             if body is not None:
-                for ours, theirs in zip(body.statistics(), saved, strict=True):
+                for ours, theirs in zip(body.moment.tensors(), saved, strict=True):
                     ours.copy_(theirs)
         self._factor.copy_(state["factor"])
         self._noise.set_state(state["noise"])
@@ -126,21 +115,10 @@ class StandIn:
         body = self._bodies[slice_index]
         assert body is not None and statistics.rows is not None and statistics.columns is not None
         h = self._hyperparameters()[self._slices[slice_index].param_group]
-        # Not the total, in float64: what follows is in float32, where squares overflow that the total still holds.
-        finite = torch.isfinite(statistics.columns.sum())
-        update_second_moment_(
-            body.row,
-            body.col,
-            statistics.rows,
-            statistics.columns,
-            beta2=h.beta2,
-            scale=self._factor,
-            finite=finite,
+        factors = self._kernels.factored_step_(
+            body.moment, statistics.rows, statistics.columns, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
-        body.n.add_(finite)
-        of_rows, of_cols = step_factors(body.row, body.col, bias_correction=1 - h.beta2 ** body.n.clamp(min=1))
-        of_rows = of_rows * (self._factor * h.lr)
-        return Move(slice=slice_index, of_rows=of_rows, of_columns=of_cols, finite=finite, beta1=h.beta1)
+        return Move(slice=slice_index, factors=factors, beta1=h.beta1)
 
     def apply(self, move: Move, begin: int, gradient: Tensor, age: int) -> None:
         """Moves a part of a slice's full rows; the second part of a provisional update.
@@ -158,10 +136,10 @@ class StandIn:
         self._kernels.stand_in_(
             body.weights.narrow(0, body.offset + begin, rows * width).view(rows, width),
             gradient,
-            move.of_rows.narrow(0, row, rows) * self._prediction.scale(self._pace(), move.beta1, age),
-            move.of_columns.narrow(1, column, width),
+            move.factors.of_rows.narrow(0, row, rows) * self._prediction.scale(self._pace(), move.beta1, age),
+            move.factors.of_columns.narrow(1, column, width),
             self._noise,
-            move.finite,
+            move.factors.finite,
         )
 
 
@@ -176,7 +154,5 @@ def _body(s: Slice, weights: Tensor) -> _Body | None:
         rows=rows,
         columns=s.columns,
         weights=weights,
-        row=torch.zeros(rows, device=weights.device),
-        col=torch.zeros(s.columns, device=weights.device),
-        n=torch.zeros((), device=weights.device),
+        moment=SecondMoment.zeros(rows, s.columns, weights.device),
     )

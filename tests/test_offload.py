@@ -20,7 +20,7 @@ from lightning_zenflow.clipping import StepScale, step_scale
 from lightning_zenflow.column_states import ResidentState, VisitingState
 from lightning_zenflow.device_columns import Columns, DeviceColumns
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import kernels_for
+from lightning_zenflow.kernels import Kernels, kernels_for
 from lightning_zenflow.partition import Slice, build_partition
 from rank_processes import run_on_ranks
 from same_bits import assert_same_run
@@ -106,21 +106,25 @@ class HeldMemory(pl.Callback):
         optimizer = trainer.strategy.zenflow_optimizer
         assert optimizer is not None
         self.states, self.beside = 0, {}
+        # The model's own, of which columns keep views.
+        storages = {weights.untyped_storage().data_ptr() for weights in optimizer._ownership._weights}
         for columns in optimizer._ownership._current:
             if columns is not None:
                 homes = {id(group.state._values) for group in columns._groups}
                 for tensor in tensors_of(columns):
-                    n_bytes = tensor.numel() * tensor.element_size()
+                    storage = tensor.untyped_storage()
+                    n_bytes = storage.nbytes()
                     if id(tensor) in homes:
                         assert tensor.device == CPU
                         self.states += n_bytes
-                    else:
+                    elif storage.data_ptr() not in storages:
+                        storages.add(storage.data_ptr())
                         self.beside[tensor.dtype] = self.beside.get(tensor.dtype, 0) + n_bytes
         self.numel = optimizer._ownership.numel
 
 
 def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
-    """Every tensor that is reachable from an object of this package, starting at `columns`."""
+    """Every tensor that is reachable from an object of this package but the passes, starting at `columns`."""
     seen: set[int] = set()
     waiting: list[Any] = [columns]
     while waiting:
@@ -134,7 +138,7 @@ def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
             waiting.extend(found.values())
         elif isinstance(found, list | tuple):
             waiting.extend(found)
-        elif type(found).__module__.startswith("lightning_zenflow"):
+        elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, Kernels):
             waiting.extend(vars(found).values())
 
 
@@ -180,9 +184,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     scale: StepScale = step_scale(one, max_norm=0.0, loss_scale=1.0)
     before = allocated()
     kernels = kernels_for(device)
-    columns = DeviceColumns(
-        partition, 0, [selected], device=device, dtype=torch.bfloat16, offload=offload, kernels=kernels
-    )
+    columns = DeviceColumns(partition, 0, [selected], weights=[weights], offload=offload, kernels=kernels)
     for _ in range(2):  # twice, so that the host writes what the device may still be reading
         columns.load(arena)
         if device.type == "cuda":
@@ -192,7 +194,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
             assert wanted is not None
             kernels.select(gradients[step].view(-1, COLUMNS), [wanted])
             columns.step([adamw], one * (step + 1), scale)
-            columns.write_weights([weights])
+            columns.write_weights()
     held = allocated() - before
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
     columns.store(arena)

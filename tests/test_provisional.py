@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import kernels_for
+from lightning_zenflow.kernels import Kernels, TorchKernels, kernels_for
 from lightning_zenflow.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.prediction import Prediction
 from lightning_zenflow.provisional import (
+    Factors,
     RoundingNoise,
+    SecondMoment,
     provisional_values,
     round_stochastically_,
-    step_factors,
-    update_second_moment_,
 )
 from lightning_zenflow.stand_in import StandIn
 
@@ -56,62 +57,77 @@ def test_exact_values_stay_exact() -> None:
     assert torch.equal(target, values)
 
 
-def test_factors_are_adafactors() -> None:
+def take_step(kernels: Kernels, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0) -> Factors:
+    squares = gradient.square()
+    return kernels.factored_step_(moment, squares.sum(1), squares.sum(0), beta2=0.99, lr=0.1, scale=torch.tensor(scale))
+
+
+BOTH = pytest.mark.parametrize("kernels", [TorchKernels(), kernels_for(CPU)], ids=["torch", "cpu"])
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(2, 2), (5, 7), (16, 33), (700, 1031)])
+def test_factors_are_adafactors(kernels: Kernels, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
-    row, col = torch.zeros(5), torch.zeros(7)
-    mean_row, mean_col = torch.zeros(5, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
-    scale, finite = torch.tensor(0.5), torch.tensor(True)
+    rows, columns = shape
+    moment = SecondMoment.zeros(rows, columns, CPU)
+    mean_row, mean_col = torch.zeros(rows, dtype=torch.float64), torch.zeros(columns, dtype=torch.float64)
     for n in range(1, 4):
-        gradient = torch.randn(5, 7, generator=generator)
+        gradient = torch.randn(rows, columns, generator=generator)
         squares = (0.5 * gradient.double()).square()
         mean_row = 0.99 * mean_row + 0.01 * squares.mean(1)
         mean_col = 0.99 * mean_col + 0.01 * squares.mean(0)
-        update_second_moment_(
-            row, col, gradient.square().sum(1), gradient.square().sum(0), beta2=0.99, scale=scale, finite=finite
-        )
-        of_rows, of_cols = step_factors(row, col, bias_correction=torch.tensor(1 - 0.99**n))
+        factors = take_step(kernels, moment, gradient, scale=0.5)
         v = mean_row[:, None] * mean_col[None, :] / mean_col.mean() / (1 - 0.99**n)
-        torch.testing.assert_close((of_rows * of_cols).double(), v.rsqrt(), rtol=1e-5, atol=0)
+        product = (factors.of_rows * factors.of_columns).double()
+        torch.testing.assert_close(product, 0.1 * 0.5 * v.rsqrt(), rtol=1e-5, atol=0)
+        assert factors.finite
+        assert moment.n == n
 
 
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    row, col = torch.rand(3), torch.rand(4)
-    before = row.clone(), col.clone()
-    no = torch.tensor(False)
-    update_second_moment_(
-        row,
-        col,
-        torch.full((3,), torch.nan),
-        torch.full((4,), torch.inf),
-        beta2=0.9,
-        scale=torch.tensor(1.0),
-        finite=no,
-    )
-    assert torch.equal(row, before[0])
-    assert torch.equal(col, before[1])
+@pytest.mark.parametrize("beta2", [0.0, 0.3, 0.95, 0.9999])
+def test_the_compiled_factors_are_torchs(beta2: float) -> None:
+    gradient = torch.randn(37, 1031, generator=torch.Generator().manual_seed(0)) * 1e-3
+    squares, moments, found = gradient.square(), [], []
+    for kernels in (TorchKernels(), kernels_for(CPU)):
+        moment = SecondMoment.zeros(*gradient.shape, CPU)
+        for scale in (1.0, 0.3, 0.7):
+            factors = kernels.factored_step_(
+                moment, squares.sum(1), squares.sum(0), beta2=beta2, lr=0.1, scale=torch.tensor(scale)
+            )
+        moments.append(moment)
+        found.append(factors)
+    torch.testing.assert_close(moments[1].tensors(), moments[0].tensors(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1].of_columns, found[0].of_columns, rtol=1e-6, atol=0)
+    # torch's power is in float32, from which one is then taken.
+    torch.testing.assert_close(found[1].of_rows, found[0].of_rows, rtol=1e-3 if beta2 > 0.99 else 2e-6, atol=0)
+
+
+@BOTH
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e19])
+def test_a_step_that_is_not_finite_changes_nothing(kernels: Kernels, value: float) -> None:
+    """Neither where only the squares are not, or their sum."""
+    moment = SecondMoment.zeros(3, 4, CPU)
+    known = take_step(kernels, moment, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    before = [tensor.clone() for tensor in moment.tensors()]
+    gradient = torch.full((3, 4), value)
+    factors = take_step(kernels, moment, gradient)
+    assert all(map(torch.equal, moment.tensors(), before))
+    assert not factors.finite
+    assert torch.equal(factors.of_rows, known.of_rows)
+    assert torch.equal(factors.of_columns, known.of_columns)
     weights = torch.randn(3, 4)
-    factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
-    values = provisional_values(weights, torch.full((3, 4), torch.nan), *factors, finite=no)
+    values = provisional_values(weights, gradient, factors.of_rows, factors.of_columns, finite=factors.finite)
     assert torch.equal(values, weights)
 
 
-def test_rows_and_columns_without_gradient_do_not_move() -> None:
+@BOTH
+def test_rows_and_columns_without_gradient_do_not_move(kernels: Kernels) -> None:
     gradient = torch.randn(4, 6)
     gradient[1], gradient[:, 2] = 0.0, 0.0
-    row, col = torch.zeros(4), torch.zeros(6)
-    update_second_moment_(
-        row,
-        col,
-        gradient.square().sum(1),
-        gradient.square().sum(0),
-        beta2=0.9,
-        scale=torch.tensor(1.0),
-        finite=torch.tensor(True),
-    )
-    factors = step_factors(row, col, bias_correction=torch.tensor(0.1))
+    factors = take_step(kernels, SecondMoment.zeros(4, 6, CPU), gradient)
     weights = torch.randn(4, 6)
-    of_rows, of_cols = factors
-    values = provisional_values(weights, gradient, 0.1 * of_rows, of_cols, finite=torch.tensor(True))
+    values = provisional_values(weights, gradient, factors.of_rows, factors.of_columns, finite=factors.finite)
     assert torch.equal(values[1], weights[1])
     assert torch.equal(values[:, 2], weights[:, 2])
     assert torch.isfinite(values).all()

@@ -62,8 +62,13 @@ class OwnedEntries(pl.Callback):
             exact[s.begin : s.end] = weights.flatten()[s.start : s.start + s.numel]
         # Writing the owned entries over NaN shows which they are and what they hold.
         shown = torch.full((partition.numel,), torch.nan)
-        groups = [shown.narrow(0, b, n) for b, n in zip(partition.group_begins, optimizer.partition_size, strict=True)]
-        ownership.write_weights(groups)
+        before = [weights.clone() for weights in ownership._weights]
+        for weights in ownership._weights:
+            weights.fill_(torch.nan)
+        ownership.write_weights()
+        for begin, weights, old in zip(partition.group_begins, ownership._weights, before, strict=True):
+            shown[begin : begin + len(weights)] = weights
+            weights.copy_(old)
         owned = ~torch.isnan(shown)
         assert int(owned.sum()) == ownership.numel
         self.compared += int(owned.sum())

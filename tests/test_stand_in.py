@@ -18,7 +18,7 @@ from typing_extensions import override
 from harness import Case, Run, fit, run_here
 from lightning_zenflow.auto_schedule import Pace
 from lightning_zenflow.prediction import Prediction
-from lightning_zenflow.provisional import step_factors, update_second_moment_
+from lightning_zenflow.provisional import SecondMoment, factored_step_
 from models import SHAPES, FreezingModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
@@ -323,15 +323,13 @@ def test_a_publish_undoes_no_later_move(s: int, d: int, scale: float | Literal["
         if gradient.dim() < 2 or tuple(gradient.shape) == SHAPES[-1]:
             continue
         shape = (len(gradient), gradient[0].numel())
-        row, column, moves = torch.zeros(shape[0]), torch.zeros(shape[1]), [torch.zeros(shape)]
+        moment, moves = SecondMoment.zeros(*shape, torch.device("cpu")), [torch.zeros(shape)]
         for step in range(case.steps - 1):
             g, h = gradients[step][i].view(shape), groups[step][i]
-            one, yes = torch.ones(()), torch.tensor(True)
-            update_second_moment_(
-                row, column, g.square().sum(1), g.square().sum(0), beta2=h.beta2, scale=one, finite=yes
+            factors = factored_step_(
+                moment, g.square().sum(1), g.square().sum(0), beta2=h.beta2, lr=h.lr, scale=torch.ones(())
             )
-            of_rows, of_columns = step_factors(row, column, bias_correction=one - h.beta2 ** (step + 1))
-            moves.append(g * of_rows * of_columns * -h.lr)
+            moves.append(g * factors.of_rows * -factors.of_columns)
             if step < s + d:
                 continue
             found = (moving.shown[step + 1][i] - still.shown[step + 1][i]).view(shape)
