@@ -74,14 +74,14 @@ class CpuKernels(Kernels):
             return super().take(gradient, destinations, directions=directions)
         sinks = [_Sink.of(d, n_columns) for d in destinations] or [_Sink(end=n_rows)]
         parts = _parts(n_rows, n_columns)
-        dtype, source, row_bytes = (
-            protocol.DATA_TYPES[gradient.dtype],
-            gradient.data_ptr(),
-            n_columns * gradient.itemsize,
-        )
+        dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = torch.empty(n_rows)
         columns = torch.zeros(len(parts), n_columns) if directions else None
-        row_energy, column_energy = rows.data_ptr(), 0 if columns is None else columns.data_ptr()
+        source, row_energy, column_energy = (
+            gradient.data_ptr(),
+            rows.data_ptr(),
+            0 if columns is None else columns.data_ptr(),
+        )
 
         def run(part: int, begin: int, end: int) -> None:
             for sink in sinks:
@@ -114,12 +114,13 @@ class CpuKernels(Kernels):
     def factored_step_(
         self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        of_rows, of_columns = torch.empty(len(rows), 1), torch.empty(1, len(columns))
+        n_rows, n_columns = rows.shape[0], columns.shape[0]
+        of_rows, of_columns = torch.empty(n_rows, 1), torch.empty(1, n_columns)
         finite = self._library.zenflow_factored_step(
             rows.data_ptr(),
-            len(rows),
+            n_rows,
             columns.data_ptr(),
-            len(columns),
+            n_columns,
             float(scale),
             beta2,
             lr,
@@ -236,11 +237,11 @@ class _Sink(NamedTuple):
     def of(cls, destination: Destination, n_columns: int) -> "_Sink":
         """The rows of a destination, with the first of its selections."""
         begin, page = destination.begin // n_columns, destination.page
-        end = begin + len(page)
+        end = begin + page.shape[0]
         if not destination.selections:
             return cls(begin, end, page.data_ptr())
         columns, target = destination.selections[0].columns, destination.selections[0].target
-        n_selected = n_columns if columns is None else len(columns)
+        n_selected = n_columns if columns is None else columns.shape[0]
         return cls(
             begin,
             end,
@@ -264,7 +265,9 @@ def _address(tensor: Tensor, row: int = 0) -> int:
 
 def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:
     """(number, first row, one past the last row) of the pieces that are worth a thread each."""
-    n = max(1, min(torch.get_num_threads(), n_rows, n_rows * n_columns // _SMALLEST_PART))
+    n = min(torch.get_num_threads(), n_rows, n_rows * n_columns // _SMALLEST_PART)
+    if n <= 1:
+        return [(0, 0, n_rows)]
     return [(i, n_rows * i // n, n_rows * (i + 1) // n) for i in range(n)]
 
 

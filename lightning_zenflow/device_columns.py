@@ -22,7 +22,7 @@ from lightning_zenflow.kernels import Kernels, Selection
 from lightning_zenflow.partition import Partition, Tile
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
     """Columns of one matrix, the same ones on the device and on the host."""
 
@@ -32,7 +32,7 @@ class Columns:
     """The same on the CPU."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Owned:
     """The selected entries of one tile: rectangle [rows, k] at `begin` in the flat entries of the tile's parameter group."""
 
@@ -52,7 +52,7 @@ class _Owned:
         return values.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Exchange:
     """One tile's views of what comes from the model and goes there; made once, for they are used in every step."""
 
@@ -62,7 +62,7 @@ class _Exchange:
     """[rows, width]; of the model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _GroupEntries:
     """One parameter group's owned entries."""
 

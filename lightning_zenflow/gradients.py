@@ -20,7 +20,7 @@ from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.traffic import Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Rectangle:
     """A rectangle of a slice that statistics are taken of, and the partition's tiles that it is cut into where blocks end."""
 
@@ -175,7 +175,9 @@ class GradientIntake:
         s, tile = self._partition.slices[index], rectangle.tile
         energies = self.energies if s.is_matrix else None
         moves = self._stand_in is not None and self.stand_in_needed and self._stand_in.moves(index) and tile.rows > 1
-        matrix = gradient.narrow(0, tile.begin - s.begin, tile.numel).view(tile.rows, tile.width)
+        # Most slices are one rectangle.
+        part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
+        matrix = part.view(tile.rows, tile.width)
         n_bytes = tile.numel * gradient.element_size()
         with self._tracer.span("copies down", n_bytes=n_bytes):
             statistics = self._kernels.take(matrix, destinations, directions=energies is not None or moves)

@@ -25,7 +25,7 @@ from lightning_zenflow.provisional import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics:
     """Sums of squares of a gradient, on its device; not finite where the gradient is not."""
 
@@ -37,7 +37,7 @@ class Statistics:
     """[columns] float32; likewise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
     """Columns of a rectangle, and where their entries go."""
 
@@ -47,7 +47,7 @@ class Selection:
     """[rows, k], model dtype, on the gradient's device."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
     """Where a part of a gradient goes: full rows, or a piece of a single one."""
 

@@ -135,7 +135,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             s = self._partition.slices[index]
             # One that was unfrozen between two micro-batches waits for the next step.
             if not self._freezing.is_frozen(s.parameter):
-                gradient = self.get_gradient_for_reduction(param).detach().view(-1).narrow(0, s.start, s.numel)
+                gradient = self.get_gradient_for_reduction(param).detach().view(-1)
+                if gradient.shape[0] != s.numel:
+                    gradient = gradient.narrow(0, s.start, s.numel)
                 last = self.is_gradient_accumulation_boundary()
                 self._intake.receive(index, gradient, step=self._step + 1, last=last)
         self.clear_grad_attribute(param)

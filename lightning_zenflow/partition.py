@@ -19,7 +19,7 @@ ALIGNMENT = 64
 """Elements; parameter groups start at multiples of it, so that every state array starts on a cache line."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
     """The part of one parameter that lies in this rank's partition."""
 
@@ -42,7 +42,7 @@ class Slice:
         return self.begin + self.numel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
     """A rectangle of one slice, contiguous in the partition: full rows, or a piece of one row."""
 
@@ -66,7 +66,7 @@ class Tile:
         return self.begin + self.numel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
     """A run of elements of one parameter group without padding."""
 
@@ -75,7 +75,7 @@ class Range:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """What a block and a slice (or range) have in common: where it starts in the partition, and how long it is."""
 
@@ -85,7 +85,7 @@ class Piece:
     numel: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """Elements [begin, end) that are handed to the worker together; alignment padding may lie between its tiles."""
 

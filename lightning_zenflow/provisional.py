@@ -21,7 +21,7 @@ _SMALLEST = 1e-30
 _NOISE_NUMEL = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SecondMoment:
     """Of one matrix's gradient, factored; changed in place."""
 
@@ -46,7 +46,7 @@ class SecondMoment:
         return self.row, self.col, self.n
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
     """A provisional update but for the gradient and its size b: w <- w - b * g * of_rows * of_columns."""
 

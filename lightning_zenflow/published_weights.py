@@ -58,8 +58,6 @@ class PublishedWeights:
         Returns:
             The bytes that are copied.
         """
-        if not slices:
-            return 0
         with self._beside():
             pieces = (piece for index in sorted(slices) for piece in self._pieces[block][index])
             return self._copy(block, publish_buffer, _joined(pieces), "copies up, in backward")

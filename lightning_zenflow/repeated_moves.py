@@ -11,7 +11,7 @@ from lightning_zenflow.stand_in import Move, StandIn
 from lightning_zenflow.traffic import Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
     """One move of a part of a slice."""
 

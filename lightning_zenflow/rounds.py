@@ -92,6 +92,8 @@ class Rounds:
         self._free_pages: list[int] = []
         self._free_buffers: list[int] = []
         self._prepared: list[int] = []
+        # By tile and page; made once, since as many are asked for in every step as there are tiles.
+        self._page_views: dict[tuple[int, int], Tensor] = {}
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
         self._passed: set[int] = set()  # slices whose gradient of the present step is there
@@ -175,7 +177,6 @@ class Rounds:
         Returns:
             [rows, width], model dtype, on the host: to be written in stream order.
         """
-        tile = self._partition.tiles[tile_index]
         block = self._block_of_tile[tile_index]
         if self._prepared:
             page = self._prepared[block]
@@ -183,8 +184,13 @@ class Rounds:
             window = self._windows[block]
             assert window is not None, "open comes before fill"
             page = window.pages[-1]
-        offset = tile.begin - self._partition.blocks[block].begin
-        return self._arena.pages[page].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
+        view = self._page_views.get((tile_index, page))
+        if view is None:
+            tile = self._partition.tiles[tile_index]
+            offset = tile.begin - self._partition.blocks[block].begin
+            view = self._arena.pages[page].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
+            self._page_views[tile_index, page] = view
+        return view
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.
@@ -276,15 +282,16 @@ class Rounds:
         """
         self._passed.add(slice_index)
         for round_ in self._in_flight:
-            new = {slice_index}
+            of_block = self._published_weights.slices_of(round_.block)
             if round_.completion is None:
                 if not self._worker.has_answered():
                     return
                 round_.completion = self._worker.wait()
-                new = self._passed
-            if round_.due_step > step:
+                ready = self._passed & of_block
+            else:
+                ready = {slice_index} if slice_index in of_block else set()
+            if not ready or round_.due_step > step:
                 continue
-            ready = new & self._published_weights.slices_of(round_.block)
             n_bytes = self._published_weights.copy_early(round_.block, round_.publish_buffer, ready)
             round_.early |= ready
             self._traffic.up_bytes += n_bytes

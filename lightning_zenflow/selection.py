@@ -73,14 +73,14 @@ def deferral(energies: Sequence[Tensor], owned: Sequence[Tensor], share: float) 
         0-D float32 on the device, not finite if the gradients are not; None if no matrix counts.
     """
     ratios = []
-    for energy, columns in zip(energies, owned, strict=True):
+    totals = [energy.sum() for energy in energies]
+    for energy, total, columns in zip(energies, totals, owned, strict=True):
         n, k = energy.numel(), columns.numel()
         if 0 < k < n:
             at_once = energy.index_select(0, columns).sum()
-            waiting = (energy.sum() - at_once).clamp_(min=0.0)
+            waiting = (total - at_once).clamp_(min=0.0)
             ratios.append((at_once / k / (waiting / (n - k))).sqrt())
     if not ratios:
         return None
     full_at = torch.stack(ratios).sort().values[max(0, math.ceil(share * len(ratios)) - 1)]
-    total = torch.stack([energy.sum() for energy in energies]).sum()
-    return torch.where(torch.isfinite(total), full_at, torch.nan)
+    return torch.where(torch.isfinite(torch.stack(totals).sum()), full_at, torch.nan)

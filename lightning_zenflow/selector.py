@@ -56,13 +56,14 @@ class ColumnEnergies:
         """[columns], a view."""
         return self._views[parameter]
 
-    def of_parameters(self) -> tuple[Tensor, ...]:
-        """Every parameter's proxies, views."""
-        return self._views
+    def of_matrices(self) -> list[Tensor]:
+        """The proxies of those that have columns, views."""
+        return [view for view, columns in zip(self._views, self._columns, strict=True) if columns]
 
-    def on_host(self) -> tuple[Tensor, ...]:
-        """Every parameter's proxies on the CPU. Waits for the device."""
-        return torch.split(self.flat.cpu(), self._columns)
+    def on_host(self) -> tuple[Tensor, ...] | None:
+        """Every parameter's proxies on the CPU; None if any is not finite. Waits for the device."""
+        flat = self.flat.cpu()
+        return torch.split(flat, self._columns) if bool(torch.isfinite(flat).all()) else None
 
 
 class Selector:
@@ -131,11 +132,11 @@ class Selector:
 
     def deferral(self, energies: ColumnEnergies, share: float) -> Tensor | None:
         """The gradient rule for the present columns and reduced proxies, see `selection.deferral`. Does not wait for the device."""
-        return deferral(energies.of_parameters(), self._on_device, share)
+        return deferral(energies.of_matrices(), self._of_matrices(self._on_device), share)
 
     def owned_energy(self, energies: ColumnEnergies) -> Tensor:
         """Share of the gradient's energy in the present columns by reduced proxies, see `selection.owned_energy`. Does not wait."""
-        return owned_energy(energies.of_parameters(), self._on_device)
+        return owned_energy(energies.of_matrices(), self._of_matrices(self._on_device))
 
     def select(self, energies: ColumnEnergies, step: int) -> list[Columns | None] | None:
         """Chooses columns by reduced proxies. Waits for the device.
@@ -145,11 +146,11 @@ class Selector:
             fits or because the step was not finite (then the next one is measured).
         """
         proxies = energies.on_host()
-        if not all(bool(torch.isfinite(p).all()) for p in proxies):
+        if proxies is None:
             return None
         fresh = [self._choose(i, p, step) for i, p in enumerate(proxies)]
         if self.n_selections > 0:
-            self.last_overlap = overlap(self._current, fresh)
+            self.last_overlap = overlap(self._of_matrices(self._current), self._of_matrices(fresh))
         fits = self._interval == "auto" and self._still_fits()
         self._schedule_next(step)
         if fits:
@@ -161,6 +162,10 @@ class Selector:
             None if n == 0 or c.numel() == n else Columns(device=d, host=c)
             for n, c, d in zip(self._columns, fresh, self._on_device, strict=True)
         ]
+
+    def _of_matrices(self, of_parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What belongs to parameters that have columns to choose from."""
+        return [of_one for of_one, columns in zip(of_parameters, self._columns, strict=True) if columns]
 
     def _choose(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
         if proxies.numel() == 0 or self._callable is None:

@@ -17,18 +17,16 @@ from lightning_zenflow.provisional import Factors, RoundingNoise, SecondMoment
 _SEED = 20251205
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Body:
-    """The full rows of one slice: [rows, columns] at `offset` in the slice, and the second moment of their gradient."""
+    """The full rows of one slice, and the second moment of their gradient."""
 
-    offset: int
-    rows: int
-    columns: int
     weights: Tensor
+    """[rows, columns]; of the model."""
     moment: SecondMoment
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
     """A provisional update of one slice, but for its size and the gradient."""
 
@@ -131,16 +129,14 @@ class StandIn:
         """
         body = self._bodies[move.slice]
         assert body is not None
-        row, column = divmod(begin, body.columns)
-        rows, width = gradient.shape
-        self._kernels.stand_in_(
-            body.weights.narrow(0, body.offset + begin, rows * width).view(rows, width),
-            gradient,
-            move.factors.of_rows.narrow(0, row, rows) * self._prediction.scale(self._pace(), move.beta1, age),
-            move.factors.of_columns.narrow(1, column, width),
-            self._noise,
-            move.factors.finite,
-        )
+        weights, of_rows, of_columns = body.weights, move.factors.of_rows, move.factors.of_columns
+        if gradient.shape != weights.shape:
+            row, column = divmod(begin, weights.shape[1])
+            rows, width = gradient.shape
+            weights = weights.view(-1).narrow(0, begin, rows * width).view(rows, width)
+            of_rows, of_columns = of_rows.narrow(0, row, rows), of_columns.narrow(1, column, width)
+        size = self._prediction.scale(self._pace(), move.beta1, age)
+        self._kernels.stand_in_(weights, gradient, of_rows * size, of_columns, self._noise, move.factors.finite)
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:
@@ -150,9 +146,6 @@ def _body(s: Slice, weights: Tensor) -> _Body | None:
     if not s.is_matrix or rows < 2 or s.columns < 2:
         return None
     return _Body(
-        offset=offset,
-        rows=rows,
-        columns=s.columns,
-        weights=weights,
+        weights=weights.narrow(0, offset, rows * s.columns).view(rows, s.columns),
         moment=SecondMoment.zeros(rows, s.columns, weights.device),
     )

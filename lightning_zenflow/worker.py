@@ -101,6 +101,8 @@ class Worker:
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keep_from_children(self._socket)
+        self._answers = select.poll()
+        self._answers.register(self._socket, select.POLLIN)
         # A file in memory rather than a pipe: nobody has to read it while the worker lives.
         self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
@@ -169,9 +171,7 @@ class Worker:
 
     def has_answered(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(self._answers.poll(0))
 
     def close(self) -> None:
         """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""
@@ -207,9 +207,7 @@ class Worker:
 
     def _receive(self, expected: protocol.MessageType, timeout_s: float) -> bytes:
         deadline = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if not self._answers.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise WorkerError(
                 f"the ZenFlow worker (process {self.pid}) did not answer within {timeout_s:g} s;"
                 " `worker_timeout` sets how long to wait" + self._quoted_stderr()

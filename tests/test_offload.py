@@ -1,5 +1,6 @@
 """`offload: true`: the device-owned columns' state lives in host memory, and no bit depends on it."""
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -139,7 +140,8 @@ def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
         elif isinstance(found, list | tuple):
             waiting.extend(found)
         elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, Kernels):
-            waiting.extend(vars(found).values())
+            fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
+            waiting.extend([getattr(found, field.name) for field in fields] or vars(found).values())
 
 
 def test_between_steps_the_device_holds_nothing_but_one_value_an_entry() -> None:
