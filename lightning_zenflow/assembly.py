@@ -34,6 +34,7 @@ from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.run_state import RunState
 from lightning_zenflow.schedule import Schedule, blocks_wanted
 from lightning_zenflow.selector import Selector
+from lightning_zenflow.small_gradients import SmallGradients
 from lightning_zenflow.stalls import StallClock
 from lightning_zenflow.stand_in import StandIn
 from lightning_zenflow.supervision import SupervisedWorker
@@ -173,10 +174,21 @@ class Parts:
             weights=shard.weights,
         )
         self.stand_in = self._build_stand_in(kernels, hyperparameters)
+        small = SmallGradients(
+            self.partition,
+            self.rounds,
+            self.ownership,
+            kernels,
+            self.tracer,
+            traffic,
+            device=device,
+            dtype=shard.dtype,
+        )
         self.intake = GradientIntake(
             self.partition,
             self.rounds,
             self.early,
+            small,
             self.ownership,
             self.stand_in,
             kernels,

@@ -66,6 +66,11 @@ class EarlyHandOver:
         self._sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
         self._step: _Step | None = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the present step's blocks are to be handed over early."""
+        return self._step is not None
+
     def begin(self, step: int | None, *, loss_scale: float) -> None:
         """Says whether the next step's blocks are to be handed over early.
 

@@ -15,6 +15,7 @@ from lightning_zenflow.partition import Partition, Tile, tiles_of_slice
 from lightning_zenflow.repeated_moves import RepeatedMoves
 from lightning_zenflow.rounds import Rounds
 from lightning_zenflow.selector import ColumnEnergies
+from lightning_zenflow.small_gradients import SmallGradients
 from lightning_zenflow.stand_in import Move, StandIn
 from lightning_zenflow.tracing import Tracer
 from lightning_zenflow.traffic import Traffic
@@ -54,6 +55,7 @@ class GradientIntake:
         partition: the rank's partition.
         rounds: where gradients go.
         early: hands over what is complete, where that may be before the step's end.
+        small: handles small vectors together, but in steps that hand over early.
         ownership: which entries' gradients are kept on the device.
         stand_in: what moves host-owned weights at once, if anything.
         kernels: passes over gradients.
@@ -69,6 +71,7 @@ class GradientIntake:
         partition: Partition,
         rounds: Rounds,
         early: EarlyHandOver,
+        small: SmallGradients,
         ownership: Ownership,
         stand_in: StandIn | None,
         kernels: Kernels,
@@ -82,6 +85,7 @@ class GradientIntake:
         self._partition = partition
         self._rounds = rounds
         self._early = early
+        self._small = small
         self._ownership = ownership
         self._stand_in = stand_in
         self._kernels = kernels
@@ -102,6 +106,7 @@ class GradientIntake:
         self._accumulation: Accumulation | None = None
         self._partial: set[int] = set()
         self._delivered: set[int] = set()
+        self._passed: set[int] = set()  # delivered since the last early publish
         self._totals: list[Tensor] = []
         self.repeated = RepeatedMoves(stand_in, partition.numel * dtype.itemsize, lambda: rounds.pace, traffic)
         """What the stand-in moves once more after a publish."""
@@ -141,6 +146,10 @@ class GradientIntake:
         for index in range(len(self._partition.slices)):
             if index not in self._delivered:
                 self._deliver(index, None, step)
+        self._publish_early(step)
+        of_small = None if self._early.is_active else self._small.finish()
+        if of_small is not None:
+            self._totals.append(of_small)
         totals = torch.stack(self._totals) if self._totals else torch.zeros(1, device=self._device)
         self._partial.clear()
         self._delivered.clear()
@@ -152,6 +161,10 @@ class GradientIntake:
         if not self._delivered:
             self._rounds.open(step)
         self._delivered.add(index)
+        self._passed.add(index)
+        if index in self._small and not self._early.is_active:
+            self._small.keep(index, gradient)
+            return
         for rectangle in self._rectangles[index]:
             destinations = rectangle.destinations(self._rounds, self._ownership)
             if gradient is not None:
@@ -161,7 +174,11 @@ class GradientIntake:
                 destination.page.zero_()
                 for selection in destination.selections:
                     selection.target.zero_()
-        self._rounds.publish_early(index, step)
+        self._publish_early(step)
+
+    def _publish_early(self, step: int) -> None:
+        self._rounds.publish_early(self._passed, step)
+        self._passed.clear()
 
     def _take(
         self,

@@ -164,11 +164,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Read anew: a hook may have changed them after backward.
         self._groups = None
         groups = self._hyperparameters()
-        self._early.end(groups)
-        self._arena.write_hyperparameters(step, groups)
 
         # reduce
         sum_of_squares = self._intake.finish(step)
+        self._early.end(groups)
+        self._arena.write_hyperparameters(step, groups)
         dist.all_reduce(sum_of_squares, group=self.dp_process_group)
         # clip
         scale = step_scale(sum_of_squares, max_norm=self.clip_grad, loss_scale=self.loss_scale)

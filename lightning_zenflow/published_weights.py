@@ -110,15 +110,17 @@ class PublishedWeights:
     def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece], name: str) -> int:
         first = self._partition.blocks[block].begin
         new_weights = self._arena.publish[publish_buffer]
-        total = 0
+        targets, sources, numel = [], [], 0
         for piece in pieces:
             begin = piece.begin - self._partition.group_begins[piece.index]
-            target = self._weights[piece.index].narrow(0, begin, piece.numel)
-            n_bytes = piece.numel * target.element_size()
+            targets.append(self._weights[piece.index].narrow(0, begin, piece.numel))
+            sources.append(new_weights.narrow(0, piece.begin - first, piece.numel))
+            numel += piece.numel
+        n_bytes = numel * new_weights.element_size()
+        if targets:
             with self._tracer.span("copies up", name, n_bytes=n_bytes):
-                target.copy_(new_weights.narrow(0, piece.begin - first, piece.numel), non_blocking=True)
-            total += n_bytes
-        return total
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        return n_bytes
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:

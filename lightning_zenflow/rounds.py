@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zenflow.arena import Arena
 from lightning_zenflow.auto_schedule import Pace
+from lightning_zenflow.page_views import PageViews
 from lightning_zenflow.partition import Partition, blocks_of_tiles
 from lightning_zenflow.protocol import Rule
 from lightning_zenflow.published_weights import PublishedWeights
@@ -75,7 +76,6 @@ class Rounds:
         tracer: Tracer,
         traffic: Traffic,
     ) -> None:
-        self._partition = partition
         self._arena = arena
         self._worker = worker
         self._publishing = publishing
@@ -92,8 +92,7 @@ class Rounds:
         self._free_pages: list[int] = []
         self._free_buffers: list[int] = []
         self._prepared: list[int] = []
-        # By tile and page; made once, since as many are asked for in every step as there are tiles.
-        self._page_views: dict[tuple[int, int], Tensor] = {}
+        self._page_views = PageViews(partition, arena)
         self._n_pages = self._n_buffers = self._longest = self._largest_lag = 0
         self._published_now: set[int] = set()
         self._passed: set[int] = set()  # slices whose gradient of the present step is there
@@ -184,13 +183,7 @@ class Rounds:
             window = self._windows[block]
             assert window is not None, "open comes before fill"
             page = window.pages[-1]
-        view = self._page_views.get((tile_index, page))
-        if view is None:
-            tile = self._partition.tiles[tile_index]
-            offset = tile.begin - self._partition.blocks[block].begin
-            view = self._arena.pages[page].narrow(0, offset, tile.numel).view(tile.rows, tile.width)
-            self._page_views[tile_index, page] = view
-        return view
+        return self._page_views.view(tile_index, page)
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.
@@ -273,23 +266,24 @@ class Rounds:
         block = self._block_of_tile[tile_index]
         return min((round_.due_step for round_ in self._in_flight if round_.block == block), default=None)
 
-    def publish_early(self, slice_index: int, step: int) -> None:
+    def publish_early(self, slices: Set[int], step: int) -> None:
         """Phase *publish* for the slices of this step so far, as far as rounds are due at its end and done; never waits.
 
         Args:
-            slice_index: index into `Partition.slices`; its weights are not read any more in this step, nor moved by the stand-in.
+            slices: indexes into `Partition.slices` that come to those of earlier calls; their weights are not read any more in this step,
+                nor moved by the stand-in.
             step: the step whose backward is under way.
         """
-        self._passed.add(slice_index)
+        self._passed.update(slices)
         for round_ in self._in_flight:
             of_block = self._published_weights.slices_of(round_.block)
+            new = slices
             if round_.completion is None:
                 if not self._worker.has_answered():
                     return
                 round_.completion = self._worker.wait()
-                ready = self._passed & of_block
-            else:
-                ready = {slice_index} if slice_index in of_block else set()
+                new = self._passed
+            ready = of_block & new
             if not ready or round_.due_step > step:
                 continue
             n_bytes = self._published_weights.copy_early(round_.block, round_.publish_buffer, ready)
