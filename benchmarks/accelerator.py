@@ -121,13 +121,17 @@ class Gpt(TimedModule):
         params: a key of `SHAPES`.
         batch: sequences a step.
         tokens: length of a sequence.
+        narrow: whether it has as many tensors as its size asks for, but hardly any weights: what then takes time are calls, not passes
+            over memory.
     """
 
-    def __init__(self, *, steps: int, params: float, batch: int, tokens: int) -> None:
+    def __init__(self, *, steps: int, params: float, batch: int, tokens: int, narrow: bool = False) -> None:
         super().__init__(steps)
         width, heads, layers = SHAPES[params]
         self._batch, self._tokens = batch, tokens
         self.vocabulary = 8192
+        if narrow:
+            width, self.vocabulary = 2 * heads, 64
         self.token, self.position = nn.Embedding(self.vocabulary, width), nn.Embedding(tokens, width)
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.vocabulary, bias=False)

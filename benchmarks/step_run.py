@@ -45,6 +45,8 @@ class StepSpec:
     warm_up: int
     """Steps that are not counted."""
     steps: int
+    narrow: bool = False
+    """Whether the model has few weights in as many tensors, see `Gpt`."""
 
     @property
     def total_steps(self) -> int:
@@ -178,7 +180,7 @@ def make_module(spec: StepSpec) -> TimedModule:
     """The model of a run."""
     if spec.device == "simulated":
         return SimulatedAccelerator(steps=spec.total_steps, params=spec.params, compute_s=spec.compute_s)
-    return Gpt(steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens)
+    return Gpt(steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens, narrow=spec.narrow)
 
 
 def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:

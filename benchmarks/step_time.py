@@ -83,10 +83,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def run(spec: StepSpec, timeout: float) -> StepResult | str:
+def run(spec: StepSpec, timeout: float, **environment: str) -> StepResult | str:
     """One run; what went wrong if it failed."""
     cores = sorted(os.sched_getaffinity(0))
-    ended = run_process("benchmarks.step_run", [json.dumps(vars(spec))], cores=cores, environment={}, timeout=timeout)
+    arguments = [json.dumps(vars(spec))]
+    ended = run_process("benchmarks.step_run", arguments, cores=cores, environment=environment, timeout=timeout)
     if ended.result is None:
         return ended.error
     return result_of(json.loads(ended.result))

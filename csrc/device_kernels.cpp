@@ -57,8 +57,8 @@ bool zenflow_factored_step(const float* row_energy, int64_t rows, const float* c
 }
 
 void zenflow_stand_in(void* weights, const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, const float* of_rows,
-                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first) {
-    kernels(dtype).stand_in(weights, gradient, rows, columns, of_rows, of_columns, noise, noise_mask, first);
+                      float size, const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first) {
+    kernels(dtype).stand_in(weights, gradient, rows, columns, of_rows, size, of_columns, noise, noise_mask, first);
 }
 
 void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void* gradient, void* weights, uint32_t dtype,

@@ -29,11 +29,11 @@ void zenflow_take(const void* gradient, uint32_t dtype, int64_t rows, int64_t co
 bool zenflow_factored_step(const float* row_energy, int64_t rows, const float* column_energy, int64_t columns, float scale,
                            double beta2, double lr, float* row, float* column, float* steps, float* of_rows, float* of_columns);
 
-// w <- w - (g * of_rows[row]) * of_columns[column], each operation rounded once to float, then rounded to the weights' type:
-// bfloat16 stochastically, by the low 16 bits of noise[(first + i) & noise_mask] for the i-th element; others to nearest even.
-// Weights and gradient have the same type.
+// w <- w - (g * (of_rows[row] * size)) * of_columns[column], each operation rounded once to float, then rounded to the weights'
+// type: bfloat16 stochastically, by the low 16 bits of noise[(first + i) & noise_mask] for the i-th element; others to nearest
+// even. Weights and gradient have the same type.
 void zenflow_stand_in(void* weights, const void* gradient, uint32_t dtype, int64_t rows, int64_t columns, const float* of_rows,
-                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
+                      float size, const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
 
 // One step of the kernel in replay_adamw.h for `n` elements; `weights` receives the new master weights, rounded to nearest even;
 // it may be `gradient`. `count` is the number of applied steps including this one, `factor` the clip coefficient over the loss

@@ -146,12 +146,12 @@ ZENFLOW_INLINE void store(Float16* target, float value, int32_t) { *target = fro
 ZENFLOW_INLINE void store(float* target, float value, int32_t) { *target = value; }
 
 template <typename T>
-void stand_in(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows, const float* of_columns,
-              const int32_t* noise, int64_t noise_mask, int64_t first) {
+void stand_in(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows, float size,
+              const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first) {
     for (int64_t row = 0; row < rows; ++row) {
         T* const w = static_cast<T*>(weights) + row * columns;
         const T* const g = static_cast<const T*>(gradient) + row * columns;
-        const float of_row = of_rows[row];
+        const float of_row = of_rows[row] * size;
         int64_t begin = 0;
         while (begin < columns) {
             // Up to where the noise starts again, so that it is read in a straight line.

@@ -11,7 +11,7 @@ namespace zenflow {
 struct DeviceKernels {
     void (*take)(const void* gradient, int64_t rows, int64_t columns, float* row_energy, float* column_energy, void* copy,
                  const int64_t* indices, int64_t n_selected, void* selected);
-    void (*stand_in)(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows,
+    void (*stand_in)(void* weights, const void* gradient, int64_t rows, int64_t columns, const float* of_rows, float size,
                      const float* of_columns, const int32_t* noise, int64_t noise_mask, int64_t first);
     bool (*factored_step)(const float* row_energy, int64_t rows, const float* column_energy, int64_t columns, float scale,
                           double beta2, double lr, float* row, float* column, float* steps, float* of_rows, float* of_columns);

@@ -148,9 +148,6 @@ class Parts:
             tracer=self.tracer,
             traffic=traffic,
         )
-        self.early = EarlyHandOver(
-            self.partition, self.arena, self.rounds, hyperparameters=hyperparameters, device=device
-        )
         new_selector = partial(
             Selector,
             shard.names,
@@ -183,6 +180,9 @@ class Parts:
             traffic,
             device=device,
             dtype=shard.dtype,
+        )
+        self.early = EarlyHandOver(
+            self.partition, self.arena, self.rounds, small, hyperparameters=hyperparameters, device=device
         )
         self.intake = GradientIntake(
             self.partition,

@@ -15,7 +15,7 @@ from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.executable import device_library
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.kernels import Destination, Kernels, Statistics
-from lightning_zenflow.provisional import Factors, RoundingNoise, SecondMoment
+from lightning_zenflow.provisional import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
 
 _SMALLEST_PART = 1 << 18
 """Elements; less is not worth a thread."""
@@ -37,7 +37,7 @@ def _library() -> ctypes.CDLL:
     ]  # fmt: skip
     library.zenflow_factored_step.restype = ctypes.c_bool
     library.zenflow_stand_in.argtypes = [
-        _pointer, _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _int64, _int64,
+        _pointer, _pointer, _uint32, _int64, _int64, _pointer, ctypes.c_float, _pointer, _pointer, _int64, _int64,
     ]  # fmt: skip
     library.zenflow_adamw.argtypes = [
         _pointer, _pointer, _pointer, _pointer, _pointer, _uint32, _int64, _pointer, _int64, ctypes.c_float,
@@ -76,7 +76,7 @@ class CpuKernels(Kernels):
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = torch.empty(n_rows)
-        columns = torch.zeros(len(parts), n_columns) if directions else None
+        columns = torch.zeros(len(parts) * n_columns) if directions else None
         source, row_energy, column_energy = (
             gradient.data_ptr(),
             rows.data_ptr(),
@@ -107,7 +107,7 @@ class CpuKernels(Kernels):
         return Statistics(
             total=rows.sum(dtype=torch.float64),
             rows=rows if directions else None,
-            columns=None if columns is None else columns[0] if len(parts) == 1 else columns.sum(0),
+            columns=columns if columns is None or len(parts) == 1 else columns.view(len(parts), n_columns).sum(0),
         )
 
     @override
@@ -139,24 +139,29 @@ class CpuKernels(Kernels):
         of_columns: Tensor,
         noise: RoundingNoise,
         finite: Tensor,
+        *,
+        size: float = 1.0,
     ) -> None:
         n_rows, n_columns = weights.shape
-        bits = noise.draw_tile()
+        bits = noise.draw_address()
         if not finite:
             return
         of_rows, of_columns = of_rows.contiguous(), of_columns.contiguous()
+        dtype, row_bytes = protocol.DATA_TYPES[weights.dtype], n_columns * weights.itemsize
+        target, source, rows, columns = (t.data_ptr() for t in (weights, gradient, of_rows, of_columns))
 
         def run(_: int, begin: int, end: int) -> None:
             self._library.zenflow_stand_in(
-                _address(weights, begin),
-                _address(gradient, begin),
-                protocol.DATA_TYPES[weights.dtype],
+                target + begin * row_bytes,
+                source + begin * row_bytes,
+                dtype,
                 end - begin,
                 n_columns,
-                _address(of_rows, begin),
-                _address(of_columns),
-                _address(bits),
-                bits.numel() - 1,
+                rows + begin * _FLOAT_BYTES,
+                size,
+                columns,
+                bits,
+                NOISE_NUMEL - 1,
                 begin * n_columns,
             )
 
@@ -204,16 +209,20 @@ class CpuKernels(Kernels):
 
     def _copy_columns(self, copy: Callable[..., None], matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
         n_rows, n_columns = matrix.shape
+        dtype, row_bytes = protocol.DATA_TYPES[matrix.dtype], n_columns * matrix.itemsize
+        n_selected = columns.shape[0]
+        selected_row_bytes = n_selected * matrix.itemsize
+        first, indices, first_selected = matrix.data_ptr(), columns.data_ptr(), selected.data_ptr()
 
         def run(_: int, begin: int, end: int) -> None:
             copy(
-                _address(matrix, begin),
-                protocol.DATA_TYPES[matrix.dtype],
+                first + begin * row_bytes,
+                dtype,
                 end - begin,
                 n_columns,
-                _address(columns),
-                columns.numel(),
-                _address(selected, begin),
+                indices,
+                n_selected,
+                first_selected + begin * selected_row_bytes,
             )
 
         _in_parallel(run, _parts(n_rows, n_columns))

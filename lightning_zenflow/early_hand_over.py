@@ -11,6 +11,7 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.hyperparameters import GroupHyperparameters
 from lightning_zenflow.partition import Partition
 from lightning_zenflow.rounds import Rounds
+from lightning_zenflow.small_gradients import SmallGradients
 
 
 @dataclass(kw_only=True)
@@ -34,13 +35,15 @@ class EarlyHandOver:
     *early*). The numbers are those of a hand-over at the end of the step, bit for bit.
 
     Only what is not finite makes a difference. From the first gradient on that is not, a block's word says that the step changes nothing
-    in it; blocks before that have been updated. So a step changes nothing at all if its gradients are not finite from the first one on, as
-    behind a loss that is not; neither does it in blocks without any gradient, which are handed over with the step.
+    in it; blocks before that have been updated. (What `SmallGradients` keeps counts when its block is handed over.) So a step changes
+    nothing at all if its gradients are not finite from the first one on, as behind a loss that is not; neither does it in blocks without
+    any gradient, which are handed over with the step.
 
     Args:
         partition: the rank's partition.
         arena: where the step's hyperparameters are written.
         rounds: takes the blocks.
+        small: fills in what of a block has only been kept.
         hyperparameters: reads those of the present step.
         device: where gradients come from.
     """
@@ -50,12 +53,14 @@ class EarlyHandOver:
         partition: Partition,
         arena: Arena,
         rounds: Rounds,
+        small: SmallGradients,
         *,
         hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
         device: torch.device,
     ) -> None:
         self._arena = arena
         self._rounds = rounds
+        self._small = small
         self._hyperparameters = hyperparameters
         self._device = device
         self._blocks_of_slice: list[list[int]] = [[] for _ in partition.slices]
@@ -65,11 +70,6 @@ class EarlyHandOver:
         self._n_blocks = len(partition.blocks)
         self._sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
         self._step: _Step | None = None
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the present step's blocks are to be handed over early."""
-        return self._step is not None
 
     def begin(self, step: int | None, *, loss_scale: float) -> None:
         """Says whether the next step's blocks are to be handed over early.
@@ -93,7 +93,7 @@ class EarlyHandOver:
 
         Args:
             slice_index: index into `Partition.slices`.
-            sums_of_squares: 0-D on the device; together the gradient's.
+            sums_of_squares: 0-D on the device; together the gradient's. None where `SmallGradients` has it, which adds its own.
         """
         step = self._step
         if step is None:
@@ -127,6 +127,9 @@ class EarlyHandOver:
     def _hand_over(self, block: int, step: _Step) -> None:
         if not self._rounds.can_hand_over_early(block):
             return
+        of_small = self._small.fill(block)
+        if of_small is not None:
+            self._sum_of_squares.add_(of_small)
         if not step.groups:
             step.groups = self._hyperparameters()
             self._arena.write_hyperparameters(step.number, list(step.groups))

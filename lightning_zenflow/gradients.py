@@ -55,7 +55,7 @@ class GradientIntake:
         partition: the rank's partition.
         rounds: where gradients go.
         early: hands over what is complete, where that may be before the step's end.
-        small: handles small vectors together, but in steps that hand over early.
+        small: handles small vectors together.
         ownership: which entries' gradients are kept on the device.
         stand_in: what moves host-owned weights at once, if anything.
         kernels: passes over gradients.
@@ -147,9 +147,7 @@ class GradientIntake:
             if index not in self._delivered:
                 self._deliver(index, None, step)
         self._publish_early(step)
-        of_small = None if self._early.is_active else self._small.finish()
-        if of_small is not None:
-            self._totals.append(of_small)
+        self._totals += self._small.finish()
         totals = torch.stack(self._totals) if self._totals else torch.zeros(1, device=self._device)
         self._partial.clear()
         self._delivered.clear()
@@ -162,8 +160,9 @@ class GradientIntake:
             self._rounds.open(step)
         self._delivered.add(index)
         self._passed.add(index)
-        if index in self._small and not self._early.is_active:
-            self._small.keep(index, gradient)
+        if index in self._small:
+            if gradient is not None:
+                self._small.keep(index, gradient)
             return
         for rectangle in self._rectangles[index]:
             destinations = rectangle.destinations(self._rounds, self._ownership)

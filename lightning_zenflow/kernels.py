@@ -111,16 +111,19 @@ class Kernels(ABC):
         of_columns: Tensor,
         noise: RoundingNoise,
         finite: Tensor,
+        *,
+        size: float = 1.0,
     ) -> None:
-        """Does w <- round(w - g * of_rows * of_columns), see `provisional`.
+        """Does w <- round(w - g * (of_rows * size) * of_columns), see `provisional`.
 
         Args:
             weights: [rows, columns], model dtype; changed in place.
             gradient: [rows, columns], model dtype.
-            of_rows: [rows, 1] float32, step size included.
+            of_rows: [rows, 1] float32.
             of_columns: [1, columns] float32.
             noise: for stochastic rounding.
             finite: 0-D bool; where False nothing changes.
+            size: b of `provisional`.
         """
 
     @abstractmethod
@@ -176,8 +179,10 @@ class TorchKernels(Kernels):
         of_columns: Tensor,
         noise: RoundingNoise,
         finite: Tensor,
+        *,
+        size: float = 1.0,
     ) -> None:
-        values = provisional_values(weights, gradient, of_rows, of_columns, finite=finite)
+        values = provisional_values(weights, gradient, of_rows * size, of_columns, finite=finite)
         round_stochastically_(weights, values, noise)
 
     @override

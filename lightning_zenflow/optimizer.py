@@ -164,12 +164,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Read anew: a hook may have changed them after backward.
         self._groups = None
         groups = self._hyperparameters()
+        self._early.end(groups)
+        self._arena.write_hyperparameters(step, groups)
 
         # reduce
         sum_of_squares = self._intake.finish(step)
-        self._early.end(groups)
-        self._arena.write_hyperparameters(step, groups)
-        dist.all_reduce(sum_of_squares, group=self.dp_process_group)
+        self._add_over_ranks(sum_of_squares)
         # clip
         scale = step_scale(sum_of_squares, max_norm=self.clip_grad, loss_scale=self.loss_scale)
         self._count.add_(scale.finite)
@@ -367,9 +367,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         early = self._rounds.publishes_at_once and not (self._plan.synchronous or self._plan.selects)
         self._early.begin(self._step + 1 if early and self._hands_over_early else None, loss_scale=self.loss_scale)
 
+    def _add_over_ranks(self, values: Tensor) -> None:
+        # For a single rank it would change nothing, and yet take as long as all collectives do.
+        if dist.get_world_size(group=self.dp_process_group) > 1:
+            dist.all_reduce(values, group=self.dp_process_group)
+
     def _select(self, energies: ColumnEnergies) -> Tensor | None:
         """Adds the proxies over the ranks and selects anew where that is due; returns what the gradient rule of `auto` needs."""
-        dist.all_reduce(energies.flat, group=self.dp_process_group)
+        self._add_over_ranks(energies.flat)
         deferral = self._planner.selector.deferral(energies, self._config.auto_ratio)
         knows_columns = self._planner.selector.n_selections > 0
         if knows_columns:

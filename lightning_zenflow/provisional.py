@@ -10,7 +10,9 @@ c is the *last* step's clip coefficient, because this step's norm is not known d
 weights, so errors never accumulate. Pure functions but for the noise, which is drawn from a seeded generator.
 """
 
+import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 _SMALLEST = 1e-30
 """Second moments below it belong to rows or columns without any gradient, whose update is zero whatever it is divided by."""
 
-_NOISE_NUMEL = 1 << 16
+NOISE_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,26 +69,30 @@ class RoundingNoise:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        bits = torch.randint(0, 1 << 16, (2 * _NOISE_NUMEL,), generator=self._generator, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(seed)
+        bits = torch.randint(0, 1 << 16, (2 * NOISE_NUMEL,), generator=generator, dtype=torch.int32)
         self._bits = bits.to(device)
+        self._offsets = random.Random(seed)
 
-    def get_state(self) -> Tensor:
+    def get_state(self) -> tuple[Any, ...]:
         """The generator's, for a checkpoint."""
-        return self._generator.get_state()
+        return self._offsets.getstate()
 
-    def set_state(self, state: Tensor) -> None:
+    def set_state(self, state: tuple[Any, ...]) -> None:
         """The inverse of `get_state`."""
-        self._generator.set_state(state)
+        self._offsets.setstate(state)
 
     def draw_tile(self) -> Tensor:
         """[65536] int32, each 0 to 65535; to be repeated."""
-        offset = int(torch.randint(0, _NOISE_NUMEL, (), generator=self._generator))
-        return self._bits.narrow(0, offset, _NOISE_NUMEL)
+        return self._bits.narrow(0, self._offsets.randrange(NOISE_NUMEL), NOISE_NUMEL)
+
+    def draw_address(self) -> int:
+        """Where the tile begins that `draw_tile` would return, for compiled code on the same device."""
+        return self._bits.data_ptr() + self._offsets.randrange(NOISE_NUMEL) * self._bits.itemsize
 
     def draw(self, numel: int) -> Tensor:
         """[numel] int32, each 0 to 65535."""
-        repeats = -(-numel // _NOISE_NUMEL)
+        repeats = -(-numel // NOISE_NUMEL)
         tile = self.draw_tile()
         return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
 

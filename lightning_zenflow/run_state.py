@@ -14,7 +14,7 @@ from lightning_zenflow.stand_in import StandIn
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
-VERSION = 1
+VERSION = 2
 """Of what `RunState` writes; one more with every change that an older version would misread."""
 
 _WITHOUT_EFFECT = (
@@ -81,6 +81,8 @@ class RunState:
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """What keeps a run from continuing another one bit for bit; empty if nothing does."""
+        if state["version"] != VERSION:
+            return f"an older lightning-zenflow wrote it (its layout is {state['version']}, now it is {VERSION})"
         theirs = state["layout"]
         if theirs["world_size"] != self._layout["world_size"]:
             return f"it was saved by {theirs['world_size']} ranks, these are {self._layout['world_size']}"

@@ -136,7 +136,7 @@ class StandIn:
             weights = weights.view(-1).narrow(0, begin, rows * width).view(rows, width)
             of_rows, of_columns = of_rows.narrow(0, row, rows), of_columns.narrow(1, column, width)
         size = self._prediction.scale(self._pace(), move.beta1, age)
-        self._kernels.stand_in_(weights, gradient, of_rows * size, of_columns, self._noise, move.factors.finite)
+        self._kernels.stand_in_(weights, gradient, of_rows, of_columns, self._noise, move.factors.finite, size=size)
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:

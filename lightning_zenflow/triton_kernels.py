@@ -49,13 +49,14 @@ def _sums_of_squares(
 
 @triton.jit
 def _stand_in(
-    weights, gradient, of_rows, of_columns, noise, finite, n, n_columns,
+    weights, gradient, of_rows, size, of_columns, noise, finite, n, n_columns,
     noise_mask: tl.constexpr, stochastic: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < n
     row = i // n_columns
-    update = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * tl.load(of_rows + row, mask=inside)
+    of_row = tl.load(of_rows + row, mask=inside) * size
+    update = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * of_row
     update = update * tl.load(of_columns + (i - row * n_columns), mask=inside)
     old = tl.load(weights + i, mask=inside)
     values = old.to(tl.float32) - update
@@ -140,12 +141,14 @@ class TritonKernels(Kernels):
         of_columns: Tensor,
         noise: RoundingNoise,
         finite: Tensor,
+        *,
+        size: float = 1.0,
     ) -> None:
         stochastic = weights.dtype == torch.bfloat16
         # Drawn from only where it is used, as by torch's passes: the sequence of draws is part of a run.
         bits = noise.draw_tile() if stochastic else weights
         _stand_in[(triton.cdiv(weights.numel(), _BLOCK),)](
-            weights, gradient, of_rows.contiguous(), of_columns.contiguous(), bits, finite,
+            weights, gradient, of_rows.contiguous(), size, of_columns.contiguous(), bits, finite,
             weights.numel(), weights.shape[1],
             noise_mask=bits.numel() - 1 if stochastic else 0, stochastic=stochastic, block=_BLOCK,
             enable_fp_fusion=False,

@@ -227,7 +227,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a newer layout": (
         edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1000)),
-        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 1.: upgrade lightning-zenflow",
+        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 2.: upgrade lightning-zenflow",
     ),
 }
 

@@ -18,7 +18,7 @@ _POINTERS = {"row_parts": "fp32", "column_parts": "fp32", "of_rows": "fp32", "of
              "master": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "factor": "fp32", "step_size": "fp64",
              "bias_correction2": "fp64", "columns": "i64"}  # fmt: skip
 _OF_THE_MODEL = {"gradient", "weights", "matrix", "selected"}
-_FLOATS = {"beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay_factor"}
+_FLOATS = {"beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay_factor", "size"}
 
 CONSTANTS: dict[str, dict[str, Any]] = {
     "_sums_of_squares": {"directions": True, "tile_rows": 16, "tile_columns": 128, "n_tiles": 8},

@@ -20,6 +20,7 @@ struct Shape {
 };
 constexpr Shape kShapes[] = {{1, 1}, {1, 15}, {3, 16}, {5, 17}, {2, 512}, {3, 1031}, {40, 67}};
 constexpr int64_t kNoiseMask = 63;
+constexpr float kSize = 0.3f;
 
 template <typename T>
 constexpr DataType kTypeOf = DataType::kFloat32;
@@ -151,14 +152,15 @@ void check_stand_in(Shape shape) {
         std::vector<T> expected = random_values<T>(n, 5);
         for (int64_t i = 0; i < n; ++i) {
             const auto at = static_cast<size_t>(i);
-            const float scaled = to_float(gradient[at]) * of_rows[static_cast<size_t>(i / shape.columns)];
+            const float of_row = of_rows[static_cast<size_t>(i / shape.columns)] * kSize;
+            const float scaled = to_float(gradient[at]) * of_row;
             const float update = scaled * of_columns[static_cast<size_t>(i % shape.columns)];
             expected[at] = rounded(T{}, to_float(expected[at]) - update, noise[static_cast<size_t>((first + i) & kNoiseMask)]);
         }
         for (const InstructionSet set : instruction_sets()) {
             std::vector<T> weights = random_values<T>(n, 5);
             device_kernels(kTypeOf<T>, set)
-                .stand_in(weights.data(), gradient.data(), shape.rows, shape.columns, of_rows.data(), of_columns.data(),
+                .stand_in(weights.data(), gradient.data(), shape.rows, shape.columns, of_rows.data(), kSize, of_columns.data(),
                           noise.data(), kNoiseMask, first);
             CHECK(same_bits(weights, expected));
         }
