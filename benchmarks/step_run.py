@@ -1,6 +1,7 @@
 """One run of the step-time benchmark in a process of its own: `python -m benchmarks.step_run SPEC_JSON RESULT_FILE`."""
 
 import dataclasses
+import gc
 import json
 import sys
 import time
@@ -146,6 +147,9 @@ class StepTimer(pl.Callback):
         step, optimizer, on_cuda = trainer.global_step, _our_optimizer(trainer), self._result.spec.device == "cuda"
         if step == self._first and optimizer is not None:
             self._counted = _counted(optimizer)
+        if step == self._first:
+            # What all of the imports have left for Python's first full collection would fall into some method's timed steps.
+            gc.collect()
         if step in (self._first, self._end) and on_cuda:
             torch.cuda.synchronize()
         last, self._last = self._last, _clocks(optimizer)

@@ -1,5 +1,7 @@
 #include "device_kernels.h"
 
+#include <cstring>
+
 #include "device_kernels_isa.h"
 #include "replay_adamw.h"
 
@@ -35,11 +37,15 @@ void gather(const void* matrix, int64_t rows, int64_t width, const int64_t* indi
 }
 
 template <typename T>
-void scatter(void* matrix, int64_t rows, int64_t width, const int64_t* indices, int64_t n, const void* selected) {
-    for (int64_t row = 0; row < rows; ++row) {
-        T* const target = static_cast<T*>(matrix) + row * width;
-        const T* const source = static_cast<const T*>(selected) + row * n;
-        for (int64_t i = 0; i < n; ++i) target[indices[i]] = source[i];
+void scatter(const zenflow_column_write& write) {
+    if (write.indices == nullptr) {
+        std::memcpy(write.matrix, write.selected, static_cast<size_t>(write.rows * write.width) * sizeof(T));
+        return;
+    }
+    for (int64_t row = 0; row < write.rows; ++row) {
+        T* const target = static_cast<T*>(write.matrix) + row * write.width;
+        const T* const source = static_cast<const T*>(write.selected) + row * write.n_selected;
+        for (int64_t i = 0; i < write.n_selected; ++i) target[write.indices[i]] = source[i];
     }
 }
 
@@ -76,8 +82,7 @@ void zenflow_gather_columns(const void* matrix, uint32_t dtype, int64_t rows, in
     copy(matrix, rows, width, indices, n_selected, selected);
 }
 
-void zenflow_scatter_columns(void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,
-                             int64_t n_selected, const void* selected) {
+void zenflow_scatter_columns(const zenflow_column_write* writes, int64_t n_writes, uint32_t dtype) {
     const auto copy = dtype == static_cast<uint32_t>(DataType::kFloat32) ? scatter<uint32_t> : scatter<uint16_t>;
-    copy(matrix, rows, width, indices, n_selected, selected);
+    for (int64_t i = 0; i < n_writes; ++i) copy(writes[i]);
 }

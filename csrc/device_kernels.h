@@ -45,9 +45,18 @@ void zenflow_adamw(float* master, float* exp_avg, float* exp_avg_sq, const void*
 void zenflow_gather_columns(const void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,
                             int64_t n_selected, void* selected);
 
-// The inverse: matrix[row * width + indices[i]] = selected[row * n_selected + i]
-void zenflow_scatter_columns(void* matrix, uint32_t dtype, int64_t rows, int64_t width, const int64_t* indices,
-                             int64_t n_selected, const void* selected);
+// matrix[row * width + indices[i]] = selected[row * n_selected + i]; without indices all of the matrix is overwritten.
+struct zenflow_column_write {
+    void* matrix;
+    int64_t rows;
+    int64_t width;
+    const int64_t* indices;
+    int64_t n_selected;
+    const void* selected;
+};
+
+// The inverse of `zenflow_gather_columns`, for matrices of one type.
+void zenflow_scatter_columns(const zenflow_column_write* writes, int64_t n_writes, uint32_t dtype);
 
 }  // extern "C"
 #pragma GCC visibility pop

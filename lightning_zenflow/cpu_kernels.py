@@ -3,8 +3,8 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from lightning_zenflow import protocol
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.executable import device_library
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Destination, Kernels, Statistics
+from lightning_zenflow.kernels import ColumnWrite, Destination, Kernels, Statistics
 from lightning_zenflow.provisional import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
 
 _SMALLEST_PART = 1 << 18
@@ -43,7 +43,7 @@ def _library() -> ctypes.CDLL:
         _pointer, _pointer, _pointer, _pointer, _pointer, _uint32, _int64, _pointer, _int64, ctypes.c_float,
     ]  # fmt: skip
     library.zenflow_gather_columns.argtypes = [_pointer, _uint32, _int64, _int64, _pointer, _int64, _pointer]
-    library.zenflow_scatter_columns.argtypes = [_pointer, _uint32, _int64, _int64, _pointer, _int64, _pointer]
+    library.zenflow_scatter_columns.argtypes = [_pointer, _int64, _uint32]
     return library
 
 
@@ -201,31 +201,79 @@ class CpuKernels(Kernels):
 
     @override
     def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self._copy_columns(self._library.zenflow_gather_columns, matrix, columns, selected)
-
-    @override
-    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self._copy_columns(self._library.zenflow_scatter_columns, matrix, columns, selected)
-
-    def _copy_columns(self, copy: Callable[..., None], matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
         n_rows, n_columns = matrix.shape
         dtype, row_bytes = protocol.DATA_TYPES[matrix.dtype], n_columns * matrix.itemsize
         n_selected = columns.shape[0]
-        selected_row_bytes = n_selected * matrix.itemsize
         first, indices, first_selected = matrix.data_ptr(), columns.data_ptr(), selected.data_ptr()
 
         def run(_: int, begin: int, end: int) -> None:
-            copy(
+            self._library.zenflow_gather_columns(
                 first + begin * row_bytes,
                 dtype,
                 end - begin,
                 n_columns,
                 indices,
                 n_selected,
-                first_selected + begin * selected_row_bytes,
+                first_selected + begin * n_selected * matrix.itemsize,
             )
 
         _in_parallel(run, _parts(n_rows, n_columns))
+
+    @override
+    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
+        self.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
+
+    @override
+    def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
+        n = max(1, min(torch.get_num_threads(), sum(w.selected.numel() for w in writes) // _SMALLEST_PART))
+        tables = [_table(writes, part, n) for part in range(n)]
+        return partial(self._write_columns, tables, list(writes))
+
+    def _write_columns(self, tables: Sequence[Any], writes: Sequence[ColumnWrite]) -> None:
+        """Carries the tables out, each on a thread of its own; they point into the tensors of `writes`."""
+        if not writes:
+            return
+        dtype = protocol.DATA_TYPES[writes[0].matrix.dtype]
+
+        def run(part: int, _: int, __: int) -> None:
+            self._library.zenflow_scatter_columns(tables[part], len(tables[part]), dtype)
+
+        _in_parallel(run, [(part, 0, 0) for part in range(len(tables))])
+
+
+class _ColumnWrite(ctypes.Structure):
+    """`zenflow_column_write`."""
+
+    _fields_ = (
+        ("matrix", _pointer),
+        ("rows", _int64),
+        ("width", _int64),
+        ("indices", _pointer),
+        ("n_selected", _int64),
+        ("selected", _pointer),
+    )
+
+
+def _table(writes: Sequence[ColumnWrite], part: int, n_parts: int) -> Any:
+    """One of `n_parts` shares of the writes' rows, as an array of `_ColumnWrite`."""
+    entries = []
+    for write in writes:
+        n_rows, width = write.matrix.shape
+        n_selected = write.selected.shape[1]
+        if n_selected == 0:
+            continue
+        begin, end = n_rows * part // n_parts, n_rows * (part + 1) // n_parts
+        entries.append(
+            _ColumnWrite(
+                matrix=_address(write.matrix, begin),
+                rows=end - begin,
+                width=width,
+                indices=None if write.columns is None else write.columns.data_ptr(),
+                n_selected=n_selected,
+                selected=_address(write.selected, begin),
+            )
+        )
+    return (_ColumnWrite * len(entries))(*entries)
 
 
 class _Sink(NamedTuple):

@@ -18,7 +18,7 @@ from lightning_zenflow.arena import Arena
 from lightning_zenflow.clipping import StepScale
 from lightning_zenflow.column_states import ColumnState, ResidentState, VisitingState
 from lightning_zenflow.hyperparameters import GroupHyperparameters
-from lightning_zenflow.kernels import Kernels, Selection
+from lightning_zenflow.kernels import ColumnWrite, Kernels, Selection
 from lightning_zenflow.partition import Partition, Tile
 
 
@@ -50,16 +50,6 @@ class _Owned:
     def of_group(self, values: Tensor) -> Tensor:
         """The tile's part of the group's values, one an entry, as [rows, k], a view."""
         return values.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Exchange:
-    """One tile's views of what comes from the model and goes there; made once, for they are used in every step."""
-
-    selection: Selection
-    """Its target holds the gradient, later the new weights."""
-    weights: Tensor
-    """[rows, width]; of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,18 +101,25 @@ class DeviceColumns:
             _GroupEntries(state=state_class(n, of_model.device), exchange=of_model.new_zeros(n))
             for n, of_model in zip(numel, weights, strict=True)
         ]
-        self._exchanges = {i: self._exchange(owned, partition, weights) for i, owned in self._by_tile.items()}
-
-    def _exchange(self, owned: _Owned, partition: Partition, weights: Sequence[Tensor]) -> _Exchange:
-        tile, group = owned.tile, owned.param_group
-        of_model = weights[group].narrow(0, tile.begin - partition.group_begins[group], tile.numel)
-        return _Exchange(
-            selection=Selection(
-                columns=None if owned.columns is None else owned.columns.device,
-                target=owned.of_group(self._groups[group].exchange),
-            ),
-            weights=of_model.view(tile.rows, tile.width),
+        # Made once, since every step uses them.
+        self._selections = {i: self._selection(owned) for i, owned in self._by_tile.items()}
+        self._write = kernels.column_writer(
+            [self._column_write(i, owned, partition, weights) for i, owned in self._by_tile.items()]
         )
+
+    def _selection(self, owned: _Owned) -> Selection:
+        return Selection(
+            columns=None if owned.columns is None else owned.columns.device,
+            target=owned.of_group(self._groups[owned.param_group].exchange),
+        )
+
+    def _column_write(
+        self, tile_index: int, owned: _Owned, partition: Partition, weights: Sequence[Tensor]
+    ) -> ColumnWrite:
+        tile, selection = owned.tile, self._selections[tile_index]
+        begin = tile.begin - partition.group_begins[owned.param_group]
+        rectangle = weights[owned.param_group].narrow(0, begin, tile.numel).view(tile.rows, tile.width)
+        return ColumnWrite(matrix=rectangle, columns=selection.columns, selected=selection.target)
 
     @property
     def numel(self) -> int:
@@ -156,8 +153,7 @@ class DeviceColumns:
 
     def selection(self, tile_index: int) -> Selection | None:
         """Which columns of a tile's gradient are wanted for `step`, and where; None if none are."""
-        exchange = self._exchanges.get(tile_index)
-        return None if exchange is None else exchange.selection
+        return self._selections.get(tile_index)
 
     def gradients(self) -> list[Tensor]:
         """A copy of the gathered gradients, for `step` later."""
@@ -192,17 +188,7 @@ class DeviceColumns:
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights, over whatever was published there; after `step` or `load` only."""
-        whole: tuple[list[Tensor], list[Tensor]] = [], []
-        for exchange in self._exchanges.values():
-            columns, values = exchange.selection.columns, exchange.selection.target
-            if columns is None:
-                whole[0].append(exchange.weights)
-                whole[1].append(values)
-            else:
-                self._kernels.scatter_columns(exchange.weights, columns, values)
-        if whole[0]:
-            # Biases and norms are many and small: one call for all of them.
-            torch._foreach_copy_(*whole)
+        self._write()
 
 
 def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:

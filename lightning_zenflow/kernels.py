@@ -5,7 +5,7 @@ The torch implementation runs everywhere and says what each pass means. On a CPU
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,18 @@ class Destination:
     def part_of(self, gradient: Tensor) -> Tensor:
         """The part that goes here, [rows, width], a view of the gradient."""
         return gradient.view(-1).narrow(0, self.begin, self.page.numel()).view_as(self.page)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColumnWrite:
+    """Where selected entries go."""
+
+    matrix: Tensor
+    """[rows, width], contiguous, model dtype."""
+    columns: Tensor | None
+    """[k] int64; None: all of them."""
+    selected: Tensor
+    """[rows, k], contiguous, model dtype; what it holds when it is written."""
 
 
 class Kernels(ABC):
@@ -147,6 +159,21 @@ class Kernels(ABC):
             count: 0-D float64; number of applied steps, this one included if it is applied.
             scale: of the step.
         """
+
+    def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
+        """Returns what does matrix[:, columns] <- selected for all of them whenever it is called; every step repeats them."""
+        some = [(w.matrix, w.columns, w.selected) for w in writes if w.columns is not None]
+        whole = [(w.matrix, w.selected) for w in writes if w.columns is None]
+        targets, sources = [target for target, _ in whole], [source for _, source in whole]
+
+        def write() -> None:
+            for matrix, columns, selected in some:
+                self.scatter_columns(matrix, columns, selected)
+            if whole:
+                # Biases and norms are many and small: one call for all of them.
+                torch._foreach_copy_(targets, sources)
+
+        return write
 
     @abstractmethod
     def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_zenflow.kernels import Kernels
+from lightning_zenflow.kernels import ColumnWrite, Kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
@@ -36,3 +36,25 @@ def check_columns_there_and_back(kernels: Kernels, dtype: torch.dtype, device: t
     kernels.scatter_columns(target, columns, selected)
     assert torch.equal(target[:, columns], selected)
     assert int((target != 0).sum()) == int((selected != 0).sum())
+    check_repeated_writes(kernels, dtype, device)
+
+
+def check_repeated_writes(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    """Some columns, all of them and none, of matrices of several sizes; again with what the tensors hold by then."""
+    shapes, columns = ((900, 701), (3, 5), (7, 1), (4, 6)), ([0, 3, 700], [1, 4], None, [])
+    matrices = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    chosen = [None if c is None else torch.tensor(c, dtype=torch.int64, device=device) for c in columns]
+    widths = [shape[1] if c is None else len(c) for shape, c in zip(shapes, columns, strict=True)]
+    selected = [torch.zeros(shape[0], k, dtype=dtype, device=device) for shape, k in zip(shapes, widths, strict=True)]
+    write = kernels.column_writer(
+        [ColumnWrite(matrix=m, columns=c, selected=s) for m, c, s in zip(matrices, chosen, selected, strict=True)]
+    )
+    kernels.column_writer([])()
+    for seed in (1, 2):
+        for values in selected:
+            values.copy_(random(*values.shape, seed=seed, dtype=dtype))
+        write()
+        for matrix, of_matrix, values in zip(matrices, chosen, selected, strict=True):
+            expected = torch.zeros_like(matrix)
+            expected[:, slice(None) if of_matrix is None else of_matrix] = values
+            assert torch.equal(matrix, expected)

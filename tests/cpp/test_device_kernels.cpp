@@ -181,7 +181,13 @@ void check_columns(int64_t rows, int64_t width, const std::vector<int64_t>& indi
     const auto n = static_cast<int64_t>(indices.size());
     std::vector<T> selected(static_cast<size_t>(rows * n)), target(matrix.size(), T{});
     zenflow_gather_columns(matrix.data(), static_cast<uint32_t>(kTypeOf<T>), rows, width, indices.data(), n, selected.data());
-    zenflow_scatter_columns(target.data(), static_cast<uint32_t>(kTypeOf<T>), rows, width, indices.data(), n, selected.data());
+    std::vector<T> whole(matrix.size(), T{});
+    const zenflow_column_write writes[] = {{target.data(), rows, width, indices.data(), n, selected.data()},
+                                           {whole.data(), rows, width, nullptr, width, matrix.data()}};
+    // An empty vector has no address, which would mean all columns.
+    const bool some = !indices.empty();
+    zenflow_scatter_columns(some ? writes : writes + 1, some ? 2 : 1, static_cast<uint32_t>(kTypeOf<T>));
+    CHECK(same_bits(whole, matrix));
     std::vector<T> expected(matrix.size(), T{});
     for (int64_t row = 0; row < rows; ++row) {
         for (const int64_t index : indices) {
