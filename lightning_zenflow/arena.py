@@ -51,6 +51,7 @@ class Arena:
         master: [partition.numel] float32, the exact weights.
         exp_avg: [partition.numel] float32, first moments.
         exp_avg_sq: [partition.numel] float32, second moments.
+        states: [3, partition.numel] float32, strided; the three of them.
         pages: [n_pages, page_numel], gradients, one block's of one step in each.
         publish: [n_publish_buffers, page_numel], the worker's new weights, one block's in each.
         clip: [n_step_records] float32, strided; the factor of each step.
@@ -80,6 +81,7 @@ class Arena:
         self.master = self._tensor(torch.float32, header.master_offset, header.numel)
         self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
         self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
+        self.states = self._states(header)
         shape = (sizes.n_pages, header.page_numel)
         self.pages = self._tensor(sizes.dtype, header.pages_offset, shape[0] * shape[1]).view(shape)
         shape = (sizes.n_publish_buffers, header.page_numel)
@@ -198,6 +200,14 @@ class Arena:
 
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def _states(self, header: protocol.ArenaHeader) -> Tensor:
+        if header.numel == 0:
+            return torch.empty(3, 0)
+        stride = (header.exp_avg_offset - header.master_offset) // 4
+        assert header.exp_avg_sq_offset - header.exp_avg_offset == 4 * stride, "_layout reserves equal pieces in a row"
+        flat = self._tensor(torch.float32, header.master_offset, 2 * stride + header.numel)
+        return flat.as_strided((3, header.numel), (stride, 1))
 
     def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
         if numel == 0:

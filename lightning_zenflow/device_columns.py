@@ -89,7 +89,7 @@ class DeviceColumns:
         numel = [0] * len(partition.group_begins)
         for tile_index in partition.blocks[block].tiles:
             tile = partition.tiles[tile_index]
-            mine, k = _within(columns[tile.slice], tile)
+            mine, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
             if k == 0:
                 continue
             param_group = partition.slices[tile.slice].param_group
@@ -129,7 +129,7 @@ class DeviceColumns:
     def load(self, arena: Arena) -> None:
         """Takes the entries' exact state from the arena; the block's last round must be done."""
         for owned, ours, theirs in self._side_by_side(arena):
-            ours.copy_(theirs if owned.columns is None else theirs.index_select(1, owned.columns.host))
+            ours.copy_(theirs if owned.columns is None else theirs.index_select(2, owned.columns.host))
         for group in self._groups:
             group.exchange.copy_(group.state.master_on_device())
 
@@ -139,17 +139,18 @@ class DeviceColumns:
             if owned.columns is None:
                 theirs.copy_(ours)
             else:
-                theirs.index_copy_(1, owned.columns.host, ours.cpu())
+                theirs.index_copy_(2, owned.columns.host, ours.cpu())
 
     def _side_by_side(self, arena: Arena) -> Iterator[tuple[_Owned, Tensor, Tensor]]:
-        """Each tile's weights and moments: here [rows, k], and in the arena [rows, width], both views."""
+        """Each tile's weights and moments: here [3, rows, k], and in the arena [3, rows, width], both views."""
         states = [group.state.where_it_lives() for group in self._groups]
         for owned in self._by_tile.values():
             tile = owned.tile
-            for ours, theirs in zip(
-                states[owned.param_group], (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True
-            ):
-                yield owned, owned.of_group(ours), theirs.narrow(0, tile.begin, tile.numel).view(tile.rows, tile.width)
+            yield (
+                owned,
+                states[owned.param_group].narrow(1, owned.begin, owned.numel).view(3, tile.rows, owned.k),
+                arena.states.narrow(1, tile.begin, tile.numel).view(3, tile.rows, tile.width),
+            )
 
     def selection(self, tile_index: int) -> Selection | None:
         """Which columns of a tile's gradient are wanted for `step`, and where; None if none are."""
@@ -191,10 +192,10 @@ class DeviceColumns:
         self._write()
 
 
-def _within(columns: Columns | None, tile: Tile) -> tuple[Columns | None, int]:
+def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:
     """The columns that lie in a tile, relative to its first one, and how many they are. Found on the host: a range of sorted numbers."""
-    if columns is None:
-        return None, tile.width
+    if columns is None or tile.width == row_length:
+        return columns, tile.width if columns is None else columns.host.numel()
     bounds = torch.tensor([tile.first_column, tile.first_column + tile.width])
     first, last = torch.searchsorted(columns.host, bounds).tolist()
     return Columns(
