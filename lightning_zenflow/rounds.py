@@ -26,7 +26,7 @@ class Rounds:
 
     1. *open*: every block gets a free page for step t.
     2. *fill*: during backward, each reduced gradient is copied to its tiles' places in the pages, in stream order behind the kernels
-       that made it.
+       that made it; those of small vectors together, when their block is handed over or at the end (`SmallGradients`).
     3. *seal*: behind all of them, in the same order, the step's factor (clip coefficient over loss scale) and then its number are
        copied to the step's record. The number is what tells the worker that everything before it has arrived; the training
        thread never waits for the copies.
