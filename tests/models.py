@@ -149,6 +149,7 @@ class LinearLossModule(TestModule):
 
     Args:
         not_finite: value that gradients have at one element, by (step, rank).
+        not_finite_in: number of the parameter with that element.
         ranks_differ: whether ranks see different data.
     """
 
@@ -159,6 +160,7 @@ class LinearLossModule(TestModule):
         accumulate: int = 1,
         optimizer: OptimizerOptions | None = None,
         not_finite: dict[tuple[int, int], float] | None = None,
+        not_finite_in: int = 0,
         ranks_differ: bool = True,
         shapes: Sequence[Sequence[int]] = SHAPES,
     ) -> None:
@@ -167,6 +169,7 @@ class LinearLossModule(TestModule):
             nn.Parameter(torch.randn(shape, generator=generator(1, i))) for i, shape in enumerate(shapes)
         )
         self.not_finite = not_finite or {}
+        self.not_finite_in = not_finite_in
         self.ranks_differ = ranks_differ
 
     def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
@@ -178,8 +181,8 @@ class LinearLossModule(TestModule):
         # Columns of very different size make the selection matter, steps of different size the clipping.
         columns = torch.logspace(-2, 0, shape[1] if len(shape) > 1 else 1).view(-1, *[1] * max(0, len(shape) - 2))
         gradient = numbers * (columns if len(shape) > 1 else 0.1) * (1 + step % 3)
-        if index == 0 and (step, rank) in self.not_finite:
-            gradient[2, 3] = self.not_finite[step, rank]
+        if index == self.not_finite_in and (step, rank) in self.not_finite:
+            gradient.view(-1)[gradient.numel() // 2] = self.not_finite[step, rank]
         return gradient
 
     @override

@@ -1,5 +1,6 @@
 """A save that fails changes nothing, and what is no checkpoint of this model is refused by name."""
 
+import logging
 import os
 import resource
 import shutil
@@ -21,6 +22,7 @@ from lightning_zenflow.checkpoint_reading import CheckpointError, SavedCheckpoin
 from lightning_zenflow.checkpoint_writing import begin_save, commit_save, remove, staging_path
 from models import LinearLossModule
 from rank_processes import run_on_ranks
+from same_bits import assert_same_tensors
 
 CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
 
@@ -240,6 +242,20 @@ def test_a_damaged_checkpoint_is_refused(name: str, saved: Path, tmp_path: Path)
     damage(path)
     with pytest.raises(CheckpointError, match=rf"^checkpoint {path}.*{message}"):
         SavedCheckpoint(path).model_states and SavedCheckpoint(path).optimizer_state(0, bf16=False)
+
+
+def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(saved, path)
+    edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1))(path)
+    with caplog.at_level(logging.INFO):
+        resumed = run_here(Case(steps=4, checkpoint=str(path)))
+    assert (
+        "an older lightning-zenflow wrote it (its layout is 1, now it is 2): columns are selected anew" in caplog.text
+    )
+    whole = run_here(Case(steps=4))
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert_same_tensors(getattr(resumed, kind), getattr(whole, kind), kind)
 
 
 @pytest.mark.parametrize("part", ["checkpoint", RANK_FILE])
