@@ -126,10 +126,13 @@ class PublishedWeights:
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Ascending pieces, those that follow on one another in one parameter group as one."""
     result: list[Piece] = []
+    index = begin = end = -1
     for piece in pieces:
-        last = result[-1] if result else None
-        if last is not None and last.index == piece.index and last.begin + last.numel == piece.begin:
-            result[-1] = dataclasses.replace(last, numel=last.numel + piece.numel)
-        else:
-            result.append(piece)
+        if piece.index != index or piece.begin != end:
+            if index >= 0:
+                result.append(Piece(index=index, begin=begin, numel=end - begin))
+            index, begin = piece.index, piece.begin
+        end = piece.begin + piece.numel
+    if index >= 0:
+        result.append(Piece(index=index, begin=begin, numel=end - begin))
     return result
