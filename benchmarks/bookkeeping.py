@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 
 from tabulate import tabulate
@@ -117,18 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     repeats = [measure(options) for _ in range(options.repeats)]
     n_tensors = len(list(Gpt(steps=1, params=options.params, batch=1, tokens=options.tokens, narrow=True).parameters()))
-    given = sys.argv[1:] if arguments is None else arguments
-    about = {
-        "command": " ".join(["python -m benchmarks.bookkeeping", *given]),
-        "date": date.today().isoformat(),
-        "commit": records.commit_of_code(),
-        "versions": records.versions(),
-        "hardware": records.hardware(),
-    }
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    about = records.about("benchmarks.bookkeeping", arguments, hardware=records.hardware())
     text = (
-        f"{table(repeats, n_tensors)}\n\n`{about['command']}`\n\nCommit {about['commit']}, {about['date']}; {about['hardware']};"
-        f" {versions}; {n_tensors} tensors; {len(repeats)} repeats of {options.steps} steps, interleaved."
+        records.with_origin(table(repeats, n_tensors), about)
+        + f"; {n_tensors} tensors; {len(repeats)} repeats of {options.steps} steps, interleaved."
     )
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "bookkeeping.json"

@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -279,17 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     measured = [measure(setting, options.seconds) for setting in options.settings]
     table = tabulate([row(costs) for costs in measured], headers="keys", tablefmt="github", disable_numparse=True)
-    about = {
-        "command": " ".join(
-            ["python -m benchmarks.monitor_overhead", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "date": date.today().isoformat(),
-        "commit": records.commit_of_code(),
-        "versions": records.versions(),
-        "hardware": records.hardware(),
-    }
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    text = f"{table}\n\n`{about['command']}`\n\nCommit {about['commit']}, {about['date']}; {about['hardware']}; {versions}."
+    about = records.about("benchmarks.monitor_overhead", arguments, hardware=records.hardware())
+    text = records.with_origin(table, about) + "."
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / "monitor_overhead.json"
     path.write_text(json.dumps({**about, "measured": [dataclasses.asdict(costs) for costs in measured]}))

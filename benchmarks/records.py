@@ -7,10 +7,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,3 +143,28 @@ def versions() -> dict[str, str]:
 def hardware() -> str:
     """The machine in a few words."""
     return f"{os.cpu_count()} cores {platform.machine()}"
+
+
+def about(module: str, arguments: Sequence[str] | None, *, hardware: str) -> dict[str, Any]:
+    """What a result file says of how it came about.
+
+    Args:
+        module: the benchmark's.
+        arguments: its command line's; None: those of this process.
+        hardware: the machine in a few words.
+    """
+    return {
+        "command": " ".join([f"python -m {module}", *(sys.argv[1:] if arguments is None else arguments)]),
+        "date": date.today().isoformat(),
+        "commit": commit_of_code(),
+        "versions": versions(),
+        "hardware": hardware,
+    }
+
+
+def with_origin(table: str, about: Mapping[str, Any]) -> str:
+    """A table and, below it, what `about` says; to be continued in the same line."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        f"{table}\n\n`{about['command']}`\n\nCommit {about['commit']}, {about['date']}; {about['hardware']}; {versions}"
+    )

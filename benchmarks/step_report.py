@@ -7,6 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks import records
 from benchmarks.step_methods import METHODS
 from benchmarks.step_run import StepResult
 
@@ -101,12 +102,8 @@ def write_report(results: Sequence[Sequence[StepResult]], about: Mapping[str, An
     Returns:
         The table and what it is about.
     """
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     n = max((len(r.step_s) for of_repeat in results for r in of_repeat), default=0)
-    text = (
-        f"{table(results)}\n\n`{about['command']}`\n\nCommit {about['commit']}, {about['date']}; {about['hardware']}; {versions};"
-        f" {len(results)} repeats of {n} steps, interleaved.\n"
-    )
+    text = records.with_origin(table(results), about) + f"; {len(results)} repeats of {n} steps, interleaved.\n"
     path.with_suffix(".md").write_text(text)
     _plot(results, path.with_suffix(".png"))
     return text

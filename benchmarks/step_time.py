@@ -17,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -123,13 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[-1].append(result)
             mean_ms = 1e3 * sum(result.step_s) / len(result.step_s)
             print(f"[{repeat + 1}/{options.repeats}, {minutes:.1f} min] {method}: {mean_ms:.0f} ms a step", flush=True)
-    about = {
-        "command": "python -m benchmarks.step_time " + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "date": date.today().isoformat(),
-        "commit": records.commit_of_code(),
-        "versions": records.versions(),
-        "hardware": _hardware(options.device),
-    }
+    about = records.about("benchmarks.step_time", arguments, hardware=_hardware(options.device))
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"step_time_{options.name}.json"
     runs = [[dataclasses.asdict(result) for result in of_repeat] for of_repeat in results]
