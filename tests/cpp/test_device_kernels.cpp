@@ -175,6 +175,73 @@ TEST(device_kernels, stand_in) {
     }
 }
 
+// The running means and factors that belong to sums of squares, in double and by the formulas of provisional.py.
+struct FactoredStep {
+    std::vector<double> row, column;
+    double steps = 0.0;
+
+    // 1 / sqrt(v) of an entry, times learning rate and scale.
+    double factor(size_t i, size_t j, double beta2, double size) const {
+        double mean = 0.0;
+        for (const double value : column) mean += value / static_cast<double>(column.size());
+        return size * std::sqrt(mean * (1.0 - std::pow(beta2, steps)) / (row[i] * column[j]));
+    }
+};
+
+void check_factored_step(Shape shape) {
+    const double beta2 = 0.95, lr = 0.1;
+    const float scale = 0.5f;
+    const auto n_rows = static_cast<size_t>(shape.rows), n_columns = static_cast<size_t>(shape.columns);
+    std::vector<float> first_of_rows, first_of_columns;
+    for (const InstructionSet set : instruction_sets()) {
+        std::vector<float> row(n_rows), column(n_columns), of_rows(n_rows), of_columns(n_columns);
+        float steps = 0.0f;
+        FactoredStep expected{std::vector<double>(n_rows), std::vector<double>(n_columns)};
+        const auto step = [&](const std::vector<float>& row_energy, const std::vector<float>& column_energy) {
+            return device_kernels(DataType::kFloat32, set)
+                .factored_step(row_energy.data(), shape.rows, column_energy.data(), shape.columns, scale, beta2, lr, row.data(),
+                               column.data(), &steps, of_rows.data(), of_columns.data());
+        };
+        for (unsigned seed = 1; seed <= 3; ++seed) {
+            const std::vector<float> row_energy = random_factors(shape.rows, seed);
+            const std::vector<float> column_energy = random_factors(shape.columns, 10 + seed);
+            CHECK(step(row_energy, column_energy));
+            expected.steps += 1.0;
+            for (size_t i = 0; i < n_rows; ++i) {
+                const double mean = 0.25 * static_cast<double>(row_energy[i]) / static_cast<double>(n_columns);
+                expected.row[i] = beta2 * expected.row[i] + (1.0 - beta2) * mean;
+            }
+            for (size_t j = 0; j < n_columns; ++j) {
+                const double mean = 0.25 * static_cast<double>(column_energy[j]) / static_cast<double>(n_rows);
+                expected.column[j] = beta2 * expected.column[j] + (1.0 - beta2) * mean;
+            }
+        }
+        CHECK(steps == 3.0f);
+        for (size_t i = 0; i < n_rows; ++i) {
+            for (size_t j = 0; j < n_columns; ++j) {
+                const double factor = expected.factor(i, j, beta2, lr * static_cast<double>(scale));
+                CHECK(std::fabs(static_cast<double>(of_rows[i] * of_columns[j]) - factor) <= 5e-6 * factor);
+            }
+        }
+        if (first_of_rows.empty()) {
+            first_of_rows = of_rows;
+            first_of_columns = of_columns;
+        }
+        CHECK(same_bits(of_rows, first_of_rows));
+        CHECK(same_bits(of_columns, first_of_columns));
+        const std::vector<float> row_before = row, column_before = column;
+        std::vector<float> bad = random_factors(shape.columns, 7);
+        bad.back() = std::numeric_limits<float>::infinity();
+        CHECK(!step(random_factors(shape.rows, 8), bad));
+        CHECK(same_bits(row, row_before) && same_bits(column, column_before) && steps == 3.0f);
+        CHECK(same_bits(of_rows, first_of_rows) && same_bits(of_columns, first_of_columns));
+    }
+}
+
+TEST(device_kernels, factored_step) {
+    for (const Shape shape : kShapes) check_factored_step(shape);
+}
+
 template <typename T>
 void check_columns(int64_t rows, int64_t width, const std::vector<int64_t>& indices) {
     const std::vector<T> matrix = random_values<T>(rows * width, 1);
