@@ -56,9 +56,9 @@ class ColumnEnergies:
         """[columns], a view."""
         return self._views[parameter]
 
-    def of_matrices(self) -> list[Tensor]:
-        """The proxies of those that have columns, views."""
-        return [view for view, columns in zip(self._views, self._columns, strict=True) if columns]
+    def of_parameters(self) -> tuple[Tensor, ...]:
+        """Every parameter's proxies, views."""
+        return self._views
 
     def on_host(self) -> tuple[Tensor, ...] | None:
         """Every parameter's proxies on the CPU; None if any is not finite. Waits for the device."""
@@ -132,11 +132,11 @@ class Selector:
 
     def deferral(self, energies: ColumnEnergies, share: float) -> Tensor | None:
         """The gradient rule for the present columns and reduced proxies, see `selection.deferral`. Does not wait for the device."""
-        return deferral(energies.of_matrices(), self._of_matrices(self._on_device), share)
+        return deferral(self._of_matrices(energies.of_parameters()), self._of_matrices(self._on_device), share)
 
     def owned_energy(self, energies: ColumnEnergies) -> Tensor:
         """Share of the gradient's energy in the present columns by reduced proxies, see `selection.owned_energy`. Does not wait."""
-        return owned_energy(energies.of_matrices(), self._of_matrices(self._on_device))
+        return owned_energy(self._of_matrices(energies.of_parameters()), self._of_matrices(self._on_device))
 
     def select(self, energies: ColumnEnergies, step: int) -> list[Columns | None] | None:
         """Chooses columns by reduced proxies. Waits for the device.
