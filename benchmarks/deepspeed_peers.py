@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.buckets import set_bucket_size
+from lightning_zenflow.zero.config import set_bucket_size
 
 
 class ZeroOffload(ZenFlowStrategy):

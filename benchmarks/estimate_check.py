@@ -25,10 +25,10 @@ from benchmarks.kernel import triad_gb_per_s
 from benchmarks.step_methods import METHODS
 from benchmarks.step_report import baseline_of, runs_by_method
 from benchmarks.step_run import StepResult, results_of
-from lightning_zenflow.byte_counts import cpu_adamw_bytes, replay_bytes
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate import Machine, Workload, estimate, replay_core_s
-from lightning_zenflow.model_shapes import shapes_of_count
+from lightning_zenflow.estimate.byte_counts import cpu_adamw_bytes, replay_bytes
+from lightning_zenflow.estimate.cost import Machine, Workload, estimate, replay_core_s
+from lightning_zenflow.estimate.shapes import shapes_of_count
 
 _DTYPE_BYTES = 2
 _NO_LIMIT = 1e9
@@ -80,7 +80,7 @@ class CheckedRun:
     baseline: str
     """What stood in for the step without offload."""
     baseline_ms: float
-    pace: list[int]
+    schedule: list[int]
     """S and d; empty for ZeRO-Offload."""
     step: Checked | None
     """ms; None for ours in training on the CPU, where the worker takes cores from it, which the model knows nothing of."""
@@ -102,15 +102,15 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> li
     baseline_ms = _step_ms(runs[baseline])
     checked = []
     for method, of_method in runs.items():
-        pace = of_method[-1].pace
-        if not pace and method != "zero_offload":
+        schedule = of_method[-1].schedule
+        if not schedule and method != "zero_offload":
             continue
-        keys = {"update_interval": pace[0], "publish_lag": pace[1]} if pace else {}
+        keys = {"update_interval": schedule[0], "publish_lag": schedule[1]} if schedule else {}
         keys = {**METHODS[method].zenflow_keys, **keys}
         clips = METHODS[method].clips
         workload = Workload(model=shapes_of_count(of_method[0].n_params), step_ms=baseline_ms, clips=clips)
         prediction = estimate(workload, machine, ZenFlowConfig(**keys))
-        cost = prediction.zenflow if pace else prediction.zero_offload
+        cost = prediction.zenflow if schedule else prediction.zero_offload
         title = METHODS[method].title
         step = Checked(of=title, predicted=1e3 * cost.step_s, measured=_step_ms(of_method))
         checked.append(
@@ -118,9 +118,11 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> li
                 title=title,
                 baseline=baseline,
                 baseline_ms=baseline_ms,
-                pace=pace,
-                step=None if pace and of_method[0].spec.device == "cpu" else step,
-                worker=Checked(of=title, predicted=1e3 * cost.cpu_s, measured=_worker_ms(of_method)) if pace else None,
+                schedule=schedule,
+                step=None if schedule and of_method[0].spec.device == "cpu" else step,
+                worker=Checked(of=title, predicted=1e3 * cost.cpu_s, measured=_worker_ms(of_method))
+                if schedule
+                else None,
             )
         )
     return checked
@@ -186,7 +188,7 @@ def _row(name: str, run: CheckedRun) -> dict[str, str]:
     return {
         "measurement": name,
         "method": run.title,
-        "S, d": ", ".join(map(str, run.pace)),
+        "S, d": ", ".join(map(str, run.schedule)),
         "without offload": f"{run.baseline_ms:.0f} ({run.baseline})",
         **_cells("", run.step),
         **_cells("worker ", run.worker),

@@ -29,7 +29,7 @@ from tabulate import tabulate
 
 from benchmarks import records
 from benchmarks.documents import RESULTS, update_document
-from lightning_zenflow.executable import worker_executable
+from lightning_zenflow.native.paths import worker_executable
 
 _BYTES_OF_ONE_STEP = 28
 """Read and write of master and moments, and the gradient in 32 bits; what the passes around it move comes on top."""
@@ -98,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share: dict[str, list[float]] = defaultdict(list)
     against: dict[str, list[float]] = defaultdict(list)
     for _ in range(options.repeats):
-        triad, rounds = measure_replay(options.elements, cores)
-        of_repeat = {f"replay, S={s}": (t, s, 26 + 2 * s) for s, t in rounds.items()}
+        triad, jobs = measure_replay(options.elements, cores)
+        of_repeat = {f"replay, S={s}": (t, s, 26 + 2 * s) for s, t in jobs.items()}
         of_repeat |= {name: (1e9 * step() / options.elements, 1, _BYTES_OF_ONE_STEP) for name, step in peers.items()}
         deepspeed = of_repeat["DeepSpeedCPUAdam"][0]
         for name, (ns_of_round, n_steps, n_bytes) in of_repeat.items():

@@ -49,10 +49,10 @@ METHODS = {
     "zenflow_s8": _zenflow("ZenFlowStrategy, S=8", update_interval=8, main=True),
     "zenflow_auto": _zenflow("ZenFlowStrategy, S and d auto", update_interval="auto", publish_lag="auto", main=True),
     "zenflow_s4_accumulate": _zenflow("S=4, the window's mean gradient", deferred_update="accumulate"),
-    "no_look_ahead": _zenflow("S=4, no look-ahead", look_ahead=0),
+    "no_look_ahead": _zenflow("S=4, no look-ahead", weight_prediction=0),
     "no_provisional": _zenflow("S=4, no stand-in update", provisional_scale=0),
-    "constants": _zenflow("S=4, look-ahead of 4, stand-in update of 0.5", look_ahead=4, provisional_scale=0.5),
-    "neither": _zenflow("S=4, no look-ahead, no stand-in update", look_ahead=0, provisional_scale=0, main=True),
+    "constants": _zenflow("S=4, look-ahead of 4, stand-in update of 0.5", weight_prediction=4, provisional_scale=0.5),
+    "neither": _zenflow("S=4, no look-ahead, no stand-in update", weight_prediction=0, provisional_scale=0, main=True),
     "no_reselection": _zenflow("S=4, columns selected once", select_interval=0),
     "no_topk": _zenflow("S=4, no columns on the device", topk_ratio=0.0),
 }

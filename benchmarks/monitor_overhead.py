@@ -39,8 +39,8 @@ from benchmarks import records
 from benchmarks.documents import RESULTS, update_document
 from benchmarks.step_run import simulated, train
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
-from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.tracing import Recording, Tracer
+from lightning_zenflow.telemetry.tracing import Recording, Tracer
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 DOCUMENT = records.ROOT / "docs" / "metrics.md"
 LIMIT_PERCENT = 0.5
@@ -181,7 +181,7 @@ def seconds_of_a_span() -> float:
     def spans_ns() -> int:
         begin_ns = time.thread_time_ns()
         for _ in range(_SPANS_TIMED):
-            with tracer.span("copies down", n_bytes=1):
+            with tracer.span("d2h copies", n_bytes=1):
                 pass
         return time.thread_time_ns() - begin_ns
 

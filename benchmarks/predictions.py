@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from lightning_zenflow.estimate import Machine, Prediction, Workload, estimate
-from lightning_zenflow.estimate_report import fits_text, is_worth_fixing
-from lightning_zenflow.model_shapes import shapes_of_count
+from lightning_zenflow.estimate.cost import CostComparison, Machine, Workload, estimate
+from lightning_zenflow.estimate.report import fits_text, is_worth_fixing
+from lightning_zenflow.estimate.shapes import shapes_of_count
 
 PARAMS = (7e9, 13e9, 70e9)
 GPUS = (1, 4, 8, 16, 64)
@@ -32,7 +32,7 @@ class System:
     host_mem: float
     peak_flops: float
 
-    def predict(self, params: float, gpus: int) -> Prediction:
+    def predict(self, params: float, gpus: int) -> CostComparison:
         seconds = 6 * params * TOKENS_PER_GPU / (SHARE_OF_PEAK * self.peak_flops)
         machine = Machine(
             gpus=gpus, gpu_mem=self.gpu_mem, pcie=self.pcie, cpu_bw=self.cpu_bw, host_mem=self.host_mem, gpus_per_host=8
@@ -61,9 +61,9 @@ HEADERS = (
 )
 
 
-def row(prediction: Prediction) -> list[str]:
+def row(prediction: CostComparison) -> list[str]:
     none, offload, zenflow = prediction.none, prediction.zero_offload, prediction.zenflow
-    pace, best = prediction.pace, prediction.fastest_pace
+    schedule, best = prediction.schedule, prediction.fastest_pace
     return [
         f"{prediction.workload.model.numel / 1e9:g}B",
         str(prediction.machine.gpus),
@@ -71,7 +71,7 @@ def row(prediction: Prediction) -> list[str]:
         fits_text(none),
         f"{1e3 * offload.step_s:.0f} ms",
         f"{1e3 * zenflow.step_s:.0f} ms ({none.step_s / zenflow.step_s:.0%})",
-        f"{pace.update_interval}, {pace.publish_lag}",
+        f"{schedule.update_interval}, {schedule.publish_lag}",
         f"{best.update_interval}, {best.publish_lag}: {1e3 * prediction.fastest.step_s:.0f} ms"
         if is_worth_fixing(prediction)
         else "",

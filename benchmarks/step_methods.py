@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from benchmarks.deepspeed_peers import DeepSpeedZenFlow, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine_entry import zenflow_optimizer
+from lightning_zenflow.zero.engine import zenflow_optimizer
 
 
 class NoOffload(ZeroOffload):
@@ -114,7 +114,7 @@ METHODS = {
         "the same, handed over at the end of the step",
         update_interval=1,
         publish_lag=0,
-        early_hand_over=False,
+        optimizer_in_backward=False,
         clips=False,
     ),
 }

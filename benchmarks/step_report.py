@@ -76,10 +76,10 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         for peer in peers:
             ratio = _ratio(results, method, peer)
             row[f"time / {peer}"] = "" if ratio is None else f"{ratio:.2f}"
-        ours = any(r.pace for r in of_method)
+        ours = any(r.schedule for r in of_method)
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if ours else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if ours else ""
-        row["S, d"] = ", ".join(map(str, of_method[-1].pace))
+        row["S, d"] = ", ".join(map(str, of_method[-1].schedule))
         if any(r.moved_sizes for of_repeat in results for r in of_repeat):
             for way, name in enumerate(("down", "up")):
                 sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]

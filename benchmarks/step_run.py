@@ -21,7 +21,7 @@ from benchmarks.accelerator import Gpt, SimulatedAccelerator, TimedModule
 from benchmarks.copied_bytes import CopyMeter
 from benchmarks.step_methods import METHODS
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 Device = Literal["simulated", "cpu", "cuda"]
 
@@ -79,8 +79,8 @@ class StepResult:
     stall_s: list[float] = field(default_factory=list)
     """Waiting in each counted step, as `StallClock.device_s` counts it; ours only."""
     worker_s: list[float] = field(default_factory=list)
-    """The worker's time for the rounds published in each counted step; ours only."""
-    pace: list[int] = field(default_factory=list)
+    """The worker's time for the jobs published in each counted step; ours only."""
+    schedule: list[int] = field(default_factory=list)
     """S and d at the end; ours only."""
     host_bytes: int = 0
     """Memory of all processes after the last step, shared pages counted once (PSS)."""
@@ -114,8 +114,8 @@ def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float
 
 
 def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
-    reading = optimizer.gauges.read(worker_pid=optimizer.worker_pid)
-    return reading.down_bytes, reading.up_bytes
+    reading = optimizer.counters.read(worker_pid=optimizer.worker_pid)
+    return reading.d2h_bytes, reading.h2d_bytes
 
 
 def result_of(values: Mapping[str, Any]) -> StepResult:
@@ -169,7 +169,7 @@ class StepTimer(pl.Callback):
             self._result.copied_sizes = self._result.in_model_sizes(self._meter.stop(), PROFILED_STEPS)
 
     def _read_ours(self, optimizer: ZenFlowZeroOptimizer) -> None:
-        self._result.pace = [optimizer.pace.update_interval, optimizer.pace.publish_lag]
+        self._result.schedule = [optimizer.schedule.update_interval, optimizer.schedule.publish_lag]
         moved = [now - before for now, before in zip(_counted(optimizer), self._counted, strict=True)]
         self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
 

@@ -19,9 +19,9 @@ from typing_extensions import override
 from benchmarks.deepspeed_peers import ZeroOffload
 from benchmarks.step_run import StepSpec, train
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine_entry import zenflow_optimizer
-from lightning_zenflow.timeline import chrome_trace, write_trace
-from lightning_zenflow.tracing import Tracer
+from lightning_zenflow.monitor.timeline import chrome_trace, write_trace
+from lightning_zenflow.telemetry.tracing import Tracer
+from lightning_zenflow.zero.engine import zenflow_optimizer
 
 
 class _RecordedOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -36,7 +36,7 @@ class _RecordedOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepS
     # DeepSpeed's private names in this class: where it copies one parameter's gradient, and where it calls the optimizer.
     @override
     def async_inplace_copy_grad_to_fp32_buffer_from_gpu(self, param: Tensor) -> None:
-        with self._tracer.span("copies down", n_bytes=4 * param.numel()):
+        with self._tracer.span("d2h copies", n_bytes=4 * param.numel()):
             super().async_inplace_copy_grad_to_fp32_buffer_from_gpu(param)
 
     @override
@@ -55,7 +55,7 @@ class _RecordedOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepS
             super()._optimizer_step(group_no)
         # What is left of the step: rounding, the copy, and gathering the ranks' weights.
         n_bytes = self.parallel_partitioned_bit16_groups[group_no][0].nbytes
-        self._rest.enter_context(self._tracer.span("copies up", n_bytes=n_bytes))
+        self._rest.enter_context(self._tracer.span("h2d copies", n_bytes=n_bytes))
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:

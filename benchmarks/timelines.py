@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import records
 from benchmarks.processes import run_process
 from benchmarks.step_run import simulated
-from lightning_zenflow.timeline_plot import draw_lanes, lanes
+from lightning_zenflow.monitor.plot import draw_lanes, lanes
 
 PICTURE = records.ROOT / "docs" / "images" / "timelines.png"
 
@@ -104,7 +104,7 @@ def draw(traces: Mapping[str, Trace], path: Path, *, about: str) -> None:
     width_us = _SHOWN_STEPS * median_us(traces["zero_offload"])
     rows = figure.subplots(len(traces), sharex=True, height_ratios=heights)
     for axes, (method, trace) in zip(rows, traces.items(), strict=True):
-        # The worker's rounds of the last two steps are missing.
+        # The worker's jobs of the last two steps are missing.
         begin_us = typical_step(trace, before_last=math.ceil(width_us / median_us(trace)) + 2)["ts"]
         draw_lanes(axes, with_names(from_time(trace, begin_us), _LANE_NAMES[method]))
         axes.set_title(_TITLES[method], loc="left", fontsize="medium", fontweight="bold")

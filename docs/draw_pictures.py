@@ -16,9 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lightning_zenflow.auto_schedule import Pace
-from lightning_zenflow.prediction import gradient_steps, momentum_steps
-from lightning_zenflow.schedule import Schedule
+from lightning_zenflow.schedule.compensation import gradient_steps, momentum_steps
+from lightning_zenflow.schedule.staggered import Pace, Schedule
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
 STYLE = {

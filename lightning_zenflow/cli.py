@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate import Machine, Workload, estimate
-from lightning_zenflow.estimate_report import as_dict, as_text
-from lightning_zenflow.model_shapes import shapes_of_count, shapes_of_hugging_face_config
-from lightning_zenflow.timeline import read_trace
-from lightning_zenflow.timeline_plot import draw_to
+from lightning_zenflow.estimate.cost import Machine, Workload, estimate
+from lightning_zenflow.estimate.report import as_dict, as_text
+from lightning_zenflow.estimate.shapes import shapes_of_count, shapes_of_hugging_face_config
+from lightning_zenflow.monitor.plot import draw_to
+from lightning_zenflow.monitor.timeline import read_trace
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 

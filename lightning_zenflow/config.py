@@ -18,13 +18,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
-from lightning_zenflow.auto_schedule import LARGEST_LAG
-from lightning_zenflow.prediction import Prediction
+from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
+from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 LARGEST_INTERVAL = 1024
 """Steps; bound of `max_update_interval` and `publish_lag`. Each of them is a gradient in host memory, two bytes a parameter at least."""
+
 LARGEST_FACTOR = 1e6
-"""Bound of `look_ahead` and `provisional_scale`, the worker's own; products with learning rates stay in the range of float32."""
+"""Bound of `weight_prediction` and `provisional_scale`, the worker's own; products with learning rates stay in the range of float32."""
+
 LONGEST_TIMEOUT = 1e6
 """Seconds; what the system's calls that wait can still count in milliseconds."""
 
@@ -56,7 +58,7 @@ class ZenFlowConfig:
 
     select_strategy: str = "step"
     """What select_interval counts, "step" or "epoch" ("auto" means "step"), or the import path of a callable that chooses the columns
-    ("pkg.mod:fn" or "pkg.mod.fn"; see `lightning_zenflow.selector.SelectStrategy`), every select_interval steps; default "step"."""
+    ("pkg.mod:fn" or "pkg.mod.fn"; see `lightning_zenflow.topk.selector.SelectStrategy`), every select_interval steps; default "step"."""
 
     select_interval: int | Literal["auto"] = "auto"
     """Steps (or epochs, see select_strategy) between two selections of columns: an integer >= 0 (0: select once, after warm-up), or
@@ -64,7 +66,7 @@ class ZenFlowConfig:
 
     update_interval: int | Literal["auto"] = "auto"
     """Steps per window S, whose gradients the host replays together: an integer from 1 to max_update_interval, or "auto", the default: the
-    fewest whose work hides behind training, a power of two (see `lightning_zenflow.auto_schedule`)."""
+    fewest whose work hides behind training, a power of two (see `lightning_zenflow.schedule.auto_policy`)."""
 
     max_update_interval: int = 16
     """Largest number of steps per window, hence of gradients kept in host memory: an integer from 1 to 1024, default 16."""
@@ -73,7 +75,7 @@ class ZenFlowConfig:
     """Steps between a round's hand-over and the use of its result beyond the next step: an integer from 0 to 1024, or "auto", the default:
     the fewest without waiting, 0 to 2."""
 
-    early_hand_over: bool = True
+    optimizer_in_backward: bool = True
     """Whether each gradient goes to the worker as soon as it arrives in backward, where nothing is clipped, the loss scale is fixed, and
     S = 1, d = 0: true, the default (AdamW itself hides behind backward), or false (a step in which only some gradients are not finite then
     changes nothing at all)."""
@@ -90,7 +92,7 @@ class ZenFlowConfig:
     """How the host applies a window: "replay", the default (each step's gradient in order: AdamW), or "accumulate" (their mean, once, as
     in the ZenFlow paper)."""
 
-    look_ahead: float | int | Literal["auto"] = "auto"
+    weight_prediction: float | int | Literal["auto"] = "auto"
     """Steps along the momentum by which published weights run ahead of the exact ones: a number from 0 (off) to 1e6, or "auto", the
     default: as many as AdamW would have made by then, on average over the steps that use them; see `prediction`."""
 
@@ -148,10 +150,10 @@ class ZenFlowConfig:
         )
         self.publish_lag = _integer_or_auto("publish_lag", self.publish_lag, minimum=0, maximum=LARGEST_INTERVAL)
         self.full_warm_up_rounds = _integer("full_warm_up_rounds", self.full_warm_up_rounds, minimum=0)
-        self.early_hand_over = _boolean("early_hand_over", self.early_hand_over)
+        self.optimizer_in_backward = _boolean("optimizer_in_backward", self.optimizer_in_backward)
         self.overlap_step = _boolean("overlap_step", self.overlap_step)
         self.deferred_update = _deferred_update("deferred_update", self.deferred_update)
-        self.look_ahead = _number_or_auto("look_ahead", self.look_ahead, _STEPS)
+        self.weight_prediction = _number_or_auto("weight_prediction", self.weight_prediction, _STEPS)
         self.provisional_scale = _number_or_auto("provisional_scale", self.provisional_scale, _STEPS)
         self.auto_ratio = _number("auto_ratio", self.auto_ratio, _SHARE)
         self.offload = _boolean("offload", self.offload)
@@ -204,10 +206,10 @@ class ZenFlowConfig:
         return self.update_intervals == [1] and self.publish_lags == [0]
 
     @property
-    def hands_over_early(self) -> bool:
+    def submits_in_backward(self) -> bool:
         """Whether steps with S = 1, d = 0 may hand over in backward, as far as this configuration decides."""
         return (
-            self.early_hand_over
+            self.optimizer_in_backward
             and self.overlap_step
             and self.deferred_update == "replay"
             and 1 in self.update_intervals
@@ -223,11 +225,11 @@ class ZenFlowConfig:
         return first, last
 
     @property
-    def prediction(self) -> Prediction:
-        """What `look_ahead` and `provisional_scale` mean for this schedule."""
+    def prediction(self) -> StalenessCompensation:
+        """What `weight_prediction` and `provisional_scale` mean for this schedule."""
         immediate = self.is_immediate
-        return Prediction(
-            look_ahead=0.0 if immediate and self.look_ahead == "auto" else self.look_ahead,
+        return StalenessCompensation(
+            weight_prediction=0.0 if immediate and self.weight_prediction == "auto" else self.weight_prediction,
             provisional_scale=0.0 if immediate else self.provisional_scale,
             means=self.deferred_update == "accumulate",
         )
@@ -265,7 +267,9 @@ class _Interval:
 
 
 _SHARE = _Interval(contains=lambda number: 0 <= number <= 1, name="a number from 0 to 1")
+
 _STEPS = _Interval(contains=lambda number: 0 <= number <= LARGEST_FACTOR, name=f"a number from 0 to {LARGEST_FACTOR:g}")
+
 _TIMEOUT = _Interval(
     contains=lambda number: 0 < number <= LONGEST_TIMEOUT, name=f"a number > 0 and up to {LONGEST_TIMEOUT:g}"
 )

@@ -20,30 +20,28 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.affinity import worker_cores
-from lightning_zenflow.buckets import says_bucket_size, set_bucket_size
-from lightning_zenflow.callbacks import StallMonitor
-from lightning_zenflow.checkpoint_writing import remove
-from lightning_zenflow.checkpoints import load_together, open_together, refusing_other_models, save_together
+from lightning_zenflow.checkpoint.atomic import remove
+from lightning_zenflow.checkpoint.collective import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
-from lightning_zenflow.config_sources import resolve_config
-from lightning_zenflow.cpu_training import use_deepspeed_on_cpu, with_local_ranks
-from lightning_zenflow.deepspeed_config import prepare_deepspeed_config
-from lightning_zenflow.engine_entry import optimizer_of, zenflow_optimizer
-from lightning_zenflow.exact_weights import ExactWeights
-from lightning_zenflow.freezing import frozen_parameters, refuse_unfrozen
-from lightning_zenflow.hyperparameters import refuse_groups_without_training, validate_optimizer
-from lightning_zenflow.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.rank_variables import RankVariables
-from lightning_zenflow.timeline_writer import TimelineWriter
-from lightning_zenflow.topology import core_siblings, places_on_this_host, read_place
-from lightning_zenflow.tracing import Lane
-from lightning_zenflow.unsupported import (
+from lightning_zenflow.monitor.stall_monitor import StallMonitor
+from lightning_zenflow.monitor.timeline import TimelineWriter
+from lightning_zenflow.telemetry.tracing import Lane
+from lightning_zenflow.worker.cores import worker_cores
+from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+from lightning_zenflow.zero.config import prepare_deepspeed_config, says_bucket_size, set_bucket_size
+from lightning_zenflow.zero.config_sources import resolve_config
+from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
+from lightning_zenflow.zero.environment import RankVariables, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero.supported import (
+    frozen_parameters,
     refuse_missing_loss,
+    refuse_unfrozen,
     refuse_unsupported_module,
     refuse_unsupported_precision,
     several_optimizers,
 )
+from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -80,11 +78,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         update_interval: int | Literal["auto"] | None = None,
         max_update_interval: int | None = None,
         publish_lag: int | Literal["auto"] | None = None,
-        early_hand_over: bool | None = None,
+        optimizer_in_backward: bool | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         deferred_update: str | None = None,
-        look_ahead: float | Literal["auto"] | None = None,
+        weight_prediction: float | Literal["auto"] | None = None,
         provisional_scale: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
         offload: bool | None = None,
@@ -105,11 +103,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             "update_interval": update_interval,
             "max_update_interval": max_update_interval,
             "publish_lag": publish_lag,
-            "early_hand_over": early_hand_over,
+            "optimizer_in_backward": optimizer_in_backward,
             "full_warm_up_rounds": full_warm_up_rounds,
             "overlap_step": overlap_step,
             "deferred_update": deferred_update,
-            "look_ahead": look_ahead,
+            "weight_prediction": weight_prediction,
             "provisional_scale": provisional_scale,
             "auto_ratio": auto_ratio,
             "offload": offload,
@@ -400,3 +398,25 @@ def register() -> None:
     """Makes ``Trainer(strategy="zenflow")`` known to Lightning; further calls change nothing."""
     if "zenflow" not in StrategyRegistry:
         ZenFlowStrategy.register_strategies(StrategyRegistry)
+
+
+class ExactWeights(pl.Callback):
+    """The first of the trainer's callbacks, since Lightning calls the strategy's hooks after everybody else's.
+
+    What callbacks do to the weights at the end of training (`WeightAveraging` puts the mean there) then stays, and what they export there
+    is the result of all steps.
+
+    Args:
+        flush: makes the weights exact; called on every rank.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self._flush = flush
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._flush()

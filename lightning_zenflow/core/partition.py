@@ -1,0 +1,253 @@
+"""How the model's parameters lie in this rank's ZeRO partition, and how the partition is cut for hand-over. Pure functions.
+
+Words used here and everywhere else:
+
+* *partition*: the elements whose optimizer state this rank holds. DeepSpeed keeps one flat partition per parameter group; we
+  lay them one after the other and count elements from the start of the first.
+* *slice*: the part of one parameter that lies in the partition. ZeRO cuts parameters wherever the arithmetic falls, so a slice may
+  begin and end in mid-row.
+* *column*: a parameter of n dimensions is viewed as [out, rest], its first dimension against all others; column j is ``w[:, j]``, the
+  weights that multiply input j. Parameters of fewer than two dimensions have no columns to choose from.
+* *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: either full rows, or a piece of a single row.
+* *block*: a contiguous run of tiles that is handed to the worker as one; all blocks hold about the same number of elements.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+def row_length(parameter: Tensor) -> int:
+    """Elements in a row of the parameter's [out, rest] view; 0 if it has no columns: fewer than two dimensions, or no elements."""
+    return parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() > 0 else 0
+
+
+ALIGNMENT = 64
+"""Elements; parameter groups start at multiples of it, so that every state array starts on a cache line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """The part of one parameter that lies in this rank's partition."""
+
+    parameter: int
+    """Number of the parameter, counted over all parameter groups in DeepSpeed's order; the same on every rank."""
+    param_group: int
+    begin: int
+    """First element in the partition."""
+    start: int
+    """The same element's offset in the flattened parameter."""
+    numel: int
+    columns: int
+    """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
+    is_matrix: bool
+    """Whether the parameter has at least two dimensions, and so columns to choose from."""
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the partition."""
+        return self.begin + self.numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A rectangle of one slice, contiguous in the partition: full rows, or a piece of one row."""
+
+    slice: int
+    """Index into `Partition.slices`."""
+    begin: int
+    """First element in the partition."""
+    rows: int
+    first_column: int
+    """Column of the parameter's [out, rest] view at which the rectangle begins; 0 if it holds full rows."""
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the rectangle."""
+        return self.rows * self.width
+
+    @property
+    def end(self) -> int:
+        """One past the last element in the partition."""
+        return self.begin + self.numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """A run of elements of one parameter group without padding."""
+
+    param_group: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What a block and a slice (or range) have in common: where it starts in the partition, and how long it is."""
+
+    index: int
+    """Which block, or which parameter group: the function that returns the piece says."""
+    begin: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Elements [begin, end) that are handed to the worker together; alignment padding may lie between its tiles."""
+
+    begin: int
+    end: int
+    tiles: tuple[int, ...]
+    """Indexes into `Partition.tiles`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """One rank's partition, cut into blocks."""
+
+    slices: tuple[Slice, ...]
+    tiles: tuple[Tile, ...]
+    blocks: tuple[Block, ...]
+    ranges: tuple[Range, ...]
+    group_begins: tuple[int, ...]
+    """First element of each parameter group."""
+    numel: int
+    """Elements including padding: the length of the state arrays."""
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of the largest block, padding within it included, rounded up to `ALIGNMENT`."""
+        return align(max((block.end - block.begin for block in self.blocks), default=0))
+
+
+def align(numel: int) -> int:
+    """`numel` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
+    """First element of each parameter group, for DeepSpeed's partition sizes (in elements)."""
+    begins, end = [], 0
+    for size in partition_sizes:
+        begins.append(end)
+        end = align(end + size)
+    return tuple(begins)
+
+
+def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int) -> Partition:
+    """Cuts a rank's slices into at most `n_blocks` blocks of nearly equal size.
+
+    Args:
+        slices: this rank's slices, ascending and disjoint.
+        partition_sizes: elements of DeepSpeed's flat partition of each parameter group, padding included.
+        n_blocks: blocks wanted; fewer come back where the partition has fewer elements than that.
+    """
+    begins = group_begins(partition_sizes)
+    total = sum(s.numel for s in slices)
+    limits = [total * (i + 1) // n_blocks for i in range(n_blocks)]
+    tiles: list[Tile] = []
+    blocks: list[Block] = []
+    members: list[int] = []
+    taken = 0
+
+    def close_block() -> None:
+        if members:
+            blocks.append(Block(begin=tiles[members[0]].begin, end=tiles[members[-1]].end, tiles=tuple(members)))
+            members.clear()
+
+    for index, s in enumerate(slices):
+        rest = tiles_of_slice(index, s)
+        while rest:
+            while limits and taken >= limits[0]:
+                limits.pop(0)
+                close_block()
+            tile, remainder = split_tile(rest.pop(0), limits[0] - taken)
+            if remainder is not None:
+                rest.insert(0, remainder)
+            members.append(len(tiles))
+            tiles.append(tile)
+            taken += tile.numel
+    close_block()
+    return Partition(
+        slices=tuple(slices),
+        tiles=tuple(tiles),
+        blocks=tuple(blocks),
+        ranges=merge_ranges(slices),
+        group_begins=begins,
+        numel=begins[-1] + align(partition_sizes[-1]) if begins else 0,
+    )
+
+
+def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
+    """At most three rectangles that cover the slice: the rest of a row, full rows, the start of a row."""
+    tiles: list[Tile] = []
+    offset = 0
+
+    def add(rows: int, first_column: int, width: int) -> None:
+        nonlocal offset
+        if rows * width > 0:
+            tiles.append(Tile(slice=index, begin=s.begin + offset, rows=rows, first_column=first_column, width=width))
+            offset += rows * width
+
+    first_column = s.start % s.columns
+    if first_column:
+        add(1, first_column, min(s.columns - first_column, s.numel))
+    add((s.numel - offset) // s.columns, 0, s.columns)
+    add(1, 0, s.numel - offset)
+    return tiles
+
+
+def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
+    """The first `numel` elements of a tile and the rest: cut between rows, a single row anywhere.
+
+    The first part has at least one element, and at least one row where the tile has several.
+    """
+    if numel >= tile.numel:
+        return tile, None
+    if tile.rows == 1:
+        width = max(1, numel)
+        head = Tile(slice=tile.slice, begin=tile.begin, rows=1, first_column=tile.first_column, width=width)
+        return head, Tile(
+            slice=tile.slice,
+            begin=tile.begin + width,
+            rows=1,
+            first_column=tile.first_column + width,
+            width=tile.width - width,
+        )
+    rows = max(1, round(numel / tile.width))
+    if rows >= tile.rows:
+        return tile, None
+    head = Tile(slice=tile.slice, begin=tile.begin, rows=rows, first_column=0, width=tile.width)
+    return head, Tile(slice=tile.slice, begin=head.end, rows=tile.rows - rows, first_column=0, width=tile.width)
+
+
+def merge_ranges(slices: Sequence[Slice]) -> tuple[Range, ...]:
+    """The slices' elements by parameter group, neighbours merged; what is left out is padding."""
+    merged: list[Range] = []
+    for s in slices:
+        last = merged[-1] if merged else None
+        if last is not None and last.param_group == s.param_group and last.end == s.begin:
+            merged[-1] = Range(param_group=s.param_group, begin=last.begin, end=s.end)
+        else:
+            merged.append(Range(param_group=s.param_group, begin=s.begin, end=s.end))
+    return tuple(merged)
+
+
+def blocks_of_tiles(partition: Partition) -> dict[int, int]:
+    """For each tile's index the number of the block that it lies in."""
+    return {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
+
+
+def ranges_of_block(partition: Partition, block: Block) -> tuple[Piece, ...]:
+    """The runs of elements of a block without padding; `Piece.index` is the parameter group."""
+    return tuple(
+        Piece(
+            index=r.param_group,
+            begin=max(r.begin, block.begin),
+            numel=min(r.end, block.end) - max(r.begin, block.begin),
+        )
+        for r in partition.ranges
+        if r.begin < block.end and block.begin < r.end
+    )

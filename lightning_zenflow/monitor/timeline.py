@@ -1,0 +1,173 @@
+"""Recorded steps as a file in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Pure Python."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_zenflow.monitor.attach import strategy_of
+from lightning_zenflow.telemetry.tracing import LANES, Recording, Span, StepTrace
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+
+STEP_LANE = "steps"
+
+_TRAINING, _WORKER = 1, 2
+
+_WAIT_COLOUR = "terrible"
+"""The format's name for red."""
+
+
+def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[str, Any]:
+    """The trace of complete steps.
+
+    Args:
+        steps: in order.
+        worker: what to call the worker process.
+
+    Returns:
+        The JSON object: one lane ("thread") for each of `tracing.LANES` that has spans, several for the worker's threads, and one for the
+        steps; times in microseconds from the beginning of the first. Waits have the category "wait" and are red.
+    """
+    spans = [(step.step, span) for step in steps for span in step.spans()]
+    begin_ns = min([step.begin_ns for step in steps] + [span.begin_ns for _, span in spans], default=0)
+    events: list[dict[str, Any]] = [
+        _name(_TRAINING, 0, "process_name", "training"),
+        _name(_WORKER, 0, "process_name", worker),
+    ]
+    used = {(LANES.index(span.lane), span.threads.start): _lane_name(span) for _, span in spans}
+    lanes = [STEP_LANE, *(used[place] for place in sorted(used))]
+    for number, lane in enumerate(lanes):
+        events.append(_name(_process(lane), number + 1, "thread_name", lane))
+        sort_index = {"name": "thread_sort_index", "ph": "M", "pid": _process(lane), "tid": number + 1}
+        events.append({**sort_index, "args": {"sort_index": number}})
+    timed = [_event(step, span, begin_ns, lanes.index(_lane_name(span)) + 1) for step, span in spans]
+    for step in steps:
+        assert step.end_ns is not None, "only complete steps can be written"
+        timed.append(
+            {
+                "name": f"step {step.step}",
+                "cat": "step",
+                "ph": "X",
+                "pid": _TRAINING,
+                "tid": 1,
+                "ts": (step.begin_ns - begin_ns) / 1e3,
+                "dur": (step.end_ns - step.begin_ns) / 1e3,
+                "args": {"step": step.step},
+            }
+        )
+    events += sorted(timed, key=lambda event: event["ts"])
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(trace: dict[str, Any], path: Path) -> None:
+    """Writes a trace, its folder included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace))
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Reads what `write_trace` wrote.
+
+    Raises:
+        ValueError: it is no trace in the Chrome format.
+    """
+    try:
+        trace = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from error
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ValueError(f"{path}: no trace in the Chrome format: `traceEvents` is missing")
+    return trace
+
+
+def _lane_name(span: Span) -> str:
+    if span.lane != "worker":
+        return span.lane
+    first, last = span.threads[0], span.threads[-1]
+    return f"worker thread {first}" if first == last else f"worker threads {first} to {last}"
+
+
+def _process(lane: str) -> int:
+    return _WORKER if lane.startswith("worker") else _TRAINING
+
+
+def _name(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _event(step: int, span: Span, begin_ns: int, tid: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"step": step}
+    if span.n_bytes:
+        arguments["bytes"] = span.n_bytes
+    event = {
+        "name": span.name,
+        "cat": "wait" if span.waits else span.lane,
+        "ph": "X",
+        "pid": _process(span.lane),
+        "tid": tid,
+        "ts": (span.begin_ns - begin_ns) / 1e3,
+        "dur": (span.end_ns - span.begin_ns) / 1e3,
+        "args": arguments,
+    }
+    return {**event, "cname": _WAIT_COLOUR} if span.waits else event
+
+
+_log = logging.getLogger(__name__)
+
+
+class TimelineWriter(pl.Callback):
+    """Writes the timeline of rank zero as soon as its steps are over.
+
+    Args:
+        path: the file, JSON.
+        first: first step, counted from 1 where the fit starts; not the first one, before which a CUDA device could not be waited for.
+        last: last step.
+    """
+
+    def __init__(self, path: Path, *, first: int, last: int) -> None:
+        assert 1 < first <= last
+        self._path = path
+        self._first = first
+        self._last = last
+        self._optimizer: ZenFlowZeroOptimizer | None = None
+        self._recording: Recording | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._recording = None
+        self._optimizer = strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
+        if self._optimizer is not None:
+            n_steps = self._last - self._first + 1
+            self._recording = self._optimizer.tracer.record(skip=self._first - 1, steps=n_steps, aligned=True)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._recording is not None and self._recording.complete:
+            self._write()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recording is not None:
+            self._write()
+        self._optimizer = None
+
+    def _write(self) -> None:
+        assert self._recording is not None and self._optimizer is not None
+        steps = [step for step in self._recording.steps if step.complete]
+        self._recording = None
+        if not steps:
+            _log.warning("ZenFlow: timeline=%r: training ended before step %d", str(self._path), self._first)
+            return
+        worker = f"worker on cores {self._optimizer.worker_cores}"
+        try:
+            write_trace(chrome_trace(steps, worker=worker), self._path)
+        except OSError as error:
+            # No reason to end a training.
+            _log.warning("ZenFlow: timeline=%r cannot be written: %s", str(self._path), error)
+            return
+        rank_zero_info(f"ZenFlow: timeline of steps {steps[0].step} to {steps[-1].step} in {self._path}")

@@ -1,0 +1,189 @@
+"""The contract with the worker process, field by field as in ``csrc/protocol.h``.
+
+That header is the documentation: units, ownership and ordering are written there. A test compares every size and offset
+here with what ``zenflow-worker --layout`` prints.
+"""
+
+import ctypes
+import enum
+from typing import Final
+
+import torch
+
+MAGIC: Final = 0x574F4C464E455A31
+
+VERSION: Final = 6
+
+HEADER_BYTES: Final = 4096
+
+MAX_MESSAGE_BYTES: Final = 16384
+
+TILE_ELEMENTS: Final = 128
+
+JOURNAL_SLOT_BYTES: Final = 4096
+
+MAX_THREAD_SPANS: Final = 256
+
+DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types of gradient pages and publish buffers, as ``zenflow::DataType`` numbers them."""
+
+
+class ArenaHeader(ctypes.LittleEndianStructure):
+    """``zenflow::ArenaHeader``: the first bytes of the arena."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint64),
+        ("version", ctypes.c_uint64),
+        ("total_bytes", ctypes.c_uint64),
+        ("gradient_dtype", ctypes.c_uint32),
+        ("weight_dtype", ctypes.c_uint32),
+        ("numel", ctypes.c_uint64),
+        ("n_ranges", ctypes.c_uint32),
+        ("n_blocks", ctypes.c_uint32),
+        ("n_param_groups", ctypes.c_uint32),
+        ("n_step_records", ctypes.c_uint32),
+        ("n_pages", ctypes.c_uint32),
+        ("n_publish_buffers", ctypes.c_uint32),
+        ("page_numel", ctypes.c_uint64),
+        ("n_journal_slots", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("ranges_offset", ctypes.c_uint64),
+        ("blocks_offset", ctypes.c_uint64),
+        ("step_records_offset", ctypes.c_uint64),
+        ("step_record_bytes", ctypes.c_uint64),
+        ("master_offset", ctypes.c_uint64),
+        ("exp_avg_offset", ctypes.c_uint64),
+        ("exp_avg_sq_offset", ctypes.c_uint64),
+        ("pages_offset", ctypes.c_uint64),
+        ("publish_offset", ctypes.c_uint64),
+        ("journal_offset", ctypes.c_uint64),
+        ("block_words_offset", ctypes.c_uint64),
+        ("resolved_step", ctypes.c_int64),
+        ("begun_round", ctypes.c_int64),
+        ("completed_round", ctypes.c_int64),
+        ("n_shares", ctypes.c_uint64),
+    )
+
+
+class Range(ctypes.LittleEndianStructure):
+    """``zenflow::Range``: elements of the partition that belong to one parameter group."""
+
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("param_group", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class Block(ctypes.LittleEndianStructure):
+    """``zenflow::Block``: elements of the partition that are handed over together."""
+
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
+
+
+class Hyperparameters(ctypes.LittleEndianStructure):
+    """``zenflow::Hyperparameters``: what a step of one parameter group needs besides the gradient."""
+
+    _fields_ = (
+        ("lr", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("eps", ctypes.c_double),
+        ("weight_decay", ctypes.c_double),
+        ("decoupled", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class StepWord(ctypes.LittleEndianStructure):
+    """``zenflow::StepWord``: clip coefficient and, after it, the step's number."""
+
+    _fields_ = (("clip", ctypes.c_float), ("reserved", ctypes.c_uint32), ("sequence", ctypes.c_int64))
+
+
+class StepRecord(ctypes.LittleEndianStructure):
+    """``zenflow::StepRecord``: followed in memory by one ``Hyperparameters`` a parameter group."""
+
+    _fields_ = (("word", StepWord), ("count", ctypes.c_int64), ("reserved", ctypes.c_int64))
+
+
+class JournalSlot(ctypes.LittleEndianStructure):
+    """``zenflow::JournalSlot``: one thread's share of a round, and how far it is."""
+
+    _fields_ = (
+        ("saved", ctypes.c_float * (3 * TILE_ELEMENTS)),
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("saved_at", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint8 * (JOURNAL_SLOT_BYTES - 12 * TILE_ELEMENTS - 32)),
+    )
+
+
+class MessageType(enum.IntEnum):
+    """``zenflow::MessageType``: the first word of every socket message."""
+
+    ROUND = 1
+    EXIT = 2
+    READY = 3
+    DONE = 4
+    ERROR = 5
+
+
+class Rule(enum.IntEnum):
+    """``zenflow::Rule``: what a round does with its gradients."""
+
+    REPLAY = 0
+    ACCUMULATE = 1
+
+
+class MessageHeader(ctypes.LittleEndianStructure):
+    """``zenflow::MessageHeader``: a whole message (exit) or the start of one (error text)."""
+
+    _fields_ = (("type", ctypes.c_uint32), ("reserved", ctypes.c_uint32))
+
+
+class Round(ctypes.LittleEndianStructure):
+    """``zenflow::Round``: followed in the message by ``uint32_t pages[n_steps]``."""
+
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("round_id", ctypes.c_int64),
+        ("first_step", ctypes.c_int64),
+        ("n_steps", ctypes.c_uint32),
+        ("publish_buffer", ctypes.c_uint32),
+        ("rule", ctypes.c_uint32),
+        ("look_ahead", ctypes.c_float),
+        ("n_updates", ctypes.c_int64),
+        ("early", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class Ready(ctypes.LittleEndianStructure):
+    """``zenflow::Ready``: the worker's first message."""
+
+    _fields_ = (("type", ctypes.c_uint32), ("n_threads", ctypes.c_uint32), ("version", ctypes.c_uint64))
+
+
+class Done(ctypes.LittleEndianStructure):
+    """``zenflow::Done``: one per round, in order of submission; followed in the message by ``ThreadSpan[n_spans]``."""
+
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("round_id", ctypes.c_int64),
+        ("start_ns", ctypes.c_int64),
+        ("wait_ns", ctypes.c_int64),
+        ("busy_ns", ctypes.c_int64),
+        ("n_spans", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class ThreadSpan(ctypes.LittleEndianStructure):
+    """``zenflow::ThreadSpan``: when a thread of the worker worked on a round."""
+
+    _fields_ = (("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))

@@ -1,0 +1,241 @@
+"""When columns are selected anew, and which: the state around the pure functions of `selection`."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_zenflow.topk.columns import Columns
+from lightning_zenflow.topk.importance import (
+    column_count,
+    max_interval_by_gradients,
+    overlap,
+    owned_norm_share,
+    select_columns,
+)
+
+_SHORTEST_CHECK = 8
+
+_LONGEST_CHECK = 512
+
+_SMALLEST_OVERLAP = 0.7
+"""`select_interval: auto` selects anew when a smaller share of the fresh top-k columns is already owned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionContext:
+    """What a user's `select_strategy` learns besides the proxies."""
+
+    parameter: str
+    """Name of the matrix."""
+    step: int
+    """Optimizer step whose gradient the proxies are from, counted from 1."""
+    epoch: int
+    k: int
+    """How many columns `topk_ratio` allows; the callable may return fewer, not more."""
+    current: Tensor
+    """int64, ascending; the columns selected last, empty before the first selection."""
+
+
+SelectStrategy = Callable[[Tensor, SelectionContext], Tensor]
+"""`(proxies, context) -> indices`, all on the CPU: proxies [columns] float32, sums of squares, the same on every rank; indices int64,
+distinct, at most `context.k`."""
+
+
+class ColumnSquaredNorms:
+    """The column proxies of all matrices of the model in one flat tensor, so that one all-reduce adds them over the ranks.
+
+    Args:
+        columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
+        device: where the gradients are.
+    """
+
+    def __init__(self, columns: Sequence[int], device: torch.device) -> None:
+        self._columns = list(columns)
+        self.flat = torch.zeros(sum(columns), device=device)
+        """float32; of this rank's rows until it is reduced."""
+        self._views = torch.split(self.flat, self._columns)
+
+    def of_parameter(self, parameter: int) -> Tensor:
+        """[columns], a view."""
+        return self._views[parameter]
+
+    def of_parameters(self) -> tuple[Tensor, ...]:
+        """Every parameter's proxies, views."""
+        return self._views
+
+    def on_host(self) -> tuple[Tensor, ...] | None:
+        """Every parameter's proxies on the CPU; None if any is not finite. Waits for the device."""
+        flat = self.flat.cpu()
+        return torch.split(flat, self._columns) if bool(torch.isfinite(flat).all()) else None
+
+
+class Selector:
+    """Decides, alike on every rank, in which steps proxies are measured and which columns they select.
+
+    Args:
+        names: of the model's parameters.
+        columns: see `ColumnSquaredNorms`.
+        topk_ratio: share of the columns.
+        strategy: "step" or "epoch" (what `interval` counts; "auto" counts steps), or the import path of a `SelectStrategy`.
+        interval: steps or epochs between selections; 0 selects once; "auto" selects when the present choice no longer fits.
+        device: where the gradients are.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        columns: Sequence[int],
+        *,
+        topk_ratio: float,
+        strategy: str,
+        interval: int | Literal["auto"],
+        device: torch.device,
+    ) -> None:
+        self._names = names
+        self._columns = columns
+        self._topk_ratio = topk_ratio
+        self._by_epoch = strategy == "epoch"
+        self._callable = None if strategy in ("auto", "step", "epoch") else import_strategy(strategy)
+        self._interval = interval
+        self._device = device
+        self._check_interval = _SHORTEST_CHECK
+        self._current: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in names]
+        self._on_device: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device) for _ in names]
+        self._next: int | None = 0  # step or epoch of the next selection
+        self.epoch = 0
+        """Number of the present epoch, kept up to date by the strategy."""
+        self.n_selections = 0
+        self.last_overlap: float | None = None
+        """Share of the columns chosen last that were chosen before as well; None until there is something to compare."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was selected last, and when it is asked again."""
+        return {
+            "current": list(self._current),
+            "check_interval": self._check_interval,
+            "next": self._next,
+            "epoch": self.epoch,
+            "n_selections": self.n_selections,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self._current = list(state["current"])
+        self._on_device = [columns.to(self._device) for columns in self._current]
+        self._check_interval, self._next = state["check_interval"], state["next"]
+        self.epoch, self.n_selections = state["epoch"], state["n_selections"]
+
+    def measures(self, step: int) -> bool:
+        """Whether the gradient of `step`, or of the present epoch's first step, is to be measured for a selection."""
+        return self._next is not None and (self.epoch if self._by_epoch else step) >= self._next
+
+    def new_column_norms(self) -> ColumnSquaredNorms:
+        """Where a step's proxies are added up."""
+        return ColumnSquaredNorms(self._columns, self._device)
+
+    def max_interval_by_gradients(self, column_norms: ColumnSquaredNorms, share: float) -> Tensor | None:
+        """The gradient rule for the present columns and reduced proxies, see `selection.max_interval_by_gradients`. Does not wait for the device."""
+        return max_interval_by_gradients(
+            self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device), share
+        )
+
+    def owned_norm_share(self, column_norms: ColumnSquaredNorms) -> Tensor:
+        """Share of the gradient's squared_norms in the present columns by reduced proxies, see `selection.owned_norm_share`. Does not wait."""
+        return owned_norm_share(self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device))
+
+    def select(self, column_norms: ColumnSquaredNorms, step: int) -> list[Columns | None] | None:
+        """Chooses columns by reduced proxies. Waits for the device.
+
+        Returns:
+            For each parameter its columns, None standing for all; or None if nothing is to change, because the present choice still
+            fits or because the step was not finite (then the next one is measured).
+        """
+        proxies = column_norms.on_host()
+        if proxies is None:
+            return None
+        fresh = [self._choose(i, p, step) for i, p in enumerate(proxies)]
+        if self.n_selections > 0:
+            self.last_overlap = overlap(self._of_matrices(self._current), self._of_matrices(fresh))
+        fits = self._interval == "auto" and self._still_fits()
+        self._schedule_next(step)
+        if fits:
+            return None
+        self._current = fresh
+        self._on_device = [c.to(self._device) for c in fresh]
+        self.n_selections += 1
+        return [
+            None if n == 0 or c.numel() == n else Columns(device=d, host=c)
+            for n, c, d in zip(self._columns, fresh, self._on_device, strict=True)
+        ]
+
+    def _of_matrices(self, of_parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What belongs to parameters that have columns to choose from."""
+        return [of_one for of_one, columns in zip(of_parameters, self._columns, strict=True) if columns]
+
+    def _choose(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
+        if proxies.numel() == 0 or self._callable is None:
+            return select_columns(proxies, self._topk_ratio) if proxies.numel() else torch.empty(0, dtype=torch.int64)
+        k = column_count(proxies.numel(), self._topk_ratio)
+        context = SelectionContext(
+            parameter=self._names[parameter], step=step, epoch=self.epoch, k=k, current=self._current[parameter]
+        )
+        chosen = self._callable(proxies, context)
+        return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
+
+    def _still_fits(self) -> bool:
+        """Also adapts how often is asked: less and less often while the answer stays the same."""
+        if self.last_overlap is None:
+            return False
+        fits = self.last_overlap >= _SMALLEST_OVERLAP
+        longer, shorter = 2 * self._check_interval, self._check_interval // 2
+        self._check_interval = min(longer, _LONGEST_CHECK) if fits else max(shorter, _SHORTEST_CHECK)
+        return fits
+
+    def _schedule_next(self, step: int) -> None:
+        if self._interval == 0:
+            self._next = None
+        elif self._interval == "auto":
+            self._next = self.epoch + 1 if self._by_epoch else step + self._check_interval
+        else:
+            self._next = (self.epoch if self._by_epoch else step) + self._interval
+
+
+def import_strategy(path: str) -> SelectStrategy:
+    """The callable behind ``pkg.mod:fn`` or ``pkg.mod.fn``.
+
+    Raises:
+        MisconfigurationException: there is none.
+    """
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise MisconfigurationException(
+            f"ZenFlowConfig: select_strategy={path!r}: cannot be imported: {error}"
+        ) from error
+    if not callable(found):
+        raise MisconfigurationException(
+            f"ZenFlowConfig: select_strategy={path!r}: is a {type(found).__name__}; allowed is a callable (proxies, context) -> indices"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _validated(chosen: Any, *, columns: int, k: int, parameter: str) -> Tensor:
+    allowed = f"a 1-D int64 tensor of at most {k} distinct column numbers from 0 to {columns - 1}"
+    if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.dim() != 1:
+        raise ValueError(f"select_strategy returned {chosen!r} for {parameter}: allowed is {allowed}")
+    ordered: Tensor = torch.unique(chosen.cpu())
+    if (
+        ordered.numel() != chosen.numel()
+        or ordered.numel() > k
+        or (ordered.numel() and not 0 <= ordered[0] <= ordered[-1] < columns)
+    ):
+        raise ValueError(f"select_strategy returned {chosen.tolist()} for {parameter}: allowed is {allowed}")
+    return ordered

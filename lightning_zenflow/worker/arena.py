@@ -1,0 +1,286 @@
+"""The memory that the trainer and its worker share: one memfd per rank, seen as tensors.
+
+Why a memfd: it has no name that could be left behind, it is no part of /dev/shm (which containers limit to 64 MB), and it
+lives exactly as long as somebody holds it. The layout is written down in ``csrc/protocol.h``.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Partition, Range
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.native import protocol
+from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX
+from lightning_zenflow.worker.topology import running_on
+
+_PAGE_BYTES = 4096
+
+_CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArenaSizes:
+    """What decides the arena's size besides the partition."""
+
+    n_param_groups: int
+    n_step_records: int
+    n_slots: int
+    n_publish_buffers: int
+    dtype: torch.dtype
+    """Element type of gradients and published weights: the model's."""
+    n_threads: int = 1
+    """Of the worker; each keeps a journal of what it has in hand."""
+
+
+class Arena:
+    """Owner of the shared memory. All tensors are views of it and keep it mapped for as long as they live.
+
+    Args:
+        partition: the rank's partition.
+        sizes: see `ArenaSizes`.
+        device: where the model is; for a CUDA device what is reserved is page-locked.
+        cores: those of the worker, near which memory is taken that is page-locked; none: wherever the caller runs.
+
+    Attributes:
+        master: [partition.numel] float32, the exact weights.
+        exp_avg: [partition.numel] float32, first moments.
+        exp_avg_sq: [partition.numel] float32, second moments.
+        states: [3, partition.numel] float32, strided; the three of them.
+        slots: [n_slots, page_numel], gradients, one block's of one step in each.
+        publish: [n_publish_buffers, page_numel], the worker's new weights, one block's in each.
+        clip: [n_step_records] float32, strided; the factor of each step.
+        sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
+        block_clip: [n_blocks] float32, strided; the factor of each block in its last early round.
+        block_sequence: [n_blocks] int64, strided; that round's step, once the block's gradient has arrived.
+    """
+
+    def __init__(
+        self, partition: Partition, sizes: ArenaSizes, *, device: torch.device, cores: Sequence[int] = ()
+    ) -> None:
+        self._sizes = sizes
+        header = _layout(partition, sizes)
+        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, header.total_bytes)
+        self._memory = mmap.mmap(self._fd, header.total_bytes)
+        # A forked dataloader worker must neither hold nor copy the model's optimizer states.
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
+        self._header = protocol.ArenaHeader.from_buffer(self._memory)
+
+        self.write_ranges(partition.ranges)
+        blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
+        for block_entry, block in zip(blocks, partition.blocks, strict=True):
+            block_entry.begin, block_entry.end = block.begin, block.end
+
+        self.master = self._tensor(torch.float32, header.master_offset, header.numel)
+        self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
+        self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
+        self.states = self._states(header)
+        shape = (sizes.n_slots, header.page_numel)
+        self.slots = self._tensor(sizes.dtype, header.pages_offset, shape[0] * shape[1]).view(shape)
+        shape = (sizes.n_publish_buffers, header.page_numel)
+        self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
+        records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
+        records = records.view(sizes.n_step_records, header.step_record_bytes)
+        self.clip, self.sequence = _words(records[:, protocol.StepRecord.word.offset :])
+        word_bytes = ctypes.sizeof(protocol.StepWord)
+        blocks_words = self._tensor(torch.uint8, header.block_words_offset, header.n_blocks * word_bytes)
+        self.block_clip, self.block_sequence = _words(blocks_words.view(header.n_blocks, word_bytes))
+        count_begin = protocol.StepRecord.count.offset
+        self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
+        # Page-locked memory is what lets the device copy without the host's help.
+        self.pinned = device.type == "cuda"
+        self._cores = cores
+        self._reserved: list[tuple[int, int]] = []
+        self._state_end = int(header.pages_offset)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, for the worker to inherit; stays the arena's."""
+        return self._fd
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The part of the shared memory that is in use or may be at any time. The rest takes no memory."""
+        return sum(end - begin for begin, end in self._reserved)
+
+    def reserve(self, *, n_slots: int, n_publish_buffers: int) -> None:
+        """Has the states and the first slots and publish buffers ready for use, page-locked for a CUDA device. What is reserved stays so.
+
+        Page-locking takes the memory if nobody has touched it, so the worker, which touches the states when it starts, comes before.
+        """
+        row_bytes = self.slots.element_size() * self.slots.shape[1]
+        header = self._header
+        self._reserve(0, header.pages_offset)
+        self._reserve(header.pages_offset, header.pages_offset + n_slots * row_bytes)
+        self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
+
+    def _reserve(self, begin: int, end: int) -> None:
+        """Reserves [begin, end), rounded up to whole pages of memory, but for what is reserved at its start."""
+        end = _round_up(end, _PAGE_BYTES)
+        for reserved_begin, reserved_end in self._reserved:
+            if reserved_begin <= begin < reserved_end:
+                begin = reserved_end
+        if begin >= end:
+            return
+        if self.pinned:
+            with running_on(self._cores):
+                _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
+        self._reserved.append((begin, end))
+
+    @property
+    def n_step_records(self) -> int:
+        """Capacity of the ring of step records: step t lives in record t % n_step_records."""
+        return self._sizes.n_step_records
+
+    @property
+    def resolved(self) -> tuple[int, int]:
+        """The last step whose factor the worker has read, and the number of applied steps up to it; to be set and exact when no round is in
+        flight.
+        """
+        step = int(self._header.resolved_step)
+        return step, int(self._counts[step % self.n_step_records])
+
+    @resolved.setter
+    def resolved(self, value: tuple[int, int]) -> None:
+        step, count = value
+        # Words of a run before this one must not count as those of its steps.
+        self.sequence.zero_()
+        self.block_sequence.zero_()
+        self._counts[step % self.n_step_records] = count
+        self._header.resolved_step = step
+
+    def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters]) -> None:
+        """Fills the step's record; its factor and sequence word follow from the device."""
+        header = self._header
+        begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
+        begin += ctypes.sizeof(protocol.StepRecord)
+        entries = (protocol.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
+        for entry, group in zip(entries, groups, strict=True):
+            entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
+            entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
+
+    def write_ranges(self, ranges: Sequence[Range]) -> None:
+        """Says which elements are updated; for workers that start later. As many ranges as the partition has slices are always allowed."""
+        self._header.n_ranges = len(ranges)
+        table = (protocol.Range * len(ranges)).from_buffer(self._memory, self._header.ranges_offset)
+        for entry, r in zip(table, ranges, strict=True):
+            entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
+
+    def close(self, *, keep_state: bool) -> None:
+        """Unlocks the memory, closes the file and gives back what nobody reads any more. May be called again.
+
+        The worker must have ended. Tensors may be read as before, since the mapping itself goes with the last of them; where the memory has
+        been given back they show zeros.
+
+        Args:
+            keep_state: whether master weights and moments stay; slots and publish buffers never do.
+        """
+        if self.pinned:
+            self.pinned = False
+            # Where an error has ended training, copies may still be on their way.
+            torch.cuda.synchronize()
+            for begin, _ in self._reserved:
+                _cuda("cudaHostUnregister", self._address() + begin)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        begin = _round_up(self._state_end, mmap.PAGESIZE) if keep_state else 0
+        # A rank with nothing but padding has no slots.
+        if begin < len(self._memory):
+            # Refused where the user has locked all memory of the process (`mlockall`); then it goes with the mapping.
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_REMOVE, begin, len(self._memory) - begin)
+
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def _states(self, header: protocol.ArenaHeader) -> Tensor:
+        if header.numel == 0:
+            return torch.empty(3, 0)
+        stride = (header.exp_avg_offset - header.master_offset) // 4
+        assert header.exp_avg_sq_offset - header.exp_avg_offset == 4 * stride, "_layout reserves equal pieces in a row"
+        flat = self._tensor(torch.float32, header.master_offset, 2 * stride + header.numel)
+        return flat.as_strided((3, header.numel), (stride, 1))
+
+    def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=numel)
+
+
+def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
+    """Host memory that the arena takes."""
+    return int(_layout(partition, sizes).total_bytes)
+
+
+def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
+    header = protocol.ArenaHeader(
+        magic=protocol.MAGIC,
+        version=protocol.VERSION,
+        gradient_dtype=protocol.DATA_TYPES[sizes.dtype],
+        weight_dtype=protocol.DATA_TYPES[sizes.dtype],
+        numel=partition.numel,
+        n_ranges=len(partition.ranges),
+        n_blocks=len(partition.blocks),
+        n_param_groups=sizes.n_param_groups,
+        n_step_records=sizes.n_step_records,
+        n_pages=sizes.n_slots,
+        n_publish_buffers=sizes.n_publish_buffers,
+        n_journal_slots=sizes.n_threads,
+        # Whole pages of memory, so that none is cut where one reservation ends and the next begins: the device copies within one only.
+        page_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
+    )
+    end = protocol.HEADER_BYTES
+
+    def reserve(n_bytes: int) -> int:
+        nonlocal end
+        begin = end
+        end = _round_up(begin + n_bytes, _PAGE_BYTES)
+        return begin
+
+    header.ranges_offset = reserve(len(partition.slices) * ctypes.sizeof(protocol.Range))
+    header.blocks_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.Block))
+    header.step_record_bytes = _round_up(
+        ctypes.sizeof(protocol.StepRecord) + sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),
+        _CACHE_LINE_BYTES,
+    )
+    header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
+    header.block_words_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.StepWord))
+    header.journal_offset = reserve(header.n_journal_slots * ctypes.sizeof(protocol.JournalSlot))
+    header.master_offset = reserve(4 * header.numel)
+    header.exp_avg_offset = reserve(4 * header.numel)
+    header.exp_avg_sq_offset = reserve(4 * header.numel)
+    header.pages_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.page_numel)
+    header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.page_numel)
+    header.total_bytes = end
+    return header
+
+
+def _words(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Clip coefficients and sequence numbers of the `StepWord` at the start of each row, [n] each; `rows` is [n, bytes] uint8."""
+    clip, sequence = protocol.StepWord.clip.offset, protocol.StepWord.sequence.offset
+    return (
+        rows[:, clip : clip + 4].view(torch.float32).squeeze(1),
+        rows[:, sequence : sequence + 8].view(torch.int64).squeeze(1),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _cuda(call: str, *arguments: int) -> None:
+    error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
+    if error != 0:
+        raise RuntimeError(
+            f"{call} failed with CUDA error {error}: the optimizer states' host memory cannot be page-locked; `ulimit -l` may forbid it, or"
+            " too little memory is left"
+        )

@@ -1,0 +1,72 @@
+"""The way into DeepSpeed: while the engine is built, it finds our optimizer where it looks for its own."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import deepspeed.runtime.engine as engine_module
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+
+_OVERRIDDEN = tuple(
+    name
+    for name, member in vars(ZenFlowZeroOptimizer).items()
+    if inspect.isfunction(member) and getattr(member, "__override__", False)
+)
+"""Methods of `DeepSpeedZeroOptimizer` that ours replaces: they must exist there, or DeepSpeed would never call them."""
+
+
+@contextmanager
+def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[None]:
+    """Lets ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in this context destroys what was built.
+
+    The engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other way in;
+    the name is replaced only inside this context.
+
+    Raises:
+        RuntimeError: this version of DeepSpeed builds its optimizer in another way.
+    """
+    missing = [name for name in _OVERRIDDEN if name not in vars(DeepSpeedZeroOptimizer)]
+    if vars(engine_module).get("DeepSpeedZeroOptimizer") is not DeepSpeedZeroOptimizer or missing:
+        raise RuntimeError(
+            _unsupported(f"missing in DeepSpeedZeroOptimizer: {missing}" if missing else "no name to replace")
+        )
+    built: list[ZenFlowZeroOptimizer] = []
+
+    def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
+        built.append(factory(*args, **kwargs))
+        return built[-1]
+
+    engine_module.DeepSpeedZeroOptimizer = build
+    try:
+        yield
+    except BaseException:
+        # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
+        for unused in built:
+            unused.destroy()
+            unused.abandon()
+        raise
+    finally:
+        engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
+
+
+def optimizer_of(engine: Any) -> ZenFlowZeroOptimizer:
+    """The engine's optimizer.
+
+    Raises:
+        RuntimeError: the engine built another one.
+    """
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, ZenFlowZeroOptimizer):
+        raise RuntimeError(_unsupported(f"its engine built {type(optimizer).__name__}"))
+    return optimizer
+
+
+def _unsupported(what: str) -> str:
+    return (
+        f"lightning_zenflow cannot enter DeepSpeed {deepspeed.__version__} ({what}); it is tested with 0.19.8:"
+        " install that version or a newer lightning-zenflow"
+    )

@@ -1,0 +1,76 @@
+"""The picture of measured timelines: what is recorded of ZeRO-Offload, and that both are drawn over the same time."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import timeline_run, timelines
+from benchmarks.step_methods import METHODS
+from benchmarks.step_run import StepSpec
+from lightning_zenflow.monitor.plot import lanes
+from lightning_zenflow.monitor.timeline import read_trace
+
+WAITS = "waits of the training thread"
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("timelines")
+    for method in ("zero_offload", "zenflow"):
+        spec = StepSpec(
+            device="simulated", method=method, params=8.4e6, batch=1, tokens=1, compute_s=0.004, warm_up=2, steps=6
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            # DeepSpeed's own AdamW would be compiled first.
+            patch.setitem(METHODS, method, replace(METHODS[method], optimizer=torch.optim.AdamW))
+            timeline_run.main(spec, folder / f"{method}.json")
+    return {method: read_trace(folder / f"{method}.json") for method in ("zero_offload", "zenflow")}
+
+
+def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    (tid,) = [tid for (_, tid), lane in lanes(trace).items() if lane == name]
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == tid]
+
+
+def test_zero_offload_waits_while_the_cpu_works(traces: dict[str, dict[str, Any]]) -> None:
+    trace = traces["zero_offload"]
+    assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
+    assert all(
+        one["ts"] + one["dur"] == pytest.approx(next_["ts"], abs=100)
+        for one, next_ in pairwise(timelines.steps_of(trace))
+    )
+    weights = 2 * 4096 * 1024
+    for step, wait in zip(timelines.steps_of(trace), spans_of(trace, WAITS), strict=True):
+        number = step["args"]["step"]
+        of_step = {
+            name: [e for e in spans_of(trace, name) if e["args"]["step"] == number] for name in lanes(trace).values()
+        }
+        assert [e["name"] for e in of_step["exact step"]] == ["norm", "clip", "AdamW"]
+        assert sum(e["args"]["bytes"] for e in of_step["d2h copies"]) == 4 * weights
+        assert sum(e["args"]["bytes"] for e in of_step["h2d copies"]) == 2 * weights
+        (forward,), (backward,) = of_step["forward"], of_step["backward"]
+        assert step["ts"] <= forward["ts"] < backward["ts"] < wait["ts"]
+        assert all(backward["ts"] <= e["ts"] <= backward["ts"] + backward["dur"] for e in of_step["d2h copies"])
+        assert wait["cat"] == "wait"
+        assert all(
+            wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in of_step["exact step"] + of_step["h2d copies"]
+        )
+
+
+def test_both_are_drawn(traces: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    timelines.draw(traces, tmp_path / "out.png", about="a test")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_of_median_length_comes_first() -> None:
+    steps = [
+        {"ph": "X", "cat": "step", "name": "", "ts": 10.0 * i, "dur": dur} for i, dur in enumerate([9.0, 5.0, 4.0, 5.0])
+    ]
+    trace = {"traceEvents": steps}
+    assert timelines.typical_step(trace, before_last=1) == steps[1]
+    assert timelines.typical_step(trace, before_last=9) == steps[0]
+    assert [step["ts"] for step in timelines.from_time(trace, 10)["traceEvents"]] == [-10, 0, 10, 20]

@@ -1,0 +1,151 @@
+"""A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+from harness import Case, Run, StockStrategy, run_here
+from models import SHAPES
+from rank_processes import run_on_ranks
+from scripted_schedule import scripted
+
+EVERYTHING = {
+    "weight_prediction": "auto",
+    "provisional_scale": "auto",
+    "select_interval": 3,
+    "select_strategy": "random_selection:choose",
+}
+CASES = {
+    "defaults, fixed S": Case(
+        strategy_options={"weight_prediction": "auto", "provisional_scale": "auto", "select_interval": "auto"}
+    ),
+    "random selection": Case(topk_ratio=0.3, publish_lag=2, strategy_options=EVERYTHING),
+    "bf16, accumulated, clipped": Case(
+        topk_ratio=0.3, precision="bf16-true", accumulate=2, max_norm=1.0, strategy_options=EVERYTHING
+    ),
+    "mean gradients": Case(
+        topk_ratio=0.3, max_norm=1.0, strategy_options={**EVERYTHING, "deferred_update": "accumulate"}
+    ),
+    "offload": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, "offload": True}),
+    "warm-up": Case(topk_ratio=0.3, warm_up=5, strategy_options=EVERYTHING),
+    "nothing on the device": Case(
+        topk_ratio=0.0, strategy_options={"weight_prediction": "auto", "provisional_scale": "auto"}
+    ),
+}
+STEPS = 18
+
+
+def saving(case: Case, step: int, path: Path) -> Case:
+    return replace(case, steps=STEPS, save_at=step, checkpoint=str(path))
+
+
+def resuming(case: Case, path: Path) -> Case:
+    return replace(case, steps=STEPS, checkpoint=str(path))
+
+
+def assert_continues(whole: Run, rest: Run, saved_at: int) -> None:
+    assert len(rest.shown) == len(whole.shown) - saved_at
+    assert rest.counts == whole.counts
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for a, b in zip(getattr(rest, kind), getattr(whole, kind), strict=True):
+            assert torch.equal(a, b), kind
+    for step, (ours, theirs) in enumerate(zip(rest.shown, whole.shown[saved_at:], strict=True), saved_at):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b), f"step {step}"
+    assert rest.losses == whole.losses[saved_at:]
+
+
+@pytest.mark.parametrize("saved_at", [1, 6, 11])
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path: Path) -> None:
+    case, path = CASES[name], tmp_path / "half.ckpt"
+    whole, rest = run_here(saving(case, saved_at, path)), run_here(resuming(case, path))
+    assert_continues(whole, rest, saved_at)
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    auto = {**EVERYTHING, "update_interval": "auto", "publish_lag": "auto"}
+    of_two = {
+        "random selection": CASES["random selection"],
+        "bf16, accumulated, clipped": CASES["bf16, accumulated, clipped"],
+        # The change comes before the save, so the resumed run has it from the checkpoint only.
+        "auto": Case(topk_ratio=0.3, strategy_options=auto, schedules=((5, 2, 2),)),
+    }
+    cases: dict[str, Case] = {}
+    for name, case in of_two.items():
+        path = tmp_path / f"{name}.ckpt"
+        rest = replace(case, schedules=((STEPS, 1, 1),)) if case.schedules else case
+        cases |= {f"{name}: whole": saving(case, 12, path), f"{name}: rest": resuming(rest, path)}
+    runs = run_on_ranks(cases)
+    for of_ranks in runs.values():
+        assert [run.error for run in of_ranks] == [None, None]
+    for name in of_two:
+        for whole, rest in zip(runs[f"{name}: whole"], runs[f"{name}: rest"], strict=True):
+            assert_continues(whole, rest, 12)
+
+
+def test_the_pace_is_part_of_it(tmp_path: Path) -> None:
+    options = {**EVERYTHING, "update_interval": "auto", "publish_lag": "auto"}
+    case, path = Case(topk_ratio=0.3, strategy_options=options), tmp_path / "half.ckpt"
+    with scripted(((5, 2, 2),)):
+        whole = run_here(saving(case, 12, path))
+    with scripted(()) as built:
+        rest = run_here(resuming(case, path))
+    assert built[0].schedule.update_interval == 2
+    assert_continues(whole, rest, 12)
+
+
+@pytest.mark.parametrize("other", [{"topk_ratio": 0.1}, {"update_interval": 2}])
+def test_another_configuration_starts_over_from_adamws_state(other: dict[str, Any], tmp_path: Path) -> None:
+    case, path = CASES["random selection"], tmp_path / "half.ckpt"
+    whole, rest = run_here(saving(case, 6, path)), run_here(resuming(replace(case, **other), path))
+    # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        for ours, theirs in zip(getattr(rest, kind), getattr(whole, kind), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
+    case, path = CASES["random selection"], tmp_path / "half.ckpt"
+    case = replace(case, model_options={"not_finite": {(3, 0): float("nan")}})
+    run_here(saving(case, 6, path))
+    assert run_here(resuming(case, path)).skipped == 1
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, tmp_path: Path) -> None:
+    """Master weights, moments and step counts as they were; the rest of the run is AdamW's, by whichever kernel."""
+    case = replace(CASES["random selection"], precision=precision, max_norm=1.0)
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    whole = run_here(saving(case, 6, ours))
+    by_stock = run_here(saving(case, 6, theirs), strategy=StockStrategy())
+    assert by_stock.error is None
+    for resumed, strategy in ((ours, StockStrategy()), (theirs, None)):
+        rest = run_here(resuming(case, resumed), strategy=strategy)
+        assert len(rest.losses) == STEPS - 6
+        for a, b in zip(rest.weights, whole.weights, strict=True):
+            if a.shape == SHAPES[6]:
+                continue  # where it has no gradient, DeepSpeed's offload applies the one before again
+            tolerance = {"rtol": 0.0, "atol": 2e-6} if precision == "32-true" else {"rtol": 1 / 128, "atol": 1e-4}
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_deepspeeds_tool_gives_the_exact_master_weights(tmp_path: Path) -> None:
+    case = replace(CASES["random selection"], precision="bf16-true")
+    run_here(saving(case, 6, tmp_path / "half.ckpt"))
+    exact = run_here(replace(case, steps=6))
+    state = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "half.ckpt", str(tmp_path / "weights.pt"))
+    names = [name for name, _ in case.make_model().named_parameters()]
+    by_name = dict(zip(_names_in_group_order(case), exact.master, strict=True))
+    for name in names:
+        assert torch.equal(state["state_dict"][name], by_name[name]), name
+
+
+def _names_in_group_order(case: Case) -> list[str]:
+    model = case.make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for parameters in model.parameter_groups() for p in parameters]

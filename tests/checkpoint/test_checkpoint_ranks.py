@@ -1,0 +1,87 @@
+"""A checkpoint of one number of ranks continues under another: AdamW's state exactly, everything else anew.
+
+Each number of ranks is one set of processes, since starting them takes seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint import EVERYTHING
+
+from harness import Case, Run, run_here
+from rank_processes import run_on_ranks
+
+STEPS = 12
+LIMIT = Case(
+    topk_ratio=0.0,
+    update_interval=1,
+    publish_lag=0,
+    steps=STEPS,
+    model="SmallNet",
+)
+"""The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
+CASES = {
+    "limit": LIMIT,
+    "everything": Case(topk_ratio=0.3, max_norm=1.0, steps=STEPS, strategy_options=EVERYTHING),
+    "bf16": Case(topk_ratio=0.3, precision="bf16-true", steps=STEPS, strategy_options=EVERYTHING),
+}
+
+
+def assert_exact(loaded: Run, saved: Run) -> None:
+    assert loaded.counts == saved.counts
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for ours, theirs in zip(getattr(loaded, kind), getattr(saved, kind), strict=True):
+            assert torch.equal(ours, theirs), kind
+
+
+def run_all(cases: dict[str, Case], ranks: int) -> dict[str, Run]:
+    if ranks == 1:
+        return {name: run_here(case) for name, case in cases.items()}
+    runs = run_on_ranks(cases, ranks=ranks)
+    for name, of_ranks in runs.items():
+        for run in of_ranks:
+            assert run.error is None, f"{name}: {run.error}"
+    return {name: of_ranks[0] for name, of_ranks in runs.items()}
+
+
+def check(tmp_path: Path, names: Sequence[str], before: int, after: int) -> None:
+    """Saves after 5 steps; loads that without a step, and goes on with both numbers of ranks."""
+    saving: dict[str, Case] = {}
+    loading: dict[str, Case] = {}
+    for name in names:
+        # The same data on every rank: then the gradient's mean does not depend on how many there are.
+        case = replace(CASES[name], model_options={"ranks_differ": False})
+        path = str(tmp_path / f"{name}.ckpt")
+        saving[f"{name}, saved"] = replace(case, steps=5, save_at=5, checkpoint=path)
+        saving[f"{name}, the same ranks"] = replace(case, checkpoint=path)
+        loading[f"{name}, loaded"] = replace(case, steps=5, checkpoint=path)
+        loading[f"{name}, other ranks"] = replace(case, checkpoint=path)
+    runs = run_all(saving, before) | run_all(loading, after)
+    for name in names:
+        assert_exact(runs[f"{name}, loaded"], runs[f"{name}, saved"])
+        other, same = runs[f"{name}, other ranks"], runs[f"{name}, the same ranks"]
+        assert len(other.losses) == len(same.losses) == STEPS - 5
+        for a, b in zip(other.master, same.master, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_from_one_to_two(tmp_path: Path) -> None:
+    check(tmp_path, ["limit", "bf16"], 1, 2)
+
+
+def test_from_two_to_one(tmp_path: Path) -> None:
+    check(tmp_path, ["everything"], 2, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4)])
+def test_every_case(before: int, after: int, tmp_path: Path) -> None:
+    check(tmp_path, list(CASES), before, after)
+
+
+@pytest.mark.slow
+def test_from_four_to_two(tmp_path: Path) -> None:
+    check(tmp_path, list(CASES), 4, 2)

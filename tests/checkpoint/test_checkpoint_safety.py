@@ -1,0 +1,295 @@
+"""A save that fails changes nothing, and what is no checkpoint of this model is refused by name."""
+
+import logging
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from typing_extensions import override
+
+from harness import Case, make_trainer, run_here
+from lightning_zenflow.checkpoint import atomic as checkpoint_writing
+from lightning_zenflow.checkpoint.atomic import begin_save, commit_save, remove, staging_path
+from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
+from models import LinearLossModule
+from rank_processes import run_on_ranks
+from same_bits import assert_same_tensors
+
+CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond what log lines need: writing fails as on a full disk, and needs no rights of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (128 * 1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class SaveOnFullDisk(pl.Callback):
+    """Saves after a step where the disk is full, for some ranks or all, and at once elsewhere, where it is not.
+
+    Args:
+        folder: of both checkpoints; ``full.ckpt`` is there already, or not.
+        step: counted from 1.
+        ranks: whose disks are full.
+    """
+
+    def __init__(self, folder: Path, step: int, ranks: tuple[int, ...] = (0,)) -> None:
+        self._folder = folder
+        self._step = step
+        self._ranks = ranks
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != self._step:
+            return
+        full, elsewhere = self._folder / "full.ckpt", self._folder / "elsewhere.ckpt"
+        before = sorted(self._folder.rglob("*"))
+        with pytest.raises(OSError, match="full.ckpt could not be saved: .*training can go on") as caught:
+            if trainer.global_rank in self._ranks:
+                with full_disk():
+                    trainer.save_checkpoint(full)
+            else:
+                trainer.save_checkpoint(full)
+        if trainer.global_rank not in self._ranks:
+            assert str(caught.value).startswith(f"rank {self._ranks[0]}: ")
+        if trainer.is_global_zero:
+            assert sorted(self._folder.rglob("*")) == before
+        trainer.strategy.barrier()
+        trainer.save_checkpoint(elsewhere)
+
+
+class Damage(pl.Callback):
+    """Truncates a rank's file of a checkpoint when training ends."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            os.truncate(self._file, self._file.stat().st_size // 2)
+        trainer.strategy.barrier()
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    undisturbed = run_here(replace(CASE, save_at=3, checkpoint=str(tmp_path / "undisturbed.ckpt")))
+    run = run_here(replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3),)))
+    resumed = run_here(replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt")))
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for a, b, c in zip(*(getattr(r, kind) for r in (undisturbed, run, resumed)), strict=True):
+            assert torch.equal(a, b) and torch.equal(a, c), kind
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    run_here(replace(CASE, steps=2, save_at=2, checkpoint=str(tmp_path / "full.ckpt")))
+    run_here(replace(CASE, steps=4, callbacks=(SaveOnFullDisk(tmp_path, 3),)))
+    assert (
+        torch.load(tmp_path / "full.ckpt/checkpoint/mp_rank_00_model_states.pt", weights_only=False)["global_step"] == 2
+    )
+
+
+class SaveUnderAFile(pl.Callback):
+    """Saves where there can be no folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        with pytest.raises(OSError, match=f"checkpoint {self._file}/a.ckpt could not be saved: .*Not a directory"):
+            trainer.save_checkpoint(self._file / "a.ckpt")
+
+
+def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run = run_here(replace(CASE, steps=2, callbacks=(SaveUnderAFile(tmp_path / "file"),)))
+    assert len(run.losses) == 2
+
+
+def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
+    file = tmp_path / "elsewhere.ckpt/checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    saving = replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3, ranks=(1,)), Damage(file)))
+    runs = run_on_ranks(
+        {"saving": saving, "loading": replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt"), fails=True)}
+    )
+    assert [run.error for run in runs["saving"]] == [None, None]
+    for run in runs["loading"]:
+        assert run.error is not None and f"checkpoint {file}: this file is truncated or damaged" in run.error
+
+
+def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+
+    def save(content: str) -> None:
+        begin_save(path)
+        (staging_path(path) / "content").write_text(content)
+        commit_save(path)
+
+    save("first")
+    (tmp_path / ".other.ckpt.removed").mkdir()
+    staging_path(path).mkdir()
+    (staging_path(path) / "left by a killed save").touch()
+    seen, stop = set(), threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            seen.add(path.exists())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for i in range(200):
+        save(str(i))
+    stop.set()
+    thread.join()
+    assert (path / "content").read_text() == "199"
+    assert seen == {True}
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    remove(path)
+    assert os.listdir(tmp_path) == []
+    remove(path)
+
+
+def test_where_the_file_system_cannot_exchange_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_writing, "_exchange", lambda a, b: False)
+    path = tmp_path / "a.ckpt"
+    for content in ("first", "second"):
+        begin_save(path)
+        (staging_path(path) / "content").write_text(content)
+        commit_save(path)
+    assert (path / "content").read_text() == "second"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "saved.ckpt"
+    run_here(Case(steps=2, save_at=2, checkpoint=str(path)))
+    return path
+
+
+RANK_FILE = "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL_FILE = "checkpoint/mp_rank_00_model_states.pt"
+
+
+def truncate(name: str, share: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, int(share * (path / name).stat().st_size))
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        content = torch.load(path / name, weights_only=False)
+        change(content)
+        torch.save(content, path / name)
+
+    return apply
+
+
+def without_moments(content: dict[str, Any]) -> None:
+    del content["optimizer_state_dict"]["base_optimizer_state"]["state"][1]["exp_avg_sq"]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "nothing there": (shutil.rmtree, "there is nothing under this name"),
+    "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), "no file `latest` is in this directory"),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "this is a file; allowed is a directory"),
+    "no folder": (lambda p: (p / "latest").write_text("other"), "no folder 'other', which its file `latest` names"),
+    "no model": (lambda p: (p / MODEL_FILE).unlink(), "no file mp_rank_00_model_states.pt: it is incomplete"),
+    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 is missing: there is no file {RANK_FILE}"),
+    "stage 3": (
+        lambda p: (p / MODEL_FILE).rename(p / "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        "it is of ZeRO stage 3",
+    ),
+    "empty model file": (truncate(MODEL_FILE, 0), f"{MODEL_FILE}: this file is truncated or damaged"),
+    "half a model file": (truncate(MODEL_FILE, 0.5), f"{MODEL_FILE}: this file is truncated or damaged"),
+    "empty rank file": (truncate(RANK_FILE, 0), f"{RANK_FILE}: this file is truncated or damaged"),
+    "half a rank file": (truncate(RANK_FILE, 0.5), f"{RANK_FILE}: this file is truncated or damaged"),
+    "nearly a rank file": (truncate(RANK_FILE, 0.9999), f"{RANK_FILE}: this file is truncated or damaged"),
+    "text": (lambda p: (p / RANK_FILE).write_text("hello world"), f"{RANK_FILE}: this file is truncated or damaged"),
+    "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), "not written by DeepSpeed's engine"),
+    "another optimizer": (edit(RANK_FILE, without_moments), "parameter group 1 has no exp_avg_sq"),
+    "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), "no state of a ZeRO stage 1 or 2 optimizer"),
+    "another precision": (
+        lambda p: (p / RANK_FILE).rename(p / RANK_FILE.replace("zero_", "bf16_zero_")),
+        "it was saved with precision bf16, this run has another",
+    ),
+    "a newer layout": (
+        edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1000)),
+        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 2.: upgrade lightning-zenflow",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    damage, message = DAMAGE[name]
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(saved, path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=rf"^checkpoint {path}.*{message}"):
+        SavedCheckpoint(path).model_states and SavedCheckpoint(path).optimizer_state(0, bf16=False)
+
+
+def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.ckpt"
+    shutil.copytree(saved, path)
+    edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1))(path)
+    with caplog.at_level(logging.INFO):
+        resumed = run_here(Case(steps=4, checkpoint=str(path)))
+    assert (
+        "an older lightning-zenflow wrote it (its layout is 1, now it is 2): columns are selected anew" in caplog.text
+    )
+    whole = run_here(Case(steps=4))
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert_same_tensors(getattr(resumed, kind), getattr(whole, kind), kind)
+
+
+@pytest.mark.parametrize("part", ["checkpoint", RANK_FILE])
+def test_a_part_of_a_checkpoint_is_refused(part: str, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"part of a checkpoint; allowed is the whole: {saved}$"):
+        SavedCheckpoint(saved / part)
+
+
+def assert_refused(case: Case, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        run_here(case)
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_another_model_is_refused(saved: Path) -> None:
+    here = Case(steps=4, checkpoint=str(saved))
+    shapes = {"shapes": ((31, 29), (8, 3, 3, 5), (53, 8), (37,), (3, 211), (1,), (5, 2, 2))}
+    assert_refused(
+        replace(here, model_options=shapes),
+        rf"checkpoint {saved}: it is of another model: parameter group 0 has weights.2 \[53, 7\] where this model has"
+        r" weights.2 \[53, 8\]",
+    )
+    fewer = {"shapes": ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,))}
+    assert_refused(
+        replace(here, model_options=fewer),
+        rf"checkpoint {saved}: parameter group 0 has 5 parameters there and 4 here: weights.6 only there",
+    )
+    assert_refused(replace(here, model="OneGroup"), f"checkpoint {saved}: it has 2 parameter groups, but .* returned 1")
+
+
+def test_a_single_file_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer("auto", max_steps=1)
+    trainer.fit(LinearLossModule())
+    trainer.save_checkpoint(tmp_path / "single.ckpt")
+    assert_refused(
+        Case(steps=4, checkpoint=str(tmp_path / "single.ckpt")), f"checkpoint {tmp_path}/single.ckpt: this is a file"
+    )

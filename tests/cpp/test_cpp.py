@@ -1,0 +1,111 @@
+"""The C++ tests of ``tests/cpp``, as shipped and under sanitizers, and a fuzzer of the worker."""
+
+import os
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cpp_build import BUILD_TIMEOUT_S, SANITIZERS, Build, Builds, configure, program, run
+from worker_fuzzer import fuzz
+
+_RUN_TIMEOUT_S = 300
+_GROUPS = (
+    "half",
+    "replay_adamw",
+    "device_kernels",
+    "arena",
+    "channel",
+    "cores",
+    "first_touch",
+    "step_records",
+    "block_replay",
+    "worker",
+)
+_ONLY_PLAIN = ("kill",)
+"""Steps through the worker as it is shipped; a sanitizer's own instructions would be the most of it."""
+_GROUPS_WITH_THREADS = ("channel", "cores", "first_touch", "step_records", "block_replay", "worker")
+
+
+def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:
+    """Not every machine has the sanitizers' libraries, and some kernels' address layouts are not for them."""
+    source = directory / "probe.cpp"
+    source.write_text("int main() { return 0; }\n")
+    compiler = os.environ.get("CXX", "c++")
+    probe = directory / "probe"
+    built = run([compiler, f"-fsanitize={sanitizer}", source, "-o", probe], timeout_s=BUILD_TIMEOUT_S)
+    if built.returncode != 0:
+        pytest.skip(f"{compiler} has no {sanitizer} sanitizer: {built.stdout}")
+    ran = run([probe], timeout_s=_RUN_TIMEOUT_S)
+    if ran.returncode != 0:
+        pytest.skip(f"the {sanitizer} sanitizer does not run on this machine: {ran.stdout}")
+
+
+@pytest.fixture(scope="module")
+def build(cpp_builds: Builds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
+    """Gives the worker and its tests for a sanitizer, where this machine has it."""
+
+    @cache
+    def build_of(sanitizer: str) -> Build:
+        if sanitizer != "plain":
+            _skip_unless_sanitizer_works(tmp_path_factory.mktemp("probe"), sanitizer)
+        return cpp_builds.get(sanitizer)
+
+    return build_of
+
+
+def _cases() -> list[tuple[str, str]]:
+    return [
+        (sanitizer, group)
+        for sanitizer in SANITIZERS
+        for group in (_GROUPS_WITH_THREADS if sanitizer == "thread" else _GROUPS)
+    ] + [("plain", group) for group in _ONLY_PLAIN]
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+@pytest.mark.parametrize(("sanitizer", "group"), _cases())
+def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
+    result = run(
+        [build(sanitizer).tests, group],
+        timeout_s=_RUN_TIMEOUT_S,
+        ASAN_OPTIONS="detect_leaks=1",
+        UBSAN_OPTIONS="print_stacktrace=1",
+        TSAN_OPTIONS="halt_on_error=1",
+    )
+    assert result.returncode == 0, result.stdout
+    assert " 0 failed" in result.stdout
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+@pytest.mark.parametrize("jobs", [40, pytest.param(5000, marks=pytest.mark.slow)])
+def test_broken_arenas_and_messages(build: Callable[[str], Build], jobs: int) -> None:
+    """An error message and exit code 1, or an answer; never a crash, a sanitizer's report or a hang."""
+    assert fuzz(build("address").worker, seed=1000 * jobs, jobs=jobs) == []
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+def test_worker_carries_its_runtimes(build: Callable[[str], Build]) -> None:
+    ldd = program("ldd")
+    if ldd is None:
+        pytest.skip("ldd is not installed")
+    needed = set(
+        re.findall(r"^\s*(lib[\w+]+)", run([ldd, build("plain").worker], timeout_s=_RUN_TIMEOUT_S).stdout, re.MULTILINE)
+    )
+    assert needed, "ldd listed nothing"
+    assert needed <= {"libc", "libm", "libpthread", "libdl", "librt"}
+
+
+def test_without_a_compiler_cmake_says_what_to_install(tmp_path: Path) -> None:
+    result = configure(tmp_path / "build", CXX="/nonexistent/c++")
+    assert result.returncode != 0
+    assert "no C++ compiler was found" in result.stdout
+    assert "apt-get install g++" in result.stdout
+    assert "dnf install gcc-c++" in result.stdout
+
+
+def test_unknown_sanitizer_is_refused(tmp_path: Path) -> None:
+    result = configure(tmp_path / "build", "-DZENFLOW_SANITIZE=adress")
+    assert result.returncode != 0
+    assert "'adress'" in result.stdout

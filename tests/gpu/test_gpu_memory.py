@@ -1,0 +1,181 @@
+"""On a CUDA device: page-locked memory, how much of the device's is used, and that no step waits for the device."""
+
+import gc
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from typing_extensions import override
+
+from gpu_cases import (
+    APPROXIMATE,
+    MILLISECOND,
+    RACES,
+    device,
+    optimizer_of,
+)
+from harness import Case, run_here
+from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.worker.arena import Arena, ArenaSizes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
+
+
+@pytest.mark.parametrize("n_first", [1, 3, 5])
+def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> None:
+    """Pages are reserved little by little, as the schedule grows; a copy into one must not cross from one reservation to the next."""
+    numel, n_slots = 5 * 7 * 1237, 8
+    whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=numel, columns=1237, is_matrix=True)
+    partition = build_partition([whole], [numel], 1)
+    sizes = ArenaSizes(n_param_groups=1, n_step_records=4, n_slots=n_slots, n_publish_buffers=4, dtype=torch.bfloat16)
+    arena = Arena(partition, sizes, device=device())
+    try:
+        for n in (n_first, n_first + 1, n_slots):
+            arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
+        gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
+        assert arena.master.is_pinned() and arena.clip[1].is_pinned() and arena.sequence[2].is_pinned()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(500 * MILLISECOND)
+        done = torch.cuda.Event()
+        begin = time.perf_counter()
+        for slot, gradient in zip(arena.slots, gradients, strict=True):
+            assert slot.is_pinned() and slot[-1:].is_pinned()
+            slot.copy_(gradient, non_blocking=True)
+        arena.clip[3].copy_(torch.full((), 0.5, device=device()), non_blocking=True)
+        arena.sequence[3].copy_(torch.full((), 7, device=device()), non_blocking=True)
+        done.record()
+        assert time.perf_counter() - begin < 0.2
+        assert not done.query()
+        done.synchronize()
+        assert torch.equal(arena.slots, gradients.cpu())
+        assert float(arena.clip[3]) == 0.5 and int(arena.sequence[3]) == 7
+        back = torch.empty_like(gradients[:4])
+        for target, buffer in zip(back, arena.publish, strict=True):
+            buffer.copy_(arena.slots[0])
+            target.copy_(buffer, non_blocking=True)
+        assert all(torch.equal(b, gradients[0]) for b in back)
+    finally:
+        arena.close(keep_state=False)
+
+
+class PeakMemory(pl.Callback):
+    """The most that is allocated on the device in the steps from the given one on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.owned = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._first:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self.n_bytes = torch.cuda.max_memory_allocated()
+        self.owned = optimizer_of(trainer)._ownership.numel
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_memory_ceiling(offload: bool) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    width, layers, bucket = 2048, 24, 8_000_000
+    case = Case(
+        model="Perceptron",
+        model_options={"widths": [width] * (layers + 1)},
+        precision="bf16-true",
+        topk_ratio=0.05,
+        max_norm=1.0,
+        steps=16,
+        accelerator="gpu",
+        recorded=False,
+        strategy_options={
+            **APPROXIMATE,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "offload": offload,
+        },
+    )
+    memory = PeakMemory(first=10)
+    run_here(case, callbacks=[memory])
+    numel = layers * (width * width + width)
+    assert 0.04 * numel < memory.owned < 0.06 * numel
+    weights, buckets = 2 * numel, 2 * 2 * bucket
+    columns = (2 if offload else 2 + 12) * memory.owned
+    # At S = 4 and d = 1 a quarter of the gradients waits for a publish.
+    repeated = 2 * numel // 4
+    # Of one matrix: gradients before they are in a bucket, and torch's temporary values where there is no Triton.
+    working = 24 * width * width
+    allowed = weights + buckets + columns + repeated + working
+    # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
+    assert memory.n_bytes - before < 1.1 * allowed + 96 * 2**20, (
+        f"{(memory.n_bytes - before) / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f}: weights {weights / 2**20:.0f},"
+        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, repeated {repeated / 2**20:.0f},"
+        f" working memory {working / 2**20:.0f}"
+    )
+
+
+WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset")
+"""Calls that return when the device is done; cudaMemcpyAsync and cudaMemsetAsync have names of their own."""
+
+
+class Profile(pl.Callback):
+    """What the host calls from the end of one step to the end of another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=False)
+        self._span = record_function("the profiled steps")
+        self._warnings = warnings.catch_warnings(record=True)
+        self._caught: list[warnings.WarningMessage] | None = None
+        self.calls: list[str] = []
+        self.places: list[str] = []
+        """Where blocking operations were called."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._first:
+            self._profile.start()
+            self._span.__enter__()
+            # Blocking operations warn; unlike the profiler this names the line, but it does not see calls of `synchronize`.
+            self._caught = self._warnings.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+        if trainer.global_step == self._last:
+            torch.cuda.set_sync_debug_mode("default")
+            self._warnings.__exit__(None, None, None)
+            self.places = [f"{w.filename}:{w.lineno}" for w in self._caught or () if "synchronizing" in str(w.message)]
+            self._span.__exit__(None, None, None)
+            self._profile.stop()
+            events = self._profile.events()
+            (span,) = [e for e in events if e.name == "the profiled steps" and str(e.device_type).endswith("CPU")]
+            begin, end = span.time_range.start, span.time_range.end
+            self.calls = [e.name for e in events if begin <= e.time_range.start and e.time_range.end <= end]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"update_interval": 4, "publish_lag": 1},
+        {"update_interval": 1, "publish_lag": 1, "strategy_options": {**APPROXIMATE, "offload": True}},
+        {"update_interval": 2, "publish_lag": 2, "accumulate": 2, "strategy_options": {"overlap_comm": False}},
+    ],
+    ids=["defaults", "offload", "accumulated, no overlap"],
+)
+def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
+    case = replace(
+        RACES["a network"],
+        steps=20,
+        **{"strategy_options": {**APPROXIMATE, "reduce_bucket_size": 400_000}, **options},
+    )
+    profiled = Profile(first=8, last=16)
+    run_here(case, callbacks=[profiled])
+    assert any("LaunchKernel" in name for name in profiled.calls), "nothing of the device's calls was recorded"
+    waits = [name for name in profiled.calls if name in WAITING]
+    assert not waits and not profiled.places, (
+        f"{len(waits)} in eight steps: {sorted(set(waits))}; called at {sorted(set(profiled.places))}"
+    )

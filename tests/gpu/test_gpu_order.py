@@ -1,0 +1,161 @@
+"""On a CUDA device: order between streams, and between device, host and worker. Delays anywhere change no bit."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from gpu_cases import MILLISECOND, RACES
+from harness import Case, Run, run_here, workers
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.publish import PublishedWeights
+from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.step.gradient_router import GradientRouter
+from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from same_bits import assert_same_state
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
+
+
+class Digests(pl.Callback):
+    """One number of every parameter after every step: the sum of its bits as integers. Nothing waits for the device before the end."""
+
+    def __init__(self) -> None:
+        self._of_steps: list[Tensor] = []
+        self.values = torch.empty(0)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        bits = [p.detach().view(torch.int16).sum(dtype=torch.int64) for p in pl_module.parameters()]
+        self._of_steps.append(torch.stack(bits))
+
+    @override
+    def on_train_end(self, *_: Any) -> None:
+        self.values = torch.stack(self._of_steps).cpu()
+
+
+class SlowBackward(pl.Callback):
+    """The device sleeps before a gradient is there."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for i, p in enumerate(pl_module.parameters()):
+            if i % 3 == 0:
+                p.register_hook(lambda _: torch.cuda._sleep(MILLISECOND))
+
+
+class SlowWorker(pl.Callback):
+    """The worker stops for a third of a second, twice."""
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx in (5, 9):
+            (pid,) = workers()
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Has the device sleep, on the stream that is current there, before the work that a method enqueues; in every third call."""
+
+    # Here, so that a name that is gone is noticed where there is no GPU too.
+    original = getattr(owner, method)
+
+    def install(monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = 0
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls % 3 == 1:
+                torch.cuda._sleep(2 * MILLISECOND)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, slow)
+
+    return install
+
+
+def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round that is due is waited for in backward, and the device sleeps before its weights arrive."""
+    # The answer comes in any case, and `wait` takes it.
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: True)
+    late(PublishedWeights, "_copy")(monkeypatch)
+
+
+def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No round is seen to be done before the step's end."""
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: False)
+
+
+DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
+    "backward": SlowBackward,
+    "worker": SlowWorker,
+    "reduced gradients": late(GradientRouter, "receive"),
+    "copies to the host": late(Kernels, "take"),
+    "sums of gradients": late(GradientRouter, "finish"),
+    "the step's number": late(JobQueue, "seal"),
+    "the device's update": late(Ownership, "step"),
+    "copies from the host": late(JobQueue, "publish"),
+    "copies from the host, in backward": published_in_backward,
+    "copies from the host, after backward": published_after_backward,
+    "the device's weights": late(Ownership, "write_weights"),
+}
+
+
+def digests_of(case: Case, *callbacks: pl.Callback) -> tuple[Run, Tensor]:
+    digests = Digests()
+    run = run_here(case, callbacks=[digests, *callbacks])
+    assert digests.values.shape[0] == case.steps * case.accumulate
+    return run, digests.values
+
+
+@pytest.fixture(scope="module")
+def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
+    """Runs in which the device is waited for before and after every step's phases, so that nothing can overtake anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, method in (
+            (GradientRouter, "receive"),
+            (JobQueue, "seal"),
+            (JobQueue, "publish"),
+            (Ownership, "step"),
+        ):
+            original = getattr(owner, method)
+
+            def waited_for(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                torch.cuda.synchronize()
+                result = _original(*args, **kwargs)
+                torch.cuda.synchronize()
+                return result
+
+            patch.setattr(owner, method, waited_for)
+        return {name: digests_of(case) for name, case in RACES.items()}
+
+
+@pytest.mark.parametrize("delay", [None, *DELAYS])
+@pytest.mark.parametrize("name", RACES)
+def test_delays_change_no_bit(
+    name: str, delay: str | None, undisturbed: dict[str, tuple[Run, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks = []
+    if delay is not None:
+        slow = DELAYS[delay]
+        if isinstance(slow, type):
+            callbacks.append(slow())
+        else:
+            slow(monkeypatch)
+    run, digests = digests_of(RACES[name], *callbacks)
+    expected_run, expected = undisturbed[name]
+    different = (digests != expected).nonzero()
+    assert different.numel() == 0, f"weights first differ in (micro-batch, parameter) {different[0].tolist()}"
+    assert_same_state(run, expected_run)

@@ -1,0 +1,308 @@
+"""Runs test models through Lightning's Trainer under `ZenFlowStrategy`, in this process, and collects what happened."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from typing_extensions import override
+
+import models
+import networks
+from lightning_zenflow import ZenFlowStrategy
+from models import OptimizerOptions, TestModule
+from reference import Group, ReferenceZenFlow
+from scripted_schedule import scripted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; everything about it, so that it can be sent to other processes."""
+
+    model: str = "LinearLossModule"
+    """Name of a class in `models` or `networks`."""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    topk_ratio: float = 0.05
+    update_interval: int = 4
+    publish_lag: int = 1
+    warm_up: int = 0
+    steps: int = 8
+    accumulate: int = 1
+    max_norm: float | None = None
+    precision: str = "32-true"
+    flush_after: tuple[int, ...] = ()
+    """Steps, counted from 1, after which a validation runs, and with it a flush."""
+    save_at: int = 0
+    """Step, counted from 1, after which `checkpoint` is written; 0: none."""
+    checkpoint: str | None = None
+    """Where a checkpoint is written, or, where `save_at` is 0, read."""
+    schedules: tuple[tuple[int, int, int], ...] = ()
+    """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
+    strategy_options: dict[str, Any] = field(default_factory=dict)
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+    """One of them only in each process: DeepSpeed keeps to the first."""
+    callbacks: tuple[pl.Callback, ...] = ()
+    """Further ones, of classes that other processes can import."""
+    recorded: bool = True
+    """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
+    fails: bool = False
+    """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the model."""
+        if "bf16" in self.precision:
+            return torch.bfloat16
+        return torch.float16 if "16" in self.precision else torch.float32
+
+    def make_model(self) -> TestModule:
+        """The model, before it is converted to `dtype`."""
+        model_class = {**vars(models), **vars(networks)}[self.model]
+        model = model_class(
+            length=self.steps * self.accumulate,
+            accumulate=self.accumulate,
+            optimizer=self.optimizer,
+            **self.model_options,
+        )
+        assert isinstance(model, TestModule)
+        return model
+
+    def make_strategy(self) -> ZenFlowStrategy:
+        """The strategy with this case's keys."""
+        return ZenFlowStrategy(
+            topk_ratio=self.topk_ratio,
+            full_warm_up_rounds=self.warm_up,
+            worker_timeout=250,  # only so that a hang ends before the test runner does
+            # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
+            **{
+                "update_interval": self.update_interval,
+                "publish_lag": self.publish_lag,
+                "weight_prediction": 0,
+                "provisional_scale": 0,
+                "select_interval": 0,
+                "worker_cores": 1,
+                **self.strategy_options,
+            },
+        )
+
+    def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
+        """The oracle of this case."""
+        module = self.make_model().to(self.dtype)
+        return ReferenceZenFlow(
+            module=module,
+            parameter_groups=module.parameter_groups(),
+            loss=lambda _, step, micro, rank: module.loss(step, micro, rank),
+            hyperparameters=self.optimizer.groups,
+            topk_ratio=self.topk_ratio,
+            update_interval=self.update_interval,
+            publish_lag=self.publish_lag,
+            warm_up=self.warm_up,
+            accumulate=self.accumulate,
+            max_norm=self.max_norm or 0.0,
+            world_size=world_size,
+        )
+
+    def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[list[Group]]]:
+        """Arguments of `adamw_reference` for a `LinearLossModule`: initial weights, gradients of all steps, groups of all steps."""
+        reference = self.make_reference(world_size=world_size)
+        weights = [p.detach().clone() for p in reference.parameters]
+        gradients, groups = [], []
+        for step in range(self.steps):
+            reference.steps = step
+            gradients.append(reference.gradients()[1])
+            of_group = self.optimizer.groups(step)
+            groups.append([h for h, ps in zip(of_group, reference.parameter_groups, strict=True) for _ in ps])
+        return weights, gradients, groups
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What happened in a run; lists of tensors have one entry a parameter, in the order of the parameter groups."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    """[step][micro-batch], of one rank."""
+    shown: list[list[Tensor]] = field(default_factory=list)
+    """[step][parameter]: the weights that the model showed during each step."""
+    weights: list[Tensor] = field(default_factory=list)
+    """The model's at the end of fit."""
+    master: list[Tensor] = field(default_factory=list)
+    exp_avg: list[Tensor] = field(default_factory=list)
+    exp_avg_sq: list[Tensor] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    """AdamW's step count of each parameter group, as checkpoints hold it."""
+    skipped: int = 0
+    schedules: list[tuple[int, int]] = field(default_factory=list)
+    """[step]: S and d after it, where they are "auto"."""
+    error: str | None = None
+    """Traceback of a run that failed."""
+
+
+class Recorder(pl.Callback):
+    """Keeps shown weights and losses."""
+
+    def __init__(self, case: Case, run: Run) -> None:
+        self._case = case
+        self._run = run
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, TestModule)
+        if batch_idx % self._case.accumulate == 0:
+            self._run.shown.append(snapshot(pl_module))
+            self._run.losses.append([])
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
+        if optimizer is not None and optimizer._planner.schedule is not None:
+            schedule = optimizer._planner.schedule.schedule
+            self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
+        # Lightning reports the loss divided by the accumulation.
+        self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
+
+
+class SaveAt(pl.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self._step = step
+        self._path = path
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            self._step = -1
+            trainer.save_checkpoint(self._path)
+
+
+class FlushAfter(pl.Callback):
+    """Flushes as validation does, after given steps."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self._steps = set(steps)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step in self._steps:
+            self._steps.remove(trainer.global_step)
+            trainer.strategy.on_validation_start()
+
+
+class StockStrategy(ZenFlowStrategy):
+    """DeepSpeed's own ZeRO-2 offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
+
+    @override
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+
+
+def snapshot(model: TestModule) -> list[Tensor]:
+    """Copies of the model's weights on the CPU, in the order of the parameter groups."""
+    return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
+
+
+def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    """A Trainer on the CPU, or on another `accelerator`, that writes nothing."""
+    # Advice about workers of data loaders and the like; an error is an error all the same.
+    warnings.filterwarnings("ignore", module="lightning")
+    quiet = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "limit_val_batches": 0,
+    }
+    return pl.Trainer(strategy=strategy, **{**quiet, **options})
+
+
+def fit(model: pl.LightningModule, strategy: Any = None, *, steps: int = 3, **options: Any) -> pl.Trainer:
+    """Trains a model with the defaults of `ZenFlowStrategy`, or with another strategy."""
+    trainer = make_trainer(strategy or ZenFlowStrategy(), max_steps=steps, **options)
+    trainer.fit(model)
+    return trainer
+
+
+def workers() -> list[int]:
+    """Process numbers of this process' workers."""
+    return [p.pid for p in psutil.Process().children(recursive=True) if "zenflow-worker" in p.name()]
+
+
+def run_case(
+    case: Case, *, devices: int = 1, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()
+) -> tuple[Run, list[list[Tensor]]]:
+    """Runs one rank of a case.
+
+    Args:
+        case: what to run.
+        devices: how many ranks there are.
+        strategy: instead of the case's own.
+        callbacks: further ones.
+
+    Returns:
+        What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
+    """
+    run = Run()
+    model = case.make_model()
+    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *case.callbacks, *callbacks]
+    if case.recorded:
+        all_callbacks.insert(0, Recorder(case, run))
+    if case.checkpoint is not None and case.save_at > 0:
+        all_callbacks.append(SaveAt(case.save_at, case.checkpoint))
+    trainer = make_trainer(
+        strategy or case.make_strategy(),
+        devices=devices,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.max_norm,
+        precision=case.precision,
+        accelerator=case.accelerator,
+        callbacks=all_callbacks,
+    )
+    with scripted(case.schedules) if case.schedules else nullcontext():
+        trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
+    run.weights = snapshot(model)
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    optimizer = trainer.strategy.zenflow_optimizer
+    if optimizer is None:
+        return run, []
+    run.skipped = int(optimizer.skipped)
+    partitions = []
+    for flat in optimizer.single_partition_of_fp32_groups:
+        state = optimizer.optimizer.state[flat]
+        run.counts.append(float(state["step"]))
+        partitions.append([flat.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+    return run, partitions
+
+
+def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:
+    """Puts the ranks' flat partitions together and cuts them into parameters."""
+    for param_group, parameters in enumerate(case.make_model().parameter_groups()):
+        for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
+            flat = torch.cat([of_rank[param_group][kind] for of_rank in partitions])
+            for p in parameters:
+                tensors.append(flat[: p.numel()].view(p.shape).clone())
+                flat = flat[p.numel() :]
+
+
+def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()) -> Run:
+    """Runs a case on one rank, in this process."""
+    run, partitions = run_case(case, strategy=strategy, callbacks=callbacks)
+    if partitions:
+        join_partitions(case, run, [partitions])
+    return run

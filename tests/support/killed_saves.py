@@ -1,0 +1,172 @@
+"""Trains with `ModelCheckpoint` in processes that are killed while they save, one after the other, each going on from what is left.
+
+Run as a script, which is a process that has everything imported and forks one child for each run: that takes a fraction of the time.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from models import LinearLossModule
+from rank_processes import free_port
+
+_EVENTS = ("open", "os.", "shutil.", "ctypes.dlsym")
+"""Of Python's audit hooks: whatever touches the file system, and the call that exchanges two names."""
+KILLED_SAVE = 2
+"""Of each process, counted from 1: the one before is progress."""
+
+
+class WatchSaves(pl.Callback):
+    """Kills the process at the n-th event of a save of its step, or only tells that it has begun.
+
+    Args:
+        folder: where checkpoints are written; events elsewhere are of no interest.
+        kill_at: number of the event, counted from 0; None: never.
+        begun: called where the save begins.
+    """
+
+    def __init__(self, folder: Path, kill_at: int | None, begun: Callable[[], object]) -> None:
+        self.events: list[str] = []
+        self._folder = str(folder)
+        self._kill_at = kill_at
+        self._begun = begun
+        self._steps = 0
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._steps != KILLED_SAVE or not event.startswith(_EVENTS):
+            return
+        # Deleting a folder names what is in it without its path.
+        if event in ("ctypes.dlsym", "os.remove", "os.rmdir") or any(self._folder in str(arg) for arg in args):
+            if len(self.events) == self._kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.events.append(event)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        # Comes before that of ModelCheckpoint, which Lightning puts at the end.
+        self._steps += 1
+        if self._steps == KILLED_SAVE:
+            self._begun()
+
+
+def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLossModule:
+    """Saves after every step, keeping the newest checkpoint and ``last.ckpt``; goes on from the last one."""
+    checkpoints = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=True, save_top_k=1)
+    model = LinearLossModule(length=steps)
+    strategy = ZenFlowStrategy(topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1)
+    callbacks = [checkpoints] if watch is None else [checkpoints, watch]
+    trainer = make_trainer(strategy, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
+    trainer.fit(model, ckpt_path="last")
+    return model
+
+
+def in_child(function: Callable[[], None]) -> int:
+    """Starts it in a process of its own."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ["MASTER_PORT"] = str(free_port())
+    try:
+        function()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def assert_ended(pid: int, *signals: int) -> None:
+    """Waits for a process; it must have ended well, or by one of these signals."""
+    status = os.waitpid(pid, 0)[1]
+    code = os.waitstatus_to_exitcode(status)
+    assert code == 0 or -code in signals, f"a run ended with {code}"
+
+
+def assert_usable(folder: Path) -> None:
+    """Everything that has the name of a checkpoint is a complete one, and there is a last one."""
+    assert (folder / "last.ckpt").is_dir()
+    for path in folder.iterdir():
+        if not path.name.startswith("."):
+            saved = SavedCheckpoint(path)
+            saved.optimizer_state(0, bf16=False)
+
+
+def run_injected(folder: Path, steps: int, points: list[float]) -> None:
+    """Kills one process after the other, each at one of its second save's events; `points` are 0 to 1, first to last event."""
+    log = folder.parent / "events.json"
+
+    def rehearse() -> None:
+        watch = WatchSaves(folder, None, lambda: None)
+        train(folder, KILLED_SAVE + 1, watch)
+        log.write_text(json.dumps(watch.events))
+
+    assert_ended(in_child(rehearse))
+    events = json.loads(log.read_text())
+    print("events of a save:", events)
+    for point in points:
+        kill_at = round(point * (len(events) - 1))
+        assert_ended(
+            in_child(lambda kill_at=kill_at: train(folder, steps, WatchSaves(folder, kill_at, lambda: None))),
+            signal.SIGKILL,
+        )
+        assert_usable(folder)
+
+
+def run_random(folder: Path, steps: int, kills: int) -> None:
+    """Kills one process after the other at a random instant after its second save has begun."""
+    rng = random.Random(20261121)
+    for _ in range(kills):
+        read, write = os.pipe()
+        watch = partial(WatchSaves, folder, None, partial(os.write, write, b"x"))
+        pid = in_child(lambda watch=watch: train(folder, steps, watch()))
+        os.close(write)
+        os.read(read, 1)
+        os.close(read)
+        # Two saves and a removal take about as long on an idle machine; where they take longer, it is killed early on.
+        time.sleep(rng.uniform(0, 0.15))
+        os.kill(pid, signal.SIGKILL)
+        assert_ended(pid, signal.SIGKILL)
+        assert_usable(folder)
+
+
+def main(folder: Path, how: str, argument: str) -> None:
+    """Runs as said, then to the end, and the same undisturbed; writes the weights of both."""
+    torch.set_num_threads(1)
+    disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
+    n_kills = len(json.loads(argument)) if how == "injected" else int(argument)
+    # Of each killed process one step is certain.
+    steps = KILLED_SAVE + 2 * n_kills + 2
+
+    def finish(where: Path) -> None:
+        torch.save(train(where, steps).state_dict(), f"{where}.pt")
+
+    if how == "injected":
+        run_injected(disturbed, steps, json.loads(argument))
+    else:
+        run_random(disturbed, steps, n_kills)
+    for where in (disturbed, undisturbed):
+        assert_ended(in_child(lambda where=where: finish(where)))
+    # Whatever the killed saves left is cleared away by later ones.
+    left = sorted(path.name for path in disturbed.iterdir() if path.name.startswith("."))
+    assert left == [], left
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

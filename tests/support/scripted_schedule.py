@@ -1,0 +1,63 @@
+"""Changes of schedule at given steps instead of measured ones, so that tests do not depend on time."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from lightning_zenflow.schedule.auto_policy import Decision, SchedulePolicy
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+
+
+class ScriptedPace:
+    """Has `ScheduleControl`'s interface; takes each schedule as soon as it may from its step on.
+
+    Args:
+        script: (step, S, d), ascending.
+        auto: only its start counts.
+    """
+
+    def __init__(self, script: Sequence[tuple[int, int, int]], auto: SchedulePolicy) -> None:
+        self._script = list(script)
+        self.schedule = auto.schedule
+        self.changes: list[tuple[int, UpdateSchedule]] = []
+        """(step after which it changed, to what)."""
+        self.observes_next = True
+        self.waits = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ScheduleControl.state_dict`."""
+        return {"update_interval": self.schedule.update_interval, "publish_lag": self.schedule.publish_lag}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `ScheduleControl.load_state_dict`."""
+        self.schedule = UpdateSchedule(**state)
+
+    def interrupt(self) -> None:
+        """Nothing is measured."""
+
+    def end_step(self, step: int, *, max_interval_by_gradients: Tensor | None, may_change: bool) -> Decision | None:
+        """As `ScheduleControl.end_step`."""
+        due = bool(self._script) and step >= self._script[0][0]
+        self.waits = due and not may_change
+        if not due or self.waits:
+            return None
+        _, update_interval, publish_lag = self._script.pop(0)
+        self.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
+        self.changes.append((step, self.schedule))
+        return Decision(schedule=self.schedule, reason="the script says so")
+
+
+@contextmanager
+def scripted(script: Sequence[tuple[int, int, int]]) -> Iterator[list[ScriptedPace]]:
+    """Optimizers that are built inside follow the script; they are appended to the list."""
+    built: list[ScriptedPace] = []
+
+    def build(auto: SchedulePolicy, **_: Any) -> ScriptedPace:
+        built.append(ScriptedPace(script, auto))
+        return built[-1]
+
+    with mock.patch("lightning_zenflow.zero.build.ScheduleControl", build):
+        yield built

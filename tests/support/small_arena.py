@@ -1,0 +1,51 @@
+"""A small arena of two parameter groups, and what the trainer writes into it for the worker."""
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from models import generator
+
+GROUPS = [
+    GroupHyperparameters(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True),
+    GroupHyperparameters(lr=3e-3, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, decoupled=False),
+]
+COUNTS = (1003, 517)
+"""Elements of the two parameter groups; padding follows each."""
+
+
+def make_partition(n_blocks: int = 3) -> Partition:
+    sizes = [n + 1 for n in COUNTS]
+    slices = [
+        Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
+        for i, (n, begin) in enumerate(zip(COUNTS, group_begins(sizes), strict=True))
+    ]
+    return build_partition(slices, sizes, n_blocks)
+
+
+def make_arena(partition: Partition, dtype: torch.dtype = torch.float32, *, n_slots: int = 16) -> Arena:
+    arena = Arena(
+        partition,
+        ArenaSizes(n_param_groups=len(GROUPS), n_step_records=16, n_slots=n_slots, n_publish_buffers=4, dtype=dtype),
+        device=torch.device("cpu"),
+    )
+    arena.master.copy_(torch.randn(partition.numel, generator=generator(5)))
+    return arena
+
+
+def write_step(arena: Arena, step: int, *, factor: float = 1.0, seal: bool = True) -> None:
+    arena.write_hyperparameters(step, GROUPS)
+    arena.clip[step % arena.n_step_records] = factor
+    if seal:
+        arena.sequence[step % arena.n_step_records] = step
+
+
+def gradient_of(partition: Partition, step: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(partition.numel, generator=generator(6, step)).to(dtype)
+
+
+def fill_page(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:
+    b = partition.blocks[block]
+    arena.slots[slot, : b.end - b.begin] = gradient_of(partition, step, arena.slots.dtype)[b.begin : b.end]

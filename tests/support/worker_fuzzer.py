@@ -1,0 +1,157 @@
+"""Sends a worker broken arenas and messages; as a script for as long as one likes: ``python tests/support/worker_fuzzer.py WORKER SEED ROUNDS``.
+
+Everything a worker reads comes from its trainer. Whatever that is, a worker may only answer, exit with 0, or exit with 1 and an
+error message; a crash, a sanitizer's report or a hang is a failure.
+"""
+
+import ctypes
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zenflow.core.partition import Slice, build_partition, group_begins
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.native import protocol
+from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.topology import allowed_cores
+
+_HANG_S = 60.0
+"""The worker's own wait for a step's word is 10 ms; nothing else takes long."""
+_INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def make_arena(rng: random.Random) -> Arena:
+    """A small valid one, with gradients of some steps."""
+    counts = [rng.randrange(1, 400) for _ in range(2)]
+    slices = [
+        Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
+        for i, (n, begin) in enumerate(zip(counts, group_begins(counts), strict=True))
+    ]
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    sizes = ArenaSizes(
+        n_param_groups=2, n_step_records=4, n_slots=6, n_publish_buffers=2, dtype=dtype, n_threads=rng.randrange(1, 3)
+    )
+    arena = Arena(build_partition(slices, counts, rng.randrange(1, 4)), sizes, device=torch.device("cpu"))
+    group = GroupHyperparameters(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+    for step in range(1, 4):
+        arena.write_hyperparameters(step, [group, group])
+        arena.clip[step] = rng.choice([1.0, float("nan"), float("inf")])
+        arena.sequence[step] = step
+    return arena
+
+
+def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
+    """Overwrites a few bits, bytes, or aligned words with values at which arithmetic goes wrong."""
+    for _ in range(rng.randrange(1, 4)):
+        if words and len(data) >= 8 and rng.random() < 0.8:
+            width = rng.choice([4, 8])
+            at = rng.randrange(len(data) // width) * width
+            value = rng.choice([*_INTERESTING, rng.getrandbits(64)]) % 2 ** (8 * width)
+            data[at : at + width] = value.to_bytes(width, "little")
+        elif data:
+            data[rng.randrange(len(data))] = rng.randrange(256)
+
+
+def break_arena(rng: random.Random, arena: Arena) -> None:
+    """Header, tables, step records or journal."""
+    header = protocol.ArenaHeader.from_buffer_copy(os.pread(arena.fd, protocol.HEADER_BYTES, 0))
+    regions = [
+        (0, ctypes.sizeof(protocol.ArenaHeader)),
+        (header.ranges_offset, header.n_ranges * ctypes.sizeof(protocol.Range)),
+        (header.blocks_offset, header.n_blocks * ctypes.sizeof(protocol.Block)),
+        (header.step_records_offset, header.n_step_records * header.step_record_bytes),
+        (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
+        (header.journal_offset + protocol.JournalSlot.begin.offset, 32),
+    ]
+    begin, size = rng.choice(regions)
+    data = bytearray(os.pread(arena.fd, size, begin))
+    mutate(rng, data, words=True)
+    os.pwrite(arena.fd, bytes(data), begin)
+    if rng.random() < 0.3:
+        # As after the death of a worker: a round in hand, which the journal describes, or does not.
+        for name in ("begun_round", "n_shares"):
+            at = getattr(protocol.ArenaHeader, name).offset
+            os.pwrite(arena.fd, rng.choice([1, 2]).to_bytes(8, "little"), at)
+
+
+def message(rng: random.Random, job_id: int) -> bytes:
+    """A round, whole or broken; or an exit; or noise."""
+    slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
+    job = protocol.Round(
+        type=protocol.MessageType.ROUND,
+        block=rng.randrange(3),
+        job_id=job_id,
+        first_step=rng.randrange(1, 3),
+        n_steps=len(slots),
+        publish_buffer=rng.randrange(2),
+        rule=rng.randrange(2),
+        prediction_steps=rng.choice([0.0, 1.5]),
+        n_updates=rng.randrange(3),
+        early=rng.choice([0, 0, 0, 1]),
+    )
+    data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
+    kind = rng.random()
+    if kind < 0.4:
+        mutate(rng, data, words=True)
+    elif kind < 0.5:
+        data = data[: rng.randrange(len(data))]
+    elif kind < 0.55:
+        data = bytearray(rng.randbytes(rng.randrange(1, 20000)))
+    elif kind < 0.6:
+        data = bytearray(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
+    return bytes(data)
+
+
+def attack(worker: Path, rng: random.Random) -> str:
+    """Starts a worker, sends it messages, and returns what was wrong with its end; "" if nothing was."""
+    arena = make_arena(rng)
+    if rng.random() < 0.5:
+        break_arena(rng, arena)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    cores = ",".join(map(str, allowed_cores()[: rng.randrange(1, 3)]))
+    command = [str(worker), "--arena-fd", str(arena.fd), "--socket-fd", str(theirs.fileno()), "--cores", cores]
+    with ours, theirs:
+        process = subprocess.Popen(
+            [*command, "--word-timeout-ms", "10"],
+            pass_fds=(arena.fd, theirs.fileno()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        )
+        theirs.close()
+        try:
+            for job_id in range(1, 1 + rng.randrange(1, 8)):
+                # One that is too long for a message, or for a worker that has gone.
+                try:
+                    ours.send(message(rng, job_id))
+                except OSError:
+                    break
+            ours.shutdown(socket.SHUT_WR)
+            output, _ = process.communicate(timeout=_HANG_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return f"it hangs: {process.communicate()[0]!r}"
+        finally:
+            arena.close(keep_state=False)
+    words = output.decode(errors="replace")
+    if process.returncode == 0 and not words:
+        return ""
+    if process.returncode == 1 and words.startswith("zenflow-worker: ") and words.count("\n") == 1:
+        return ""
+    return f"it ended with {process.returncode}: {words}"
+
+
+def fuzz(worker: Path, *, seed: int, jobs: int) -> list[str]:
+    """What went wrong, each with the seed that shows it."""
+    failures: list[Any] = [(s, attack(worker, random.Random(s))) for s in range(seed, seed + jobs)]
+    return [f"seed {s}: {what}" for s, what in failures if what]
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(fuzz(Path(sys.argv[1]), seed=int(sys.argv[2]), jobs=int(sys.argv[3]))) or 0)

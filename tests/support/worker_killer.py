@@ -1,0 +1,61 @@
+"""Kills this process' worker in every step of a training."""
+
+import os
+import random
+import signal
+import time
+
+import lightning.pytorch as pl
+from typing_extensions import Any, override
+
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+
+
+def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
+    """The optimizer of a trainer that trains or has trained."""
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    assert trainer.strategy.zenflow_optimizer is not None
+    return trainer.strategy.zenflow_optimizer
+
+
+class KillsWorker(pl.Callback):
+    """Kills the worker once a step, at a random instant after the step has handed its jobs over or shortly before that.
+
+    Args:
+        seed: of the instants.
+        longest_s: from the hand-over to the kill at most.
+    """
+
+    def __init__(self, *, seed: int, longest_s: float = 0.002) -> None:
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+        self.kills = 0
+        self.restarts = 0
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.restarts = optimizer_of(trainer).stalls.worker_restarts
+        if self._random.random() < 0.2:
+            self._kill(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        time.sleep(self._random.uniform(0, self._longest_s))
+        self._kill(trainer)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, *_: Any) -> None:
+        # Early jobs are on their way.
+        if self._random.random() < 0.5:
+            self._kill(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.restarts = optimizer_of(trainer).stalls.worker_restarts
+
+    def _kill(self, trainer: pl.Trainer) -> None:
+        worker = optimizer_of(trainer)._worker
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        self.kills += 1

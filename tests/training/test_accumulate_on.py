@@ -1,0 +1,105 @@
+"""Gradients added up in host memory: the same bits as on the device, and no memory of the device for the sums."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+
+from harness import Case, make_trainer, run_here
+from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.step.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
+from lightning_zenflow.telemetry.counters import Traffic
+from rank_processes import run_on_ranks
+from same_bits import assert_same_run
+
+APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
+BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)
+CASES: dict[str, Case] = {
+    "defaults": BASE,
+    "bf16": replace(BASE, precision="bf16-true"),
+    "two micro-batches, long lag": replace(BASE, accumulate=2, publish_lag=3),
+    "synchronous": replace(BASE, update_interval=1, publish_lag=0, warm_up=4),
+    "flushes": replace(BASE, flush_after=(2, 5)),
+    "reselection, offload": replace(
+        BASE,
+        strategy_options={
+            **APPROXIMATE,
+            "select_interval": 3,
+            "select_strategy": "random_selection:choose",
+            "offload": True,
+        },
+    ),
+    "mean gradients": replace(BASE, strategy_options={**APPROXIMATE, "deferred_update": "accumulate"}),
+    "changes of schedule": replace(
+        BASE,
+        schedules=((3, 8, 1), (6, 1, 0)),
+        strategy_options={**APPROXIMATE, "update_interval": "auto", "publish_lag": "auto"},
+    ),
+    "not finite": replace(BASE, model_options={"not_finite": {(4, 0): float("nan")}}),
+    "frozen in mid-run": replace(
+        BASE, model="FreezingModule", model_options={"frozen_in": {0: (3, 6), 3: (4, 9)}, "micro": 1}
+    ),
+    "training": replace(BASE, model="SmallNet"),
+    "small buckets": replace(BASE, strategy_options={**APPROXIMATE, "reduce_bucket_size": 400}),
+}
+
+
+def on(where: str, case: Case) -> Case:
+    return replace(case, strategy_options={**case.strategy_options, "accumulate_on": where})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_gives_the_same_bits_as_the_device(name: str) -> None:
+    assert_same_run(run_here(on("host", CASES[name])), run_here(on("device", CASES[name])))
+
+
+def test_flushes_between_micro_batches() -> None:
+    """Validation in mid-step: what is added up so far belongs to no window yet."""
+    weights = []
+    for where in ("host", "device"):
+        case = on(where, BASE)
+        model = case.make_model()
+        trainer = make_trainer(
+            case.make_strategy(),
+            max_steps=case.steps,
+            accumulate_grad_batches=case.accumulate,
+            limit_val_batches=1,
+            val_check_interval=2,
+        )
+        trainer.fit(model)
+        weights.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_two_ranks() -> None:
+    names = ("bf16", "training")
+    runs = run_on_ranks({f"{name} {where}": on(where, CASES[name]) for name in names for where in ("host", "device")})
+    for of_ranks in runs.values():
+        assert [run.error for run in of_ranks] == [None, None]
+    for name in names:
+        for ours, theirs in zip(runs[f"{name} host"], runs[f"{name} device"], strict=True):
+            assert_same_run(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [("auto", DeviceAccumulation), ("device", DeviceAccumulation), ("host", HostAccumulation)]
+)
+def test_sums(where: Literal["auto", "device", "host"], kind: type) -> None:
+    """Of one slice that blocks cut; "auto" takes the device where that is the host."""
+    piece = Slice(parameter=0, param_group=0, begin=0, start=0, numel=30, columns=3, is_matrix=True)
+    partition = build_partition([piece], [30], 2)
+    slot = torch.empty(partition.numel, dtype=torch.bfloat16)
+    cut = 12
+    device = torch.device("cpu")
+    traffic = Traffic()
+    slots = [(0, slot[:cut]), (cut, slot[cut:30])]
+    sums = new_accumulation(where, partition, lambda index: slots, traffic, device=device, dtype=torch.bfloat16)
+    assert type(sums) is kind
+    gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    sums.keep(0, gradients[0].clone())
+    for gradient in gradients[1:]:
+        sums.add(0, gradient.clone())
+    assert torch.equal(sums.kept(0), gradients[0] + gradients[1] + gradients[2])
+    n_bytes = 3 * 30 * 2 if where == "host" else 0
+    assert (traffic.d2h_bytes, traffic.h2d_bytes) == (n_bytes, n_bytes)

@@ -1,0 +1,198 @@
+"""`update_interval: auto` and `publish_lag: auto` in training: changes of schedule lose nothing, and the ranks agree on them."""
+
+import functools
+import logging
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typing_extensions import override
+
+from harness import Case, Run, fit, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.schedule.auto_control import ScheduleObserver
+from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.topk.importance import max_interval_by_gradients
+from models import LinearLossModule
+from rank_processes import run_on_ranks
+from same_bits import assert_same_state, assert_same_tensors
+from scripted_schedule import scripted
+
+AUTO = {"update_interval": "auto", "publish_lag": "auto"}
+EVERYTHING = {
+    **AUTO,
+    "weight_prediction": "auto",
+    "provisional_scale": "auto",
+    "select_interval": 5,
+    "select_strategy": "random_selection:choose",
+}
+PACES = ((2, 8, 1), (11, 1, 0), (14, 16, 2), (20, 2, 2), (26, 1, 1), (29, 4, 0))
+CASE = Case(steps=40, max_norm=1.0, topk_ratio=0.3, schedules=PACES, strategy_options=AUTO)
+
+
+@functools.cache
+def baseline(rule: str = "replay") -> Run:
+    case = replace(CASE, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), strategy_options={})
+    return run_here(replace(case, strategy_options={"deferred_update": rule}))
+
+
+def assert_same_end(run: Run, expected: Run) -> None:
+    assert_same_state(run, expected)
+    assert_same_tensors(run.weights, expected.weights, "the weight at the end")
+
+
+@pytest.mark.parametrize("options", [AUTO, EVERYTHING], ids=["schedule", "everything"])
+@pytest.mark.parametrize("flush_after", [(), (12, 15, 27)])
+def test_changes_of_pace_lose_nothing(options: dict[str, Any], flush_after: tuple[int, ...]) -> None:
+    with scripted(PACES) as built:
+        run = run_here(replace(CASE, schedules=(), strategy_options=options, flush_after=flush_after))
+    assert [(p.update_interval, p.publish_lag) for _, p in built[0].changes] == [(s, d) for _, s, d in PACES]
+    assert_same_end(run, baseline())
+
+
+@given(
+    schedules=st.lists(
+        st.tuples(st.integers(2, 40), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, LARGEST_LAG)),
+        max_size=12,
+    ),
+    flush_after=st.sets(st.integers(2, 39), max_size=2),
+    warm_up=st.integers(0, 3),
+)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_history_of_paces_changes_a_bit(
+    schedules: list[tuple[int, int, int]], flush_after: set[int], warm_up: int
+) -> None:
+    script = tuple(sorted(schedules)) or ((40, 4, 1),)
+    case = replace(CASE, schedules=script, flush_after=tuple(flush_after), warm_up=warm_up, strategy_options=EVERYTHING)
+    assert_same_end(run_here(case), baseline())
+
+
+def test_mean_gradients_with_changing_windows_stay_finite_and_complete() -> None:
+    run = run_here(replace(CASE, strategy_options={**EVERYTHING, "deferred_update": "accumulate"}))
+    assert all(torch.isfinite(w).all() for w in run.master)
+    assert run.counts == [40, 40]
+
+
+def test_the_same_paces_repeat_bit_for_bit() -> None:
+    case = replace(CASE, model="SmallNet", precision="bf16-true", strategy_options=EVERYTHING)
+    first, second = run_here(case), run_here(case)
+    for a, b in zip(first.shown, second.shown, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert first.losses == second.losses
+
+
+class Paces(pl.Callback):
+    """Notes the schedule after each step."""
+
+    def __init__(self) -> None:
+        self.schedules: list[UpdateSchedule] = []
+        self.slots: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        optimizer = trainer.strategy.zenflow_optimizer
+        assert optimizer is not None
+        assert optimizer._planner.schedule is not None
+        self.schedules.append(optimizer._planner.schedule.schedule)
+        self.slots.append(optimizer._jobs._n_slots)
+
+
+def test_measured_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    schedules = Paces()
+    model = LinearLossModule(length=400)
+    with caplog.at_level(logging.INFO):
+        fit(model, ZenFlowStrategy(worker_cores=1), steps=400, callbacks=[schedules])
+    changes = [
+        (i + 2, b)
+        for i, (a, b) in enumerate(zip(schedules.schedules, schedules.schedules[1:], strict=False), 1)
+        if a != b
+    ]
+    pattern = r"from step (\d+) on update_interval=(\d+), publish_lag=(\d+) "
+    logged = [tuple(map(int, m.groups())) for m in map(re.compile(pattern).search, caplog.messages) if m]
+    assert logged == [(step, p.update_interval, p.publish_lag) for step, p in changes]
+
+
+def test_memory_for_pages_grows_with_the_interval_only() -> None:
+    schedules = Paces()
+    with scripted(((3, 8, 1), (20, 1, 1))):
+        fit(LinearLossModule(length=40), ZenFlowStrategy(worker_cores=1), steps=40, callbacks=[schedules])
+    assert schedules.slots[0] < schedules.slots[5] == schedules.slots[-1]
+
+
+def test_two_ranks_lose_nothing_and_agree() -> None:
+    fixed = replace(CASE, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), strategy_options={})
+    cases = {
+        "fixed": fixed,
+        "scripted": replace(CASE, strategy_options=EVERYTHING),
+        "measured": replace(CASE, steps=120, schedules=(), strategy_options=EVERYTHING),
+        "measured, fixed": replace(fixed, steps=120),
+    }
+    runs = run_on_ranks(cases)
+    for of_ranks in runs.values():
+        assert [run.error for run in of_ranks] == [None, None]
+    for name, expected in (("scripted", "fixed"), ("measured", "measured, fixed")):
+        for run in runs[name]:
+            assert_same_end(run, runs[expected][0])
+    ours, theirs = runs["measured"]
+    assert ours.schedules == theirs.schedules
+    assert len(ours.schedules) == 120
+
+
+class TestObserver:
+    def observe(self, observer: ScheduleObserver, n: int, **times: float) -> list[tuple[float, float]]:
+        full = {"device_s": 1.0, "worker_s": 0.5, "stall_s": 0.0, **times}
+        return [seen for seen in (observer.add(**full) for _ in range(n)) if seen is not None]
+
+    def test_medians_and_the_share_of_waiting(self) -> None:
+        observer = ScheduleObserver(UpdateSchedule(update_interval=2, publish_lag=1))
+        assert self.observe(observer, 4, device_s=100.0) == [], "left out"
+        assert self.observe(observer, 8) == []
+        assert self.observe(observer, 1, device_s=50.0, stall_s=2.0, worker_s=9.0) == []
+        assert self.observe(observer, 7) == [(0.5, 2.0 / 67.0)]
+
+    def test_says_which_step_completes(self) -> None:
+        observer = ScheduleObserver(UpdateSchedule(update_interval=4, publish_lag=1))
+        for _ in range(60):
+            announced = observer.completes_next
+            assert (len(self.observe(observer, 1)) == 1) == announced
+
+    def test_starts_anew_after_a_change(self) -> None:
+        observer = ScheduleObserver(UpdateSchedule(update_interval=4, publish_lag=1))
+        self.observe(observer, 15)
+        observer.restart(
+            UpdateSchedule(update_interval=4, publish_lag=1), UpdateSchedule(update_interval=16, publish_lag=2)
+        )
+        assert self.observe(observer, 1 + 16 + 2 + 15) == []
+        assert self.observe(observer, 1) == [(0.5, 0.0)]
+
+
+class TestDeferral:
+    def test_by_hand(self) -> None:
+        column_norms = [
+            torch.tensor([9.0, 9.0, 1.0, 1.0]),
+            torch.tensor([16.0, 1.0, 1.0]),
+            torch.ones(5),
+            torch.ones(2),
+        ]
+        owned = [torch.tensor([0, 1]), torch.tensor([0]), torch.empty(0, dtype=torch.int64), torch.arange(2)]
+        assert float(max_interval_by_gradients(column_norms, owned, 0.99)) == pytest.approx(4.0)
+        assert float(max_interval_by_gradients(column_norms, owned, 0.5)) == pytest.approx(3.0)
+        assert float(max_interval_by_gradients(column_norms, owned, 0.0)) == pytest.approx(3.0)
+
+    def test_nothing_to_compare(self) -> None:
+        assert max_interval_by_gradients([torch.ones(3)], [torch.empty(0, dtype=torch.int64)], 0.99) is None
+        assert max_interval_by_gradients([], [], 0.99) is None
+
+    def test_not_finite_where_the_gradient_is_not_or_nothing_waits(self) -> None:
+        owned = [torch.tensor([0])]
+        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.inf])], owned, 1.0)))
+        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.nan])], owned, 1.0)))
+        assert float(max_interval_by_gradients([torch.tensor([1.0, 0.0])], owned, 1.0)) == math.inf

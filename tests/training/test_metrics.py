@@ -1,0 +1,208 @@
+"""The stall metrics: what is logged, under which names, and that the numbers are right."""
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from harness import Case, fit, run_here
+from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow.monitor.metrics import METRICS
+from lightning_zenflow.schedule.compensation import momentum_steps
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.telemetry.stalls import CAUSES
+from models import LinearLossModule, OptimizerOptions
+from networks import SmallNet
+
+ROOT = Path(__file__).parents[2]
+
+
+def logged(
+    folder: Path, strategy: ZenFlowStrategy, *, steps: int, every: int, **options: Any
+) -> list[dict[str, float]]:
+    """What a run with a CSV logger wrote, one dict for each row of ours."""
+    model = options.pop("model", None) or SmallNet(length=steps * options.get("accumulate_grad_batches", 1))
+    logger = CSVLogger(folder)
+    fit(model, strategy, steps=steps, logger=logger, log_every_n_steps=every, **options)
+    with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [row for row in rows if "zenflow/overlap/step_ms" in row]
+
+
+def fixed(**keys: Any) -> ZenFlowStrategy:
+    return ZenFlowStrategy(worker_cores=1, **{"update_interval": 4, "publish_lag": 1, "select_interval": 8, **keys})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return logged(tmp_path_factory.mktemp("rows"), fixed(), steps=40, every=10)
+
+
+def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, float]]) -> None:
+    table = re.findall(r"^\| `(zenflow/\S+)` \| (.+) \|$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert dict(table) == METRICS
+    assert {name for row in rows for name in row} - {"step"} == set(METRICS)
+
+
+def test_names_have_a_group_and_a_unit_or_are_counts() -> None:
+    counts = {"skipped_steps", "worker_restarts", "selections"}
+    units = ("_ms", "_percent", "_steps", "_bytes", "_model_sizes", "_GB_per_s", "_GB")
+    for name in METRICS:
+        prefix, group, metric = name.split("/")
+        assert prefix == "zenflow"
+        assert group in {"stall", "overlap", "traffic", "selection", "memory"}
+        assert metric.endswith(units) or metric in counts, name
+
+
+def test_logged_with_lightnings_own_metrics_of_the_step(rows: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in rows] == [9, 19, 29, 39]
+
+
+def test_traffic_is_one_model_down_and_a_window_th_of_it_up(rows: list[dict[str, float]]) -> None:
+    model = SmallNet(length=1)
+    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    # Behind the gradients a factor of 4 bytes and a step number of 8.
+    assert all(row["zenflow/traffic/d2h_bytes"] == n_bytes + 12 for row in rows)
+    assert rows[-1]["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1, abs=0.001)
+    # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
+    owned = sum(row["zenflow/selection/device_owned_percent"] for row in rows) / 100 / len(rows)
+    for row in rows[1:]:
+        assert -0.02 <= row["zenflow/traffic/h2d_model_sizes"] - 0.25 <= 2 * 3 * owned / 10 + 0.02
+
+
+def test_schedule_and_staleness(rows: list[dict[str, float]]) -> None:
+    last = rows[-1]
+    assert last["zenflow/overlap/update_interval_steps"] == 4
+    assert last["zenflow/overlap/publish_lag_steps"] == 1
+    beta1 = fmean(group.beta1 for group in OptimizerOptions().groups(0))
+    ahead = momentum_steps(UpdateSchedule(update_interval=4, publish_lag=1), beta1)
+    assert last["zenflow/overlap/weight_prediction_steps"] == pytest.approx(ahead)
+    # Published d = 1 step after the hand-over, a window's gradients are 1, 2, 3 and 4 steps old.
+    assert last["zenflow/overlap/staleness_steps"] == pytest.approx(2.5)
+
+
+def test_selection(rows: list[dict[str, float]]) -> None:
+    assert [row["zenflow/selection/selections"] for row in rows] == [2, 3, 4, 5]
+    for row in rows:
+        assert 0 <= row["zenflow/selection/overlap_percent"] <= 100
+        # Columns are chosen for their energy, so their share of it is larger than their share of the weights.
+        assert row["zenflow/selection/device_squared_norm_percent"] > row["zenflow/selection/device_owned_percent"] > 4
+
+
+def test_parts_add_up(rows: list[dict[str, float]]) -> None:
+    for row in rows:
+        for who in ("host", "device"):
+            by_cause = [row[f"zenflow/stall/{who}_{cause}_ms"] for cause in CAUSES]
+            assert sum(by_cause) == pytest.approx(row[f"zenflow/stall/{who}_ms"])
+            share = row[f"zenflow/stall/{who}_ms"] / row["zenflow/overlap/step_ms"]
+            assert row[f"zenflow/stall/{who}_percent"] == pytest.approx(100 * share)
+        assert row["zenflow/memory/trainer_GB"] > 0.05
+        assert 0 < row["zenflow/memory/worker_GB"] < 0.2
+        assert row["zenflow/overlap/worker_busy_ms"] > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_step_and_every_micro_batch(accumulate: int, tmp_path: Path) -> None:
+    """Logged once an optimizer step; without staleness a gradient is visible in its own step."""
+    strategy = fixed(update_interval=1, publish_lag=0)
+    rows = logged(tmp_path, strategy, steps=5, every=1, accumulate_grad_batches=accumulate)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["zenflow/overlap/staleness_steps"] == 0 for row in rows)
+    assert all("zenflow/traffic/d2h_GB_per_s" in row for row in rows)
+
+
+def test_validation_is_not_part_of_a_step_but_its_flush_is_waiting(tmp_path: Path) -> None:
+    rows = logged(tmp_path, fixed(), steps=8, every=4, limit_val_batches=1, val_check_interval=2)
+    assert all(row["zenflow/stall/device_flush_ms"] > 0 for row in rows)
+    assert all(row["zenflow/stall/device_ms"] < row["zenflow/overlap/step_ms"] for row in rows)
+
+
+def test_offloaded_columns_are_counted(tmp_path: Path) -> None:
+    resident = logged(tmp_path / "1", fixed(select_interval=0), steps=12, every=6)[-1]
+    visiting = logged(tmp_path / "2", fixed(select_interval=0, offload=True), steps=12, every=6)[-1]
+    numel = sum(p.numel() for p in SmallNet(length=1).parameters())
+    owned = round(visiting["zenflow/selection/device_owned_percent"] / 100 * numel)
+    for way in ("down", "up"):
+        more = visiting[f"zenflow/traffic/{way}_bytes"] - resident[f"zenflow/traffic/{way}_bytes"]
+        assert more == pytest.approx(12 * owned)
+
+
+def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> None:
+    options = {"steps": 12, "every": 6, "accumulate_grad_batches": 3}
+    device = logged(tmp_path / "1", fixed(select_interval=0, accumulate_on="device"), **options)[-1]
+    host = logged(tmp_path / "2", fixed(select_interval=0, accumulate_on="host"), **options)[-1]
+    for way in ("down", "up"):
+        # Of three micro-batches the first two leave a sum, which the next one takes.
+        more = host[f"zenflow/traffic/{way}_model_sizes"] - device[f"zenflow/traffic/{way}_model_sizes"]
+        assert more == pytest.approx(2)
+
+
+class Diverging(LinearLossModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.nan if batch_idx in (2, 5) else loss
+
+
+def test_skipped_steps(tmp_path: Path) -> None:
+    rows = logged(tmp_path, fixed(), steps=8, every=2, model=Diverging(length=8))
+    assert [row["zenflow/stall/skipped_steps"] for row in rows] == [0, 1, 2, 2]
+
+
+def test_monitoring_changes_no_bit(tmp_path: Path) -> None:
+    case = Case(model="SmallNet", precision="bf16-true", steps=10, strategy_options={"select_interval": 3})
+    plain = run_here(replace(case, strategy_options={**case.strategy_options, "stall_monitor": False}))
+    model = case.make_model()
+    options = {"precision": case.precision, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    fit(model, case.make_strategy(), steps=case.steps, **options)
+    weights = [p for parameters in model.parameter_groups() for p in parameters]
+    assert all(torch.equal(a, b.detach()) for a, b in zip(plain.weights, weights, strict=True))
+
+
+class TestTheCallback:
+    def monitors(self, strategy: Any, **options: Any) -> list[StallMonitor]:
+        trainer = fit(LinearLossModule(length=4), strategy, steps=2, **options)
+        trainer.fit(LinearLossModule(length=4))
+        return [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)]
+
+    def test_is_added_once(self) -> None:
+        assert len(self.monitors(fixed())) == 1
+
+    def test_is_not_added_where_it_is_not_wanted(self) -> None:
+        assert self.monitors(fixed(stall_monitor=False)) == []
+
+    def test_the_users_own_is_kept(self) -> None:
+        own = StallMonitor(summary=False)
+        assert self.monitors(fixed(), callbacks=[own]) == [own]
+
+    def test_the_models_own_is_kept(self) -> None:
+        own = StallMonitor()
+
+        class Model(LinearLossModule):
+            def configure_callbacks(self) -> list[pl.Callback]:
+                return [own]
+
+        trainer = fit(Model(length=4), fixed(), steps=2)
+        assert [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)] == [own]
+
+    def test_checkpoints_stay_last(self, tmp_path: Path) -> None:
+        trainer = fit(
+            LinearLossModule(length=4), fixed(), steps=2, enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        assert isinstance(trainer.callbacks[-1], ModelCheckpoint)
+
+    def test_another_strategy(self) -> None:
+        with pytest.raises(MisconfigurationException, match="StallMonitor: strategy=.*: allowed is ZenFlowStrategy"):
+            fit(LinearLossModule(length=4), "auto", callbacks=[StallMonitor()])
+
+    def test_the_progress_bar_shows_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        fit(LinearLossModule(length=4), fixed(), steps=4, log_every_n_steps=2, enable_progress_bar=True)
+        assert "stall_%" in capsys.readouterr().out

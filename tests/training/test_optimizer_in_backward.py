@@ -1,0 +1,288 @@
+"""Blocks that are handed over in backward: the same bits as at the end of the step, and what differs where a gradient is not finite."""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from harness import Case, Run, fit, make_trainer, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.worker.process import WorkerError
+from networks import SmallNet
+from rank_processes import run_on_ranks
+from same_bits import assert_same_run, assert_same_state
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+BUCKETS = {"reduce_bucket_size": 200}
+"""Elements; small enough that gradients of these models arrive one after the other."""
+CASE = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, strategy_options=BUCKETS)
+CASES = {
+    "TiedNet": CASE,
+    "SmallNet": replace(CASE, model="SmallNet"),
+    "parameters without a gradient": replace(CASE, model="LinearLossModule"),
+    "bf16": replace(CASE, precision="bf16-true"),
+    "nothing on the device": replace(CASE, topk_ratio=0.0),
+    "accumulation": replace(CASE, accumulate=3),
+    "accumulation on the host": replace(CASE, accumulate=2, strategy_options={**BUCKETS, "accumulate_on": "host"}),
+    "reselection": replace(
+        CASE, strategy_options={**BUCKETS, "select_interval": 3, "select_strategy": "random_selection:choose"}
+    ),
+    "flush in between": replace(CASE, flush_after=(5, 6)),
+    "checkpointing": replace(CASE, model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}),
+    "reentrant checkpointing": replace(CASE, model_options={"checkpoint": "reentrant"}),
+    "frozen from the start": replace(CASE, model_options={"frozen": (0, 2)}),
+    "frozen and unfrozen": replace(CASE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
+    "a layer used now and then": replace(CASE, model_options={"used_every": 3}),
+    "warm-up": replace(CASE, warm_up=4),
+    "look-ahead and stand-in": replace(
+        CASE, strategy_options={**BUCKETS, "weight_prediction": "auto", "provisional_scale": "auto"}
+    ),
+    "changes of schedule": replace(
+        CASE,
+        steps=20,
+        schedules=((3, 2, 1), (8, 1, 0), (12, 1, 1), (14, 1, 0), (17, 4, 2)),
+        strategy_options={
+            **BUCKETS,
+            "weight_prediction": "auto",
+            "provisional_scale": "auto",
+            "update_interval": "auto",
+            "publish_lag": "auto",
+        },
+    ),
+}
+
+
+def with_keys(case: Case, **keys: Any) -> Case:
+    return replace(case, strategy_options={**case.strategy_options, **keys})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hand:
+    """One early hand-over."""
+
+    step: int
+    block: int
+    factor: float
+
+
+def run_watched(case: Case, **options: Any) -> tuple[Run, list[Hand]]:
+    """A run, and what it handed over early."""
+    hands: list[Hand] = []
+    submit_in_backward = JobQueue.submit_in_backward
+
+    def watched(self: JobQueue, block: int, step: int, factor: Tensor) -> None:
+        hands.append(Hand(step=step, block=block, factor=float(factor)))
+        submit_in_backward(self, block, step, factor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JobQueue, "submit_in_backward", watched)
+        return run_here(case, **options), hands
+
+
+@functools.cache
+def early(name: str) -> tuple[Run, list[Hand]]:
+    return run_watched(CASES[name])
+
+
+@functools.cache
+def late(name: str) -> Run:
+    run, hands = run_watched(with_keys(CASES[name], optimizer_in_backward=False))
+    assert not hands
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_as_at_the_end_of_the_step(name: str) -> None:
+    run, hands = early(name)
+    assert hands
+    assert_same_run(run, late(name))
+
+
+def test_all_blocks_are_handed_over_in_backward() -> None:
+    """But for the first step's, which selects; the last layers' come first."""
+    _, hands = early("TiedNet")
+    of_step = [[hand.block for hand in hands if hand.step == step] for step in range(1, CASE.steps + 1)]
+    assert of_step[0] == []
+    blocks = sorted(of_step[1])
+    assert blocks == list(range(len(blocks))) and len(blocks) > 8
+    assert all(sorted(handed) == blocks for handed in of_step[1:])
+    assert all(hand.factor == 1.0 for hand in hands)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, max_norm=1.0),
+        replace(CASE, publish_lag=1),
+        replace(CASE, update_interval=2),
+        with_keys(CASE, deferred_update="accumulate"),
+        with_keys(CASE, overlap_step=False),
+    ],
+    ids=["clipping", "d=1", "S=2", "mean gradients", "synchronous"],
+)
+def test_nothing_is_early_where_the_end_of_the_step_must_be_known(case: Case) -> None:
+    assert run_watched(replace(case, steps=4))[1] == []
+
+
+def test_two_ranks() -> None:
+    """Whose partitions cut parameters."""
+    names = ("TiedNet", "parameters without a gradient", "accumulation")
+    cases = {name: CASES[name] for name in names}
+    cases |= {f"{name}, late": with_keys(CASES[name], optimizer_in_backward=False) for name in names}
+    runs = run_on_ranks(cases)
+    for name in names:
+        for ours, theirs in zip(runs[name], runs[f"{name}, late"], strict=True):
+            assert ours.error is None and theirs.error is None, (ours.error, theirs.error)
+            assert_same_run(ours, theirs)
+
+
+def test_resumed_run(tmp_path: Path) -> None:
+    save = replace(CASE, save_at=5, checkpoint=str(tmp_path / "saved"))
+    whole = run_here(save)
+    resumed = run_here(replace(save, save_at=0))
+    assert_same_state(resumed, whole)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_whose_gradients_are_all_not_finite_changes_nothing(factor: float) -> None:
+    case = replace(CASE, model="HostileModule", model_options={"factors": {4: factor}})
+    run, hands = run_watched(case)
+    assert run.skipped == 1
+    assert {math.isnan(hand.factor) for hand in hands if hand.step == 5} == {True}
+    assert_same_run(run, run_here(with_keys(case, optimizer_in_backward=False)))
+
+
+def test_nothing_is_applied_from_the_first_gradient_on_that_is_not_finite() -> None:
+    case = replace(CASE, model="LinearLossModule", model_options={"not_finite": {(4, 0): math.inf}})
+    run, hands = run_watched(case)
+    assert run.skipped == 1
+    factors = [hand.factor for hand in hands if hand.step == 5]
+    applied = [not math.isnan(factor) for factor in factors]
+    assert applied == sorted(applied, reverse=True)  # first those that are, then those that are not
+    assert False in applied
+    assert all(torch.isfinite(w).all() for of_step in [*run.shown, run.weights] for w in of_step)
+    # That gradient is part of all later blocks' steps, never of this one's.
+    assert all(not math.isnan(hand.factor) for hand in hands if hand.step != 5)
+    assert all(torch.isfinite(m).all() for m in (*run.exp_avg, *run.exp_avg_sq))
+
+
+class ChangesRate(pl.Callback):
+    """Changes the learning rate at a hook after backward, or at one before it."""
+
+    def __init__(self, *, after_backward: bool) -> None:
+        self._after_backward = after_backward
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._after_backward:
+            self._change(trainer)
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if self._after_backward:
+            self._change(trainer)
+
+    def _change(self, trainer: pl.Trainer) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-3 / (1 + trainer.global_step)
+
+
+def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
+    options = {"update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+    changes = ChangesRate(after_backward=True)
+    with pytest.raises(MisconfigurationException, match="between backward pass and optimizer step"):
+        fit(SmallNet(), ZenFlowStrategy(**options), steps=5, callbacks=[changes])
+
+
+@pytest.mark.parametrize("strategy_options", [{}, {"optimizer_in_backward": False}, {"publish_lag": 1}])
+def test_a_learning_rate_that_a_hook_sets_is_used(strategy_options: dict[str, Any]) -> None:
+    """Before backward; where nothing is early, after it as well."""
+    options = {
+        "update_interval": 1,
+        "publish_lag": 0,
+        "worker_cores": 1,
+        "weight_prediction": 0,
+        "provisional_scale": 0,
+    }
+
+    def weights(*, after_backward: bool) -> list[Tensor]:
+        model = SmallNet()
+        strategy = ZenFlowStrategy(**{**options, **strategy_options})
+        fit(model, strategy, steps=5, callbacks=[ChangesRate(after_backward=after_backward)])
+        return [p.detach() for p in model.parameters()]
+
+    before = weights(after_backward=False)
+    if strategy_options:
+        assert all(map(torch.equal, before, weights(after_backward=True)))
+    else:
+        late = ZenFlowStrategy(**options, optimizer_in_backward=False)
+        model = SmallNet()
+        fit(model, late, steps=5, callbacks=[ChangesRate(after_backward=False)])
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+class Interrupted(RuntimeError):
+    """What ends a backward pass."""
+
+
+class InterruptedNet(SmallNet):
+    """Ends the backward pass of the fifth step with an error, when the last layers' gradients are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution.register_full_backward_hook(self._interrupt)
+
+    def _interrupt(self, module: nn.Module, *_: Any) -> None:
+        if self.trainer.global_step == 4:
+            raise Interrupted
+
+
+def interrupted(tmp_path: Path, **keys: Any) -> None:
+    strategy = ZenFlowStrategy(worker_cores=1, worker_timeout=250, **BUCKETS, **keys)
+    saves = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True, every_n_train_steps=10**6)
+    fit(InterruptedNet(), strategy, steps=8, callbacks=[saves], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"update_interval": 4, "publish_lag": 1},
+        {"update_interval": 1, "publish_lag": 1},
+        {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False},
+    ],
+)
+def test_an_interrupted_backward_pass_leaves_the_exact_state_of_the_step_before(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(Interrupted):
+        interrupted(tmp_path, **keys)
+    (saved,) = tmp_path.glob("*.ckpt")
+    model = SmallNet()
+    resumed = make_trainer(ZenFlowStrategy(worker_cores=1, **keys), max_steps=6)
+    resumed.fit(model, ckpt_path=str(saved))
+    assert resumed.global_step == 6
+    whole = SmallNet()
+    fit(whole, ZenFlowStrategy(worker_cores=1, **keys), steps=6)
+    if keys["update_interval"] == 1 and keys["publish_lag"] == 0:
+        assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+
+def test_an_interrupted_backward_pass_with_early_rounds_is_no_state_to_save(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="backward pass of step 5 was interrupted"):
+        interrupted(tmp_path, update_interval=1, publish_lag=0)
+    assert not list(tmp_path.glob("*.ckpt"))

@@ -1,0 +1,346 @@
+"""Stand-in update and look-ahead in models that are harder than a stack of layers: what they move is never what is exact.
+
+Gradients are computed again, in plain torch and without checkpointing, at the weights that the run showed in each step; AdamW on that
+sequence is what a flush must leave.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from harness import Case, Run, fit, run_here
+from lightning_zenflow.kernels.factored import SecondMoment, factored_step_
+from lightning_zenflow.schedule.compensation import StalenessCompensation
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from models import SHAPES, FreezingModule
+from networks import SmallNet
+from rank_processes import run_on_ranks
+from reference import AdamWState, Group, owned_elements
+
+STEPS = 10
+MODELS: dict[str, dict[str, Any]] = {
+    "tied weights": {},
+    "non-reentrant checkpointing": {"checkpoint": "non-reentrant"},
+    "reentrant checkpointing": {"checkpoint": "reentrant"},
+    "tied weights, once in a checkpoint": {"checkpoint": "non-reentrant", "head_in_checkpoint": True},
+    "a layer used twice": {"checkpoint": "non-reentrant", "shared": True},
+    "frozen layers": {"frozen": (0, 2)},
+    "frozen layers, checkpointing": {"checkpoint": "non-reentrant", "frozen": (1,)},
+    "a layer used now and then": {"used_every": 3},
+    "a layer never used": {"used_every": 0},
+}
+ON = {"weight_prediction": "auto", "provisional_scale": "auto"}
+
+
+def case_of(name: str, *, precision: str = "32-true", **options: Any) -> Case:
+    return Case(
+        **{
+            "model": "TiedNet",
+            "model_options": MODELS[name],
+            "steps": STEPS,
+            "precision": precision,
+            "topk_ratio": 0.2,
+            "max_norm": 1.0,
+            "strategy_options": ON,
+            **options,
+        }
+    )
+
+
+def without_checkpointing(case: Case) -> Case:
+    return replace(case, model_options={**case.model_options, "checkpoint": ""})
+
+
+def step_without(
+    state: AdamWState, frozen: list[int], gradients: list[Tensor], groups: list[Group], max_norm: float | None
+) -> None:
+    """A step of AdamW that does not see the parameters with these numbers."""
+    kinds = (state.weights, state.exp_avg, state.exp_avg_sq)
+    before = [list(kind) for kind in kinds]
+    gradients = [torch.zeros_like(g) if i in frozen else g for i, g in enumerate(gradients)]
+    state.step(gradients, groups, max_norm=max_norm or 0.0)
+    for i in frozen:
+        for kind, old in zip(kinds, before, strict=True):
+            kind[i] = old[i]
+
+
+def check(case: Case, runs: list[Run]) -> None:
+    """Compares the end of a run with AdamW on its own gradients. `runs` has one entry a rank."""
+    oracle = without_checkpointing(case).make_reference(world_size=len(runs))
+    state = AdamWState.start(oracle.parameters, torch.float64)
+    for step in range(case.steps):
+        for run in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(run.shown[step], runs[0].shown[step], strict=True))
+        oracle.follow(runs[0].shown[step])
+        oracle.steps = step
+        losses, gradients = oracle.gradients()
+        for micro, of_ranks in enumerate(losses):
+            for run, loss in zip(runs, of_ranks, strict=True):
+                assert run.losses[step][micro] == pytest.approx(loss, abs=1e-6)
+        groups = [
+            h
+            for h, parameters in zip(case.optimizer.groups(step), oracle.parameter_groups, strict=True)
+            for _ in parameters
+        ]
+        frozen = oracle.module.frozen_at(step)
+        step_without(
+            state, [i for i, p in enumerate(oracle.parameters) if p in frozen], gradients, groups, case.max_norm
+        )
+    ours = runs[0]
+    for i, w in enumerate(state.weights):
+        # float32 against float64, see test_equivalence.
+        torch.testing.assert_close(ours.master[i].double(), w, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(ours.exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+        for run in runs:
+            assert torch.equal(run.weights[i], ours.master[i].to(case.dtype))
+
+
+FROZEN_IN = {0: (4, 8), 1: (0, 6), 3: (2, 100), 4: (5, 6), 6: (3, 9)}
+"""Matrices and a vector; parameters 2 and 5 are never frozen, 3 is to the end."""
+ALL_BUT_ONE = dict.fromkeys((0, 1, 2, 3, 4, 6), (3, 6))
+"""What is left is one element, so that of two ranks one has nothing at all to train for some steps."""
+IN_GROUPS = sorted(range(len(SHAPES)), key=lambda i: len(SHAPES[i]) < 2)
+"""Numbers of `FreezingModule`'s parameters in the order of the parameter groups: matrices first."""
+FREEZING = Case(model="FreezingModule", model_options={"frozen_in": FROZEN_IN}, steps=13, topk_ratio=0.3, max_norm=1.0)
+FREEZING_CASES = {
+    "everything on the host, nothing late": replace(FREEZING, topk_ratio=0, update_interval=1, publish_lag=0),
+    "defaults": replace(FREEZING, strategy_options=ON),
+    "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,), strategy_options=ON),
+    "warm-up, reselection": replace(
+        FREEZING, warm_up=3, strategy_options={"select_interval": 3, "select_strategy": "random_selection:choose"}
+    ),
+    "offload": replace(FREEZING, strategy_options={**ON, "offload": True}),
+    "everything on the device": replace(FREEZING, topk_ratio=1),
+    "changes of schedule": replace(
+        FREEZING,
+        schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
+        strategy_options={**ON, "update_interval": "auto", "publish_lag": "auto"},
+    ),
+}
+
+
+NEARLY_ALL_FROZEN = replace(FREEZING_CASES["defaults"], model_options={"frozen_in": ALL_BUT_ONE})
+
+
+def check_freezing(case: Case, runs: list[Run]) -> None:
+    """As `check`, for fixed gradients; what is frozen neither moves nor changes its moments, whatever momentum it had."""
+    model = case.make_model()
+    assert isinstance(model, FreezingModule)
+    weights, gradients, groups = case.fixed_gradients(world_size=len(runs))
+    state = AdamWState.start(weights, torch.float64)
+    for step in range(case.steps):
+        frozen = [i for i, number in enumerate(IN_GROUPS) if model.is_left_alone(number, step)]
+        step_without(state, frozen, gradients[step], groups[step], case.max_norm)
+    for i, w in enumerate(state.weights):
+        torch.testing.assert_close(runs[0].master[i].double(), w, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(runs[0].exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(runs[0].exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+    check_what_is_shown(case, runs)
+
+
+def check_what_is_shown(case: Case, runs: list[Run]) -> None:
+    model = case.make_model()
+    assert isinstance(model, FreezingModule)
+    for run in runs:
+        assert all(torch.equal(w, m.to(w.dtype)) for w, m in zip(run.weights, runs[0].master, strict=True))
+        for i, number in enumerate(IN_GROUPS):
+            for step in range(1, case.steps - 1):
+                # What is shown in the first frozen step is noted before it is frozen.
+                if model.is_left_alone(number, step - 1) and model.is_left_alone(number, step):
+                    assert torch.equal(run.shown[step + 1][i], run.shown[step][i])
+        for step in range(case.steps):
+            assert all(torch.equal(a, b) for a, b in zip(run.shown[step], runs[0].shown[step], strict=True))
+
+
+LAYERS_IN_TURN = case_of(
+    "non-reentrant checkpointing",
+    accumulate=2,
+    # Exact weights where layers are frozen and unfrozen, as a flush then leaves them: what is noted as shown is noted before it.
+    flush_after=(2, 5, 7),
+    model_options={"checkpoint": "non-reentrant", "frozen_in": {0: (0, 5), 1: (2, 7), 2: (5, 100)}},
+)
+"""Unfrozen from the first one on, as in fine-tuning, and the last one frozen for good."""
+
+TWO_RANKS = {
+    "layers in turn": LAYERS_IN_TURN,
+    **{f"{name}, bf16": case_of(name, precision="bf16-true") for name in ("tied weights", "a layer used now and then")},
+    **{name: case_of(name) for name in ("frozen layers, checkpointing", "reentrant checkpointing")},
+}
+MOVED = Case(steps=STEPS, topk_ratio=0.3)
+"""Its gradients do not depend on the weights."""
+
+
+@functools.cache
+def on_two_ranks() -> dict[str, list[Run]]:
+    freezing = {f"freezing, {name}": case for name, case in FREEZING_CASES.items()}
+    moved = {"moved": replace(MOVED, strategy_options={"provisional_scale": "auto"}), "not moved": MOVED}
+    runs = run_on_ranks({**TWO_RANKS, **freezing, **moved, "nearly all frozen": NEARLY_ALL_FROZEN})
+    for name, of_ranks in runs.items():
+        for run in of_ranks:
+            assert run.error is None, f"{name}: {run.error}"
+    return runs
+
+
+def check_what_moves(moved: Run, not_moved: Run, *, world_size: int) -> None:
+    """The stand-in shows in host-owned entries of matrices and nowhere else."""
+    oracle = MOVED.make_reference(world_size=world_size)
+    _, first = oracle.gradients()
+    owned = [owned_elements(g, MOVED.topk_ratio) for g in first]
+    differs = [torch.zeros_like(mask) for mask in owned]
+    for ours, theirs in zip(moved.shown, not_moved.shown, strict=True):
+        for d, a, b in zip(differs, ours, theirs, strict=True):
+            d |= a != b
+    for i, (d, mask) in enumerate(zip(differs, owned, strict=True)):
+        assert not (d & mask).any(), f"parameter {i}"
+        assert d.dim() > 1 or not d.any()
+        if d.dim() > 1:
+            # All but the rows that a partition cuts, one on each side of it.
+            assert (d | mask).flatten(1).all(1).sum() >= d.shape[0] - world_size
+    assert all(torch.equal(a, b) for a, b in zip(moved.master, not_moved.master, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_flush_leaves_adamw_on_the_runs_own_gradients(name: str, precision: str) -> None:
+    case = case_of(name, precision=precision)
+    check(case, [run_here(case)])
+
+
+@pytest.mark.parametrize("name", ["non-reentrant checkpointing", "frozen layers, checkpointing"])
+def test_small_buckets_that_are_reduced_in_mid_backward(name: str) -> None:
+    """The stand-in then moves the late layers' weights while the early ones' activations are still to be computed again."""
+    case = case_of(name, accumulate=2, strategy_options={**ON, "reduce_bucket_size": 50, "allgather_bucket_size": 100})
+    check(case, [run_here(case)])
+
+
+def test_a_gradient_that_comes_in_two_parts_is_refused() -> None:
+    """By DeepSpeed, with the stock optimizer as well: reentrant checkpointing computes a shared weight's gradient once for each use."""
+    case = replace(case_of("a layer used twice"), model_options={"checkpoint": "reentrant", "shared": True})
+    with pytest.raises(AssertionError, match="Multiple gradient reduction is currently not supported"):
+        run_here(case)
+
+
+def test_it_moves_host_owned_matrices_only() -> None:
+    check_what_moves(
+        run_here(replace(MOVED, strategy_options={"provisional_scale": "auto"})), run_here(MOVED), world_size=1
+    )
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_the_flush_leaves_adamw_on_two_ranks(name: str) -> None:
+    check(TWO_RANKS[name], on_two_ranks()[name])
+
+
+def test_it_moves_host_owned_matrices_only_on_two_ranks() -> None:
+    for moved, not_moved in zip(on_two_ranks()["moved"], on_two_ranks()["not moved"], strict=True):
+        check_what_moves(moved, not_moved, world_size=2)
+
+
+@pytest.mark.parametrize("name", FREEZING_CASES)
+def test_what_is_frozen_in_mid_run_stays_as_it_is(name: str) -> None:
+    run = run_here(FREEZING_CASES[name])
+    check_freezing(FREEZING_CASES[name], [run])
+    first = run_here(FREEZING_CASES["everything on the host, nothing late"])
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(a, b) for a, b in zip(getattr(run, kind), getattr(first, kind), strict=True))
+
+
+@pytest.mark.parametrize("name", FREEZING_CASES)
+def test_what_is_frozen_in_mid_run_stays_as_it_is_on_two_ranks(name: str) -> None:
+    check_freezing(FREEZING_CASES[name], on_two_ranks()[f"freezing, {name}"])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_layers_frozen_in_turn(precision: str) -> None:
+    case = replace(LAYERS_IN_TURN, precision=precision)
+    check(case, [run_here(case)])
+
+
+def test_freezing_with_accumulation_and_bf16() -> None:
+    case = replace(FREEZING_CASES["defaults"], accumulate=3, precision="bf16-true")
+    check_freezing(case, [run_here(case)])
+
+
+def test_frozen_with_mean_gradients() -> None:
+    case = replace(FREEZING, strategy_options={**ON, "deferred_update": "accumulate"})
+    check_what_is_shown(case, [run_here(case)])
+
+
+def test_frozen_and_unfrozen_between_micro_batches() -> None:
+    options = {"frozen_in": FROZEN_IN, "micro": 1}
+    case = replace(FREEZING_CASES["defaults"], accumulate=3, model_options=options)
+    check_freezing(case, [run_here(case)])
+
+
+def test_nearly_everything_frozen() -> None:
+    check_freezing(NEARLY_ALL_FROZEN, [run_here(NEARLY_ALL_FROZEN)])
+
+
+def test_nothing_to_train_on_one_of_two_ranks() -> None:
+    check_freezing(NEARLY_ALL_FROZEN, on_two_ranks()["nearly all frozen"])
+
+
+class Unfreeze(pl.Callback):
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, SmallNet)
+        pl_module.hidden.weight.requires_grad_(trainer.current_epoch == 1)
+
+
+def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
+    model = SmallNet(length=2)
+    model.hidden.weight.requires_grad_(False)
+    with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad=True: allowed is False"):
+        fit(model, steps=5, callbacks=[Unfreeze()])
+
+
+@pytest.mark.parametrize(
+    ("s", "d", "scale"),
+    [(1, 1, "auto"), (1, 2, "auto"), (2, 1, "auto"), (4, 1, "auto"), (4, 1, 0.5), (2, 2, "auto"), (16, 1, "auto")],
+)
+def test_a_publish_undoes_no_later_move(s: int, d: int, scale: float | Literal["auto"]) -> None:
+    """A weight has all moves since the step that it is exact for: the last d at least, and S - 1 more before its next publish.
+
+    Each of them has the size that its place among them asks for.
+    """
+    # With S = 16 there are so many blocks that some end within a row.
+    case = Case(steps=s + d + 5, topk_ratio=0, update_interval=s, publish_lag=d)
+    still = run_here(case)
+    moving = run_here(replace(case, strategy_options={"provisional_scale": scale}))
+    prediction, schedule = (
+        StalenessCompensation(weight_prediction=0, provisional_scale=scale),
+        UpdateSchedule(update_interval=s, publish_lag=d),
+    )
+    _, gradients, groups = case.fixed_gradients()
+    counts: set[int] = set()
+    for i, gradient in enumerate(gradients[0]):
+        # The last matrix has no gradient in some steps, and then no move.
+        if gradient.dim() < 2 or tuple(gradient.shape) == SHAPES[-1]:
+            continue
+        shape = (len(gradient), gradient[0].numel())
+        moment, moves = SecondMoment.zeros(*shape, torch.device("cpu")), [torch.zeros(shape)]
+        for step in range(case.steps - 1):
+            g, h = gradients[step][i].view(shape), groups[step][i]
+            factors = factored_step_(
+                moment, g.square().sum(1), g.square().sum(0), beta2=h.beta2, lr=h.lr, scale=torch.ones(())
+            )
+            moves.append(g * factors.row_scale * -factors.col_scale)
+            if step < s + d:
+                continue
+            found = (moving.shown[step + 1][i] - still.shown[step + 1][i]).view(shape)
+            sizes = [prediction.scale(schedule, h.beta1, age) for age in range(1, d + s)]
+            expected = [
+                sum(size * move for size, move in zip(sizes, moves[-n:], strict=False)) for n in range(d, d + s)
+            ]
+            close = [torch.isclose(found, torch.as_tensor(e), rtol=1e-3, atol=1e-6) for e in expected]
+            assert torch.stack(close).any(0).all()
+            counts |= {n for n, entries in enumerate(close, d) if entries.any()}
+    assert counts == set(range(d, d + s))

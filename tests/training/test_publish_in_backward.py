@@ -1,0 +1,93 @@
+"""Weights that are copied into the model while backward goes on: the same bits as at the end of the step, whenever the worker is done."""
+
+import functools
+from collections.abc import Collection
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness import Case, Run, run_here
+from lightning_zenflow.deferred.publish import PublishedWeights
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+ON = {"weight_prediction": "auto", "provisional_scale": "auto"}
+CASE = Case(steps=14, topk_ratio=0.3, max_norm=1.0, update_interval=4, publish_lag=1, strategy_options=ON)
+CASES = {
+    "S=4, d=1": CASE,
+    "S=2, d=3, bf16": replace(CASE, update_interval=2, publish_lag=3, precision="bf16-true"),
+    "many blocks, accumulation": replace(CASE, update_interval=16, accumulate=2, steps=20),
+    "reselection": replace(
+        CASE, strategy_options={**ON, "select_interval": 3, "select_strategy": "random_selection:choose"}
+    ),
+    "flush in between": replace(CASE, flush_after=(5, 6)),
+    "nothing late": replace(CASE, publish_lag=0),
+    "tied weights, checkpointing": replace(
+        CASE, model="TiedNet", model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}
+    ),
+    "frozen layers": replace(CASE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
+    "changes of schedule": replace(
+        CASE,
+        schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
+        strategy_options={**ON, "update_interval": "auto", "publish_lag": "auto"},
+    ),
+}
+
+
+@functools.cache
+def run_with(name: str, answers: str) -> tuple[Run, int, int]:
+    """A run in which the worker is never, always or now and then seen to be done in time; and how many copies were early and late."""
+    early = late = asked = 0
+    copy_in_backward, copy_rest = PublishedWeights.copy_in_backward, PublishedWeights.copy_rest
+
+    def has_answered(self: SupervisedWorker) -> bool:
+        nonlocal asked
+        asked += 1
+        # The round is in flight, so that its answer, which `wait` takes, comes in any case.
+        return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
+
+    def counted_early(self: PublishedWeights, block: int, publish_buffer: int, slices: Collection[int]) -> int:
+        nonlocal early
+        n_bytes = copy_in_backward(self, block, publish_buffer, slices)
+        early += n_bytes > 0
+        return n_bytes
+
+    def counted_rest(
+        self: PublishedWeights,
+        block: int,
+        publish_buffer: int,
+        but: Collection[int],
+        after: torch.cuda.Event | None = None,
+    ) -> int:
+        nonlocal late
+        n_bytes = copy_rest(self, block, publish_buffer, but, after)
+        late += n_bytes > 0
+        return n_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SupervisedWorker, "has_answered", has_answered)
+        patch.setattr(PublishedWeights, "copy_in_backward", counted_early)
+        patch.setattr(PublishedWeights, "copy_rest", counted_rest)
+        return run_here(CASES[name]), early, late
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("answers", ["always", "sometimes"])
+def test_the_same_bits_whenever_the_worker_is_done(name: str, answers: str) -> None:
+    ours, early, _ = run_with(name, answers)
+    theirs, never, _ = run_with(name, "never")
+    assert never == 0
+    assert (early > 0) == (name != "nothing late")
+    for kind in ("weights", "master", "exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(a, b) for a, b in zip(getattr(ours, kind), getattr(theirs, kind), strict=True))
+    for step, (a, b) in enumerate(zip(ours.shown, theirs.shown, strict=True)):
+        assert all(map(torch.equal, a, b)), f"step {step + 1}"
+
+
+def test_nothing_is_left_for_the_end_of_the_step() -> None:
+    """But for the jobs of the first step, which selects and is synchronous, and of the flush, one of which is in flight before it."""
+    _, early, late = run_with("S=4, d=1", "always")
+    assert early > late
+    assert late == 2 * CASE.update_interval + CASE.publish_lag

@@ -1,0 +1,237 @@
+"""Columns change owners while training goes on, and nothing is reset, dropped or applied twice."""
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+import random_selection
+from harness import Case, Run, fit, make_trainer, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.topk.importance import overlap
+from lightning_zenflow.topk.selector import Selector
+from networks import SmallNet
+from reference import AdamWState
+
+STEPS = 14
+
+
+def case_of(**options: Any) -> Case:
+    return Case(**{"steps": STEPS, "max_norm": 1.0, "topk_ratio": 0.3, **options})
+
+
+@functools.cache
+def baseline() -> Run:
+    return run_here(case_of(topk_ratio=0, update_interval=1, publish_lag=0))
+
+
+@functools.cache
+def exact_weights() -> list[list[Tensor]]:
+    """[step][parameter]: AdamW's weights before the first step and after each one."""
+    weights, gradients, groups = case_of().fixed_gradients()
+    state = AdamWState.start(weights, torch.float64)
+    history = [list(state.weights)]
+    for of_step, groups_of_step in zip(gradients, groups, strict=True):
+        state.step(of_step, groups_of_step, max_norm=1.0)
+        history.append(list(state.weights))
+    return history
+
+
+class OwnedEntries(pl.Callback):
+    """After each step, compares every device-owned entry with AdamW's weight of that very step."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        optimizer = trainer.strategy.zenflow_optimizer
+        assert optimizer is not None
+        partition, ownership = optimizer._partition, optimizer._ownership
+        exact = torch.zeros(partition.numel, dtype=torch.float64)
+        for s in partition.slices:
+            weights = exact_weights()[trainer.global_step][s.parameter]
+            exact[s.begin : s.end] = weights.flatten()[s.start : s.start + s.numel]
+        # Writing the owned entries over NaN shows which they are and what they hold.
+        shown = torch.full((partition.numel,), torch.nan)
+        before = [weights.clone() for weights in ownership._weights]
+        for weights in ownership._weights:
+            weights.fill_(torch.nan)
+        ownership.write_weights()
+        for begin, weights, old in zip(partition.group_begins, ownership._weights, before, strict=True):
+            shown[begin : begin + len(weights)] = weights
+            weights.copy_(old)
+        owned = ~torch.isnan(shown)
+        assert int(owned.sum()) == ownership.numel
+        self.compared += int(owned.sum())
+        torch.testing.assert_close(shown[owned].double(), exact[owned], rtol=1e-6, atol=1e-6)
+
+
+def check(case: Case) -> int:
+    """Runs a case; returns how many entries of how many steps were compared."""
+    owned = OwnedEntries()
+    model = case.make_model()
+    trainer = make_trainer(case.make_strategy(), max_steps=case.steps, gradient_clip_val=1.0, callbacks=[owned])
+    trainer.fit(model)
+    run = run_here(case)
+    for ours, theirs in (
+        (run.master, baseline().master),
+        (run.exp_avg, baseline().exp_avg),
+        (run.exp_avg_sq, baseline().exp_avg_sq),
+    ):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+    return owned.compared
+
+
+@pytest.mark.parametrize(
+    ("update_interval", "publish_lag", "select_interval"),
+    [(4, 1, 3), (1, 0, 1), (2, 3, 2), (3, 2, 5), (4, 0, 4), (1, 1, 1)],
+)
+def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_interval: int) -> None:
+    options = {"select_interval": select_interval, "select_strategy": "random_selection:choose"}
+    case = case_of(update_interval=update_interval, publish_lag=publish_lag, strategy_options=options)
+    assert check(case) > 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(("update_interval", "publish_lag"), [(4, 1), (2, 3)])
+def test_approximations_change_no_exact_bit_and_repeat(precision: str, update_interval: int, publish_lag: int) -> None:
+    """Look-ahead, stand-in and random columns at once: another run shows the same weights, and the flush leaves AdamW's."""
+    options = {
+        "weight_prediction": "auto",
+        "provisional_scale": "auto",
+        "select_interval": 3,
+        "select_strategy": "random_selection:choose",
+    }
+    case = case_of(
+        precision=precision, update_interval=update_interval, publish_lag=publish_lag, strategy_options=options
+    )
+    first, second = run_here(case), run_here(case)
+    plain = run_here(case_of(precision=precision, topk_ratio=0, update_interval=1, publish_lag=0))
+    for of_step, again in zip(first.shown, second.shown, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of_step, again, strict=True))
+    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+        for a, b, c in zip(getattr(first, kind), getattr(second, kind), getattr(plain, kind), strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+    # They do move what the model shows.
+    assert any(not torch.equal(a, b) for a, b in zip(first.shown[5], plain.shown[5], strict=True))
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(st.integers(1, 7), st.integers(0, 4), st.integers(1, 6), st.integers(0, 3), st.sampled_from([0.05, 0.3, 1.0]))
+def test_any_history(
+    update_interval: int, publish_lag: int, select_interval: int, warm_up: int, topk_ratio: float
+) -> None:
+    options = {"select_interval": select_interval, "select_strategy": "random_selection:choose"}
+    case = case_of(
+        update_interval=update_interval,
+        publish_lag=publish_lag,
+        topk_ratio=topk_ratio,
+        warm_up=warm_up,
+        strategy_options=options,
+        flush_after=(5, 6),
+    )
+    check(case)
+
+
+def test_the_strategy_learns_what_it_needs() -> None:
+    random_selection.CALLS.clear()
+    run_here(case_of(strategy_options={"select_interval": 4, "select_strategy": "random_selection.choose"}))
+    assert {c.step for c in random_selection.CALLS} == {1, 5, 9, 13}
+    first = random_selection.CALLS[0]
+    assert first.current.numel() == 0
+    assert first.k >= 1
+    assert first.parameter
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("random_selection:no_such_name", "cannot be imported"),
+        ("no_such_module:choose", "cannot be imported"),
+        ("random_selection:NOT_CALLABLE", "allowed is a callable"),
+    ],
+)
+def test_a_strategy_that_cannot_be_used_is_refused(path: str, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(SmallNet(length=3), ZenFlowStrategy(select_strategy=path))
+
+
+def test_a_strategy_that_returns_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="allowed is a 1-D int64 tensor of at most"):
+        fit(SmallNet(length=3), ZenFlowStrategy(select_strategy="random_selection:choose_too_many"))
+
+
+def selector(interval: Any, strategy: str = "step", *, columns: int = 40) -> Selector:
+    return Selector(["w"], [columns], topk_ratio=0.25, strategy=strategy, interval=interval, device=torch.device("cpu"))
+
+
+def steps_measured(s: Selector, proxies: Any, steps: int) -> list[int]:
+    """The steps in which a selector measures, fed with proxies(step)."""
+    measured = []
+    for step in range(1, steps + 1):
+        if s.measures(step):
+            measured.append(step)
+            column_norms = s.new_column_norms()
+            column_norms.flat.copy_(proxies(step))
+            s.select(column_norms, step)
+    return measured
+
+
+def test_auto_asks_less_often_while_the_choice_fits() -> None:
+    s = selector("auto")
+    measured = steps_measured(s, lambda step: torch.arange(40.0), 400)
+    assert measured == [1, 9, 25, 57, 121, 249]
+    assert s.n_selections == 1
+
+
+def test_auto_selects_anew_when_the_choice_no_longer_fits() -> None:
+    s = selector("auto")
+    measured = steps_measured(s, lambda step: torch.arange(40.0).roll(20 if step > 30 else 0), 90)
+    assert s.n_selections == 2
+    assert measured == [1, 9, 25, 57, 73]
+
+
+def test_a_step_that_is_not_finite_is_measured_again() -> None:
+    s = selector(0)
+    assert steps_measured(s, lambda step: torch.full((40,), torch.nan if step < 3 else 1.0), 6) == [1, 2, 3]
+    assert s.n_selections == 1
+
+
+def test_epochs_are_counted_by_the_trainer() -> None:
+    s = selector(2, "epoch")
+    measured = []
+    for step in range(1, 13):
+        s.epoch = (step - 1) // 3
+        if s.measures(step):
+            measured.append(step)
+            s.select(s.new_column_norms(), step)
+    assert measured == [1, 7]
+
+
+def test_the_strategy_says_which_epoch_it_is() -> None:
+    trainer = make_trainer(ZenFlowStrategy(select_strategy="epoch", select_interval=2), max_epochs=5)
+    trainer.fit(SmallNet(length=3))
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    optimizer = trainer.strategy.zenflow_optimizer
+    assert optimizer is not None
+    assert trainer.global_step == 15
+    assert optimizer._planner.selector.n_selections == 3  # epochs 0, 2 and 4
+
+
+def test_overlap() -> None:
+    a, b = torch.tensor([1, 2, 3, 4]), torch.tensor([3, 4, 5, 6])
+    assert overlap([a], [b]) == 0.5
+    assert overlap([a, a], [b, a]) == 0.75
+    assert overlap([torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]) == 1.0

@@ -1,0 +1,233 @@
+"""The public interface: what users write, and what they are told at setup."""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
+from torch import nn
+from typing_extensions import override
+
+from harness import fit
+from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.strategy import register
+from models import TINY, LinearLossModule
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+def linear(**options: Any) -> LinearLossModule:
+    return LinearLossModule(shapes=TINY, **options)
+
+
+def test_by_name() -> None:
+    trainer = fit(linear(), "zenflow")
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    assert trainer.strategy.zenflow_config == ZenFlowConfig()
+
+
+def test_registration_happens_once() -> None:
+    register()
+    register()
+
+
+VALUES: dict[str, Any] = {
+    "topk_ratio": 0.25,
+    "select_strategy": "step",
+    "select_interval": 0,
+    "update_interval": 3,
+    "max_update_interval": 5,
+    "publish_lag": 2,
+    "optimizer_in_backward": False,
+    "full_warm_up_rounds": 4,
+    "overlap_step": False,
+    "deferred_update": "replay",
+    "weight_prediction": 0.0,
+    "provisional_scale": 0.0,
+    "auto_ratio": 0.5,
+    "offload": False,
+    "accumulate_on": "device",
+    "worker_cores": 1,
+    "pt_reserved_cores_perc": 0.25,
+    "worker_timeout": 33.0,
+    "max_worker_restarts": 7,
+    "stall_monitor": False,
+    "timeline": "logs/timeline.json",
+    "timeline_steps": [3, 4],
+}
+
+
+def test_every_key_is_a_keyword() -> None:
+    keys = [f.name for f in dataclasses.fields(ZenFlowConfig)]
+    assert list(VALUES) == keys
+    keywords = inspect.signature(ZenFlowStrategy).parameters
+    assert [name for name in keywords if name in keys] == keys
+    assert ZenFlowStrategy(**VALUES).zenflow_config == ZenFlowConfig(**VALUES)
+
+
+@pytest.mark.parametrize("form", ["ZenFlowConfig", "dict", "DictConfig", "structured", "yaml", "sections"])
+def test_forms_of_config(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "zenflow.yaml"
+    config: Any
+    match form:
+        case "ZenFlowConfig":
+            config = ZenFlowConfig(**VALUES)
+        case "dict":
+            config = dict(VALUES)
+        case "DictConfig":
+            config = OmegaConf.create(VALUES)
+        case "structured":
+            config = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), VALUES)
+        case "yaml":
+            path.write_text(OmegaConf.to_yaml(OmegaConf.create(VALUES)))
+            config = path
+        case _:
+            sections = {"zenflow": VALUES, "deepspeed": {"gradient_clipping": 0.5}}
+            path.write_text(OmegaConf.to_yaml(OmegaConf.create(sections)))
+            config = str(path)
+    strategy = ZenFlowStrategy(config=config)
+    assert strategy.zenflow_config == ZenFlowConfig(**VALUES)
+    assert strategy.config is not None
+    assert strategy.config["zero_optimization"]["stage"] == 2
+    assert ZenFlowStrategy(config=config, topk_ratio=0.75).zenflow_config.topk_ratio == 0.75
+
+
+DEEPSPEED_JSON = {
+    "train_batch_size": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "zenflow": {
+            "topk_ratio": 0.3,
+            "select_strategy": "auto",
+            "select_interval": "auto",
+            "update_interval": 2,
+            "full_warm_up_rounds": 1,
+            "overlap_step": True,
+        },
+    },
+}
+
+
+def test_deepspeed_json_with_zenflow_and_optimizer_blocks_trains(tmp_path: Path) -> None:
+    """The optimizer block is used instead of `configure_optimizers`, as under DeepSpeedStrategy: one group, no scheduler."""
+    path = tmp_path / "zf_config.json"
+    path.write_text(json.dumps(DEEPSPEED_JSON))
+    model = linear()
+    weights = [p.detach().clone() for p in model.parameters()]
+    trainer = fit(model, ZenFlowStrategy(config=str(path)), steps=7)
+    assert isinstance(trainer.strategy, ZenFlowStrategy)
+    assert trainer.strategy.zenflow_config.update_interval == 2
+
+    twin = linear()
+    theirs = [nn.Parameter(w) for w in weights]
+    optimizer = torch.optim.AdamW(theirs, lr=0.002, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(7):
+        for i, p in enumerate(theirs):
+            p.grad = twin.gradient(i, step, 0, 0)
+        nn.utils.clip_grad_norm_(theirs, 1.0)
+        optimizer.step()
+    for ours, p in zip(model.parameters(), theirs, strict=True):
+        torch.testing.assert_close(ours.detach(), p.detach(), rtol=0, atol=1e-6)
+
+
+def test_deepspeed_options_reach_deepspeed() -> None:
+    strategy = ZenFlowStrategy(reduce_bucket_size=12345)
+    assert strategy.config is not None
+    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 12345
+
+
+def test_config_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSPEED_JSON))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    assert ZenFlowStrategy().zenflow_config.topk_ratio == 0.3
+
+
+def with_optimizer(make: Callable[[list[nn.Parameter]], Any]) -> LinearLossModule:
+    class Model(LinearLossModule):
+        @override
+        def configure_optimizers(self) -> Any:
+            return make(list(self.parameters()))
+
+    return Model(shapes=TINY)
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class that computes who knows what."""
+
+
+class Manual(LinearLossModule):
+    def __init__(self) -> None:
+        super().__init__(shapes=((7, 5),))
+        self.automatic_optimization = False
+
+
+class Sparse(LinearLossModule):
+    def __init__(self) -> None:
+        super().__init__(shapes=((7, 5),))
+        self.words = nn.Embedding(5, 3, sparse=True)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "stage 1": (lambda: fit(linear(), ZenFlowStrategy(stage=1)), r"zero_optimization.stage=1: allowed is 2"),
+    "stage 3": (lambda: fit(linear(), ZenFlowStrategy(stage=3)), r"zero_optimization.stage=3: allowed is 2"),
+    "offloaded parameters": (
+        lambda: fit(linear(), ZenFlowStrategy(offload_parameters=True)),
+        r"offload_param.device='cpu': allowed is 'none'",
+    ),
+    "NVMe": (
+        lambda: fit(linear(), ZenFlowStrategy(offload_optimizer=True, offload_optimizer_device="nvme")),
+        r"offload_optimizer.device='nvme': allowed is 'cpu'",
+    ),
+    "AMSGrad": (
+        lambda: fit(with_optimizer(lambda ps: torch.optim.AdamW(ps, amsgrad=True))),
+        r"amsgrad=True: allowed is False",
+    ),
+    "maximise": (
+        lambda: fit(with_optimizer(lambda ps: torch.optim.Adam(ps, maximize=True))),
+        r"maximize=True: allowed is False",
+    ),
+    "SGD": (lambda: fit(with_optimizer(lambda ps: torch.optim.SGD(ps))), r"SGD: allowed is one of torch.optim.AdamW"),
+    "a class derived from AdamW": (
+        lambda: fit(with_optimizer(OwnAdamW)),
+        r"OwnAdamW: allowed is one of torch.optim.AdamW",
+    ),
+    "two optimizers": (
+        lambda: fit(with_optimizer(lambda ps: [torch.optim.AdamW(ps[:1]), torch.optim.AdamW(ps[1:])])),
+        r"several optimizers: allowed is one",
+    ),
+    "manual optimization": (lambda: fit(Manual()), r"automatic_optimization=False: allowed is True"),
+    "sparse embedding": (lambda: fit(Sparse()), r"words.sparse=True: allowed is False"),
+    "clipping by value": (
+        lambda: fit(linear(), gradient_clip_val=1.0, gradient_clip_algorithm="value"),
+        r"clipping gradients by value",
+    ),
+    "no optimizer": (lambda: fit(with_optimizer(lambda ps: None)), r"optimizer"),
+    "unknown key": (lambda: ZenFlowStrategy(config={"topk_ration": 0.1}), r"topk_ration.*did you mean 'topk_ratio'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_at_setup(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(MisconfigurationException, match=message):
+        make()
+
+
+def test_values_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"topk_ratio=1.5: allowed is a number from 0 to 1"):
+        ZenFlowStrategy(topk_ratio=1.5)
+
+
+def test_a_core_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"worker_cores=\[4000\]: allowed are the cores this process may run on"):
+        fit(linear(), ZenFlowStrategy(worker_cores=[4000]))

@@ -1,0 +1,143 @@
+"""TensorBoard: the layout of charts and the drawing of the timeline, in the event file and in a real browser."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+from benchmarks.accelerator import SimulatedAccelerator
+from harness import fit
+from lightning_zenflow import StallMonitor, ZenFlowStrategy
+from lightning_zenflow.monitor.metrics import METRICS
+from lightning_zenflow.monitor.tensorboard import CHARTS, TIMELINE_TAG
+from networks import SmallNet
+from rank_processes import free_port
+
+_TIMEOUT_S = 120
+
+
+def fixed(**keys: Any) -> ZenFlowStrategy:
+    return ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=1, **keys)
+
+
+def test_charts_show_metrics() -> None:
+    names = [f"zenflow/{name}" for charts in CHARTS.values() for names in charts.values() for name in names]
+    assert set(names) <= set(METRICS)
+    assert len(names) == len(set(names))
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
+    logger = TensorBoardLogger(tmp_path_factory.mktemp("events"))
+    monitor = StallMonitor(figure_every_n_steps=10)
+    fit(SmallNet(length=24), fixed(), steps=24, logger=logger, log_every_n_steps=8, callbacks=[monitor])
+    return EventAccumulator(logger.log_dir).Reload()
+
+
+def test_layout(events: EventAccumulator) -> None:
+    (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(CHARTS)
+    logged = events.Tags()["scalars"]
+    for category in layout.category:
+        for chart in category.chart:
+            found = [[name for name in logged if re.match(tag, name)] for tag in chart.multiline.tag]
+            assert all(len(names) == 1 for names in found), chart.title
+
+
+def test_drawings(events: EventAccumulator) -> None:
+    """Of steps 5 to 7, then of those that follow the tenth step and the twentieth."""
+    images = events.Images(TIMELINE_TAG)
+    assert [image.step for image in images] == [6, 13, 23]
+    assert all(image.encoded_image_string.startswith(b"\x89PNG") and image.width > 1000 for image in images)
+
+
+@pytest.fixture(scope="module")
+def tensorboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a TensorBoard that shows a finished run."""
+    folder = tmp_path_factory.mktemp("tensorboard")
+    model = SimulatedAccelerator(steps=80, params=8.5e6, compute_s=0.03)
+    logger = TensorBoardLogger(folder / "logs", name="example")
+    strategy = fixed(select_interval=8)
+    fit(model, strategy, steps=80, logger=logger, log_every_n_steps=4, precision="bf16-true")
+    port = free_port()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", "logs", "--port", str(port)]
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+    yield f"http://localhost:{port}"
+    process.terminate()
+    process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium."""
+    from selenium import webdriver
+
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    assert all(programs.values()), f"{programs}: install Debian's packages chromium and chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(programs["chromium"])
+    profile = tmp_path_factory.mktemp("profile")
+    for argument in ("--headless=new", "--no-sandbox", "--window-size=1500,2150", f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    service = webdriver.ChromeService(str(programs["chromedriver"]))
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+# TensorBoard's pages consist of web components, whose inside ordinary queries do not see.
+_FIND = """
+const found = [];
+const visit = (root) => {
+    for (const element of root.querySelectorAll("*")) {
+        if (element.matches(arguments[0])) found.push(element);
+        if (element.shadowRoot) visit(element.shadowRoot);
+        if (element.tagName === "IFRAME" && element.contentDocument) visit(element.contentDocument);
+    }
+};
+visit(document);
+return found;
+"""
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(600)
+def test_in_a_browser(tensorboard: str, browser: Any, pytestconfig: pytest.Config) -> None:
+    """`tensorboard --logdir logs` shows every chart with its lines, and the timeline; leaves the screenshot where --screenshot says."""
+    from selenium.common.exceptions import WebDriverException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def shown(selector: str, read: str) -> list[str]:
+        """A property of the elements that a CSS selector finds, in every component of the page."""
+        return [str(element.get_property(read)).strip() for element in browser.execute_script(_FIND, selector)]
+
+    def until(condition: Callable[[], bool], message: str) -> None:
+        # Elements come and go while the page is built.
+        WebDriverWait(browser, _TIMEOUT_S, ignored_exceptions=(WebDriverException,)).until(
+            lambda _: condition(), message
+        )
+
+    until(lambda: browser.get(f"{tensorboard}/#custom_scalars") is None, "TensorBoard does not answer")
+    charts = {title: names for of_category in CHARTS.values() for title, names in of_category.items()}
+    until(lambda: shown("tf-card-heading", "displayName") == list(charts), "there are other charts, or none")
+    matches = [f"Matches ({len(names)})" for names in charts.values()]
+    until(lambda: shown(".matches-text", "textContent") == matches, "metrics are missing in a chart")
+    n_lines = sum(map(len, charts.values()))
+    until(lambda: len(shown("vz-line-chart2", "id")) == len(charts), "a chart is empty")
+    until(lambda: len(shown("path.line", "id")) >= n_lines, "lines are missing")
+    screenshot = pytestconfig.getoption("screenshot")
+    if screenshot is not None:
+        assert browser.save_screenshot(screenshot)
+
+    browser.get(f"{tensorboard}/#images")
+    until(lambda: TIMELINE_TAG in shown("tf-card-heading", "tag"), "the timeline is missing")
+    until(lambda: max(map(float, shown("img", "naturalWidth")), default=0) > 1000, "the timeline is not drawn")

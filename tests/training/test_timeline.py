@@ -1,0 +1,225 @@
+"""The timeline: a valid Chrome trace whose lanes, spans and waits are right, and its drawing."""
+
+import json
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from harness import fit
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.cli import main
+from lightning_zenflow.monitor.attach import strategy_of
+from lightning_zenflow.monitor.timeline import STEP_LANE, chrome_trace, read_trace
+from lightning_zenflow.native.protocol import ThreadSpan
+from lightning_zenflow.telemetry.counters import Completion
+from lightning_zenflow.telemetry.tracing import LANES, MAX_WORKER_LANES, Tracer
+from networks import Perceptron, SmallNet
+
+PNG = b"\x89PNG\r\n\x1a\n"
+FIRST, LAST = 5, 9
+
+
+class Clock(pl.Callback):
+    """Notes the stall clock's sum at the end of each step."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = strategy_of(trainer).zenflow_optimizer
+        assert optimizer is not None
+        self.sums[trainer.global_step] = sum(optimizer.stalls.seconds.values())
+
+
+def train(path: Path, *, steps: int, callbacks: Any = (), **keys: Any) -> None:
+    given = {"update_interval": 4, "publish_lag": 1, "worker_cores": 1, "select_interval": 0, "timeline": path}
+    strategy = ZenFlowStrategy(**{**given, **keys})
+    fit(SmallNet(length=2 * steps), strategy, steps=steps, accumulate_grad_batches=2, callbacks=list(callbacks))
+
+
+@pytest.fixture(scope="module")
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Path:
+    path = tmp_path_factory.mktemp("timeline") / "logs" / "timeline.json"
+    train(path, steps=12, callbacks=[clock], timeline_steps=[FIRST, LAST])
+    return path
+
+
+@pytest.fixture(scope="module")
+def events(path: Path) -> list[dict[str, Any]]:
+    return list(read_trace(path)["traceEvents"])
+
+
+@pytest.fixture(scope="module")
+def lanes(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            spans[names[event["pid"], event["tid"]]].append(event)
+    return spans
+
+
+def test_is_a_chrome_trace(events: list[dict[str, Any]]) -> None:
+    """The keys that the format asks of metadata and of complete events, with their types; in the order of time."""
+    for event in events:
+        assert event["ph"] in ("M", "X")
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
+        else:
+            assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["cat"], str)
+    times = [event["ts"] for event in events if event["ph"] == "X"]
+    assert times == sorted(times)
+
+
+def test_lanes(lanes: dict[str, list[dict[str, Any]]]) -> None:
+    # Where the CPU trains, the device's waits are the training thread's; it may have none.
+    others = {"waits of the device", "waits of the training thread", "worker"}
+    assert set(lanes) - others == {STEP_LANE, *LANES, "worker thread 0"} - others
+    assert [event["name"] for event in lanes[STEP_LANE]] == [f"step {step}" for step in range(FIRST, LAST + 1)]
+    n_steps = LAST - FIRST + 1
+    assert len(lanes["forward"]) == len(lanes["backward"]) == 2 * n_steps, "two micro-batches a step"
+    assert len(lanes["exact step"]) == n_steps
+    # One block's window closes in each step, and its round waits for its data before it computes.
+    worker = lanes["worker thread 0"]
+    assert len(worker) == 2 * n_steps
+    assert {event["name"] for event in worker} == {"wait for gradients", *(f"block {i}" for i in range(4))}
+
+
+def test_a_lane_for_each_thread_of_the_worker(tmp_path: Path) -> None:
+    """Both work on every block once its gradients are there."""
+    path = tmp_path / "timeline.json"
+    keys = {"update_interval": 4, "publish_lag": 1, "timeline": path, "timeline_steps": [5, 7]}
+    fit(Perceptron(widths=(256, 1024, 1), length=7), ZenFlowStrategy(worker_cores=2, **keys), steps=7)
+    trace = read_trace(path)["traceEvents"]
+    names = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
+    first, second = (
+        [e for e in trace if e["ph"] == "X" and e["tid"] == names[f"worker thread {i}"] and e["cat"] != "wait"]
+        for i in (0, 1)
+    )
+    assert [e["name"] for e in first] == [e["name"] for e in second]
+    arrived = [e["ts"] + e["dur"] for e in trace if e["name"] == "wait for gradients"]
+    assert len(first) == len(arrived) == 3
+    for of_threads, arrived_us in zip(zip(first, second, strict=True), arrived, strict=True):
+        assert all(e["ts"] >= arrived_us - 1e-3 and e["dur"] > 0 for e in of_threads)
+
+
+def test_many_threads_share_lanes() -> None:
+    tracer = Tracer(torch.device("cpu"), worker_threads=40)
+    recording = tracer.record(skip=1, steps=1)
+    tracer.begin_step(1)
+    for block, n_threads in ((0, 40), (1, 3)):
+        start_ns = 1000 * block
+        threads = [ThreadSpan(begin_ns=start_ns + 100 + t, end_ns=start_ns + 500 + t) for t in range(n_threads)]
+        completion = Completion(job_id=1, start_ns=start_ns, wait_ns=100, busy_ns=400, threads=threads)
+        tracer.add_job(block, completion)
+    tracer.begin_step(2)
+    events = chrome_trace(recording.steps)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values())[:4] == [
+        STEP_LANE,
+        "worker threads 0 to 1",
+        "worker threads 2 to 4",
+        "worker threads 5 to 6",
+    ]
+    assert len(names) == 1 + MAX_WORKER_LANES
+    spans = [s for s in recording.steps[0].spans() if s.threads == range(2, 5)]
+    assert [(s.name, s.begin_ns, s.end_ns) for s in spans] == [("block 0", 102, 504), ("block 1", 1102, 1502)]
+    assert len([e for e in events if e["name"] == "block 1"]) == 2, "three threads of forty are in two lanes"
+
+
+def test_spans_do_not_overlap_within_a_lane(lanes: dict[str, list[dict[str, Any]]]) -> None:
+    for name, spans in lanes.items():
+        for before, after in pairwise(spans):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, name
+
+
+def test_what_belongs_to_a_step_lies_in_it(lanes: dict[str, list[dict[str, Any]]]) -> None:
+    steps = {event["args"]["step"]: event for event in lanes[STEP_LANE]}
+
+    def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+        starts, ends = outer["ts"] - 1e-3, outer["ts"] + outer["dur"] + 1e-3
+        return bool(starts <= inner["ts"] and inner["ts"] + inner["dur"] <= ends)
+
+    for name, spans in lanes.items():
+        if not name.startswith("worker"):
+            assert all(inside(span, steps[span["args"]["step"]]) for span in spans), name
+    late = [span["args"] for span in lanes["d2h copies"] if not any(inside(span, outer) for outer in lanes["backward"])]
+    # Those of biases and norms, together.
+    vectors = 4 * sum(p.numel() for p in SmallNet(length=1).parameters() if p.dim() < 2)
+    assert [(args["step"], args["bytes"]) for args in late] == [(step, vectors) for step in range(FIRST, LAST + 1)]
+
+
+def test_copies_say_what_they_copied(lanes: dict[str, list[dict[str, Any]]]) -> None:
+    n_bytes = 4 * sum(p.numel() for p in SmallNet(length=1).parameters())
+    for step in range(FIRST, LAST + 1):
+        down = [event["args"]["bytes"] for event in lanes["d2h copies"] if event["args"]["step"] == step]
+        assert sum(down) == n_bytes
+    up = sum(event["args"]["bytes"] for event in lanes["h2d copies"] if event["args"]["step"] < FIRST + 4)
+    assert up == n_bytes, "every block once in S steps"
+
+
+def test_waits_are_red_and_are_those_of_the_stall_clock(lanes: dict[str, list[dict[str, Any]]], clock: Clock) -> None:
+    waits = lanes["waits of the training thread"]
+    for name, spans in lanes.items():
+        for span in spans:
+            is_wait = name.startswith("waits") or span["name"].startswith("wait for")
+            assert (span.get("cname"), span["cat"] == "wait") == (("terrible", True) if is_wait else (None, False))
+    for step in range(FIRST, LAST + 1):
+        drawn_us = sum(span["dur"] for span in waits if span["args"]["step"] == step)
+        assert drawn_us == pytest.approx(1e6 * (clock.sums[step] - clock.sums[step - 1]), abs=0.1)
+
+
+def test_drawing(path: Path, tmp_path: Path) -> None:
+    assert main(["timeline", str(path), "--png", str(tmp_path / "out.png")]) == 0
+    content = (tmp_path / "out.png").read_bytes()
+    assert content.startswith(PNG) and len(content) > 10_000
+
+
+def test_without_matplotlib(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main(["timeline", str(path), "--png", str(tmp_path / "out.png")])
+    assert "drawing a timeline needs matplotlib: pip install 'lightning-zenflow[timeline]'" in capsys.readouterr().err
+
+
+def test_a_file_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    for content, message in (("{", "no JSON"), (json.dumps({"a": 1}), "`traceEvents` is missing")):
+        other.write_text(content)
+        with pytest.raises(SystemExit):
+            main(["timeline", str(other), "--png", str(tmp_path / "out.png")])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["timeline", str(tmp_path / "missing.json"), "--png", str(tmp_path / "out.png")])
+    assert "missing.json" in capsys.readouterr().err
+
+
+def test_a_training_that_ends_early(tmp_path: Path) -> None:
+    train(tmp_path / "short.json", steps=6)
+    names = [event["name"] for event in read_trace(tmp_path / "short.json")["traceEvents"]]
+    assert [name for name in names if name.startswith("step ")] == ["step 5", "step 6"]
+
+
+def test_a_path_that_cannot_be_written_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    train(Path("/proc/no/such/timeline.json"), steps=10)
+    assert any("timeline='/proc/no/such/timeline.json' cannot be written" in message for message in caplog.messages)
+
+
+def test_a_training_that_ends_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path / "none.json", steps=3)
+    assert any(message.endswith("none.json': training ended before step 5") for message in caplog.messages)
+    assert not (tmp_path / "none.json").exists()

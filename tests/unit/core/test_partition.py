@@ -1,0 +1,162 @@
+"""How a rank's partition is cut: nothing lost, nothing twice, rectangles contiguous, blocks of equal size."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zenflow.core.partition import (
+    ALIGNMENT,
+    Partition,
+    Slice,
+    align,
+    build_partition,
+    group_begins,
+    ranges_of_block,
+)
+from reference import blocks_of_elements
+
+SHAPE = st.one_of(
+    st.tuples(st.integers(1, 40)),
+    st.tuples(st.integers(1, 12), st.integers(1, 30)),
+    st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
+)
+MODEL = st.lists(st.lists(SHAPE, min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def slices_of_rank(model: Sequence[Sequence[tuple[int, ...]]], rank: int, ranks: int) -> tuple[list[Slice], list[int]]:
+    """This rank's slices and the partition sizes, element by element."""
+    sizes = []
+    slices = []
+    number = 0
+    begin_of_group = 0
+    for param_group, shapes in enumerate(model):
+        elements = [(number + i, e) for i, shape in enumerate(shapes) for e in range(torch.Size(shape).numel())]
+        size = -(-len(elements) // (2 * ranks)) * 2
+        mine = list(enumerate(elements))[rank * size : (rank + 1) * size]
+        for i, shape in enumerate(shapes):
+            of_parameter = [(at - rank * size, e) for at, (parameter, e) in mine if parameter == number + i]
+            if of_parameter:
+                slices.append(
+                    Slice(
+                        parameter=number + i,
+                        param_group=param_group,
+                        begin=begin_of_group + of_parameter[0][0],
+                        start=of_parameter[0][1],
+                        numel=len(of_parameter),
+                        columns=torch.Size(shape[1:]).numel(),
+                        is_matrix=len(shape) > 1,
+                    )
+                )
+        number += len(shapes)
+        sizes.append(size)
+        begin_of_group += align(size)
+    return slices, sizes
+
+
+def check(partition: Partition, n_blocks: int) -> None:
+    # Tiles cover the slices' elements, each of them once, in order.
+    covered = [e for tile in partition.tiles for e in range(tile.begin, tile.end)]
+    assert covered == [e for s in partition.slices for e in range(s.begin, s.end)]
+    assert all(e < partition.numel for e in covered)
+    for tile in partition.tiles:
+        s = partition.slices[tile.slice]
+        assert tile.numel > 0
+        # The rectangle is contiguous: element (row, column) of the parameter's [out, rest] view lies where the formula says.
+        assert (s.start + tile.begin - s.begin) % s.columns == tile.first_column
+        assert tile.first_column + tile.width <= s.columns
+        assert tile.rows == 1 or (tile.first_column == 0 and tile.width == s.columns)
+
+    # Blocks hold all tiles, in order, none is empty.
+    assert [t for block in partition.blocks for t in block.tiles] == list(range(len(partition.tiles)))
+    assert len(partition.blocks) <= n_blocks
+    for block in partition.blocks:
+        assert (block.begin, block.end) == (partition.tiles[block.tiles[0]].begin, partition.tiles[block.tiles[-1]].end)
+        assert block.end - block.begin <= partition.block_numel
+    assert partition.block_numel % ALIGNMENT == 0
+
+    # Cuts are at most one row away from equal shares.
+    total = len(covered)
+    if total >= n_blocks:
+        widest = max(tile.width for tile in partition.tiles)
+        for block in partition.blocks:
+            numel = sum(partition.tiles[t].numel for t in block.tiles)
+            assert abs(numel - total / n_blocks) <= widest + 1, (numel, total / n_blocks)
+
+    # Ranges of blocks add up.
+    group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
+    found = [
+        (e, p.index)
+        for block in partition.blocks
+        for p in ranges_of_block(partition, block)
+        for e in range(p.begin, p.begin + p.numel)
+    ]
+    assert found == list(group_of_element.items())
+    for a, b in zip(partition.ranges, partition.ranges[1:], strict=False):
+        assert a.end <= b.begin
+        assert a.param_group != b.param_group or a.end < b.begin
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(model=MODEL, ranks=st.integers(1, 4), n_blocks=st.integers(1, 9))
+def test_any_partition(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int) -> None:
+    for rank in range(ranks):
+        slices, sizes = slices_of_rank(model, rank, ranks)
+        partition = build_partition(slices, sizes, n_blocks)
+        assert partition.group_begins == group_begins(sizes)
+        assert all(begin % ALIGNMENT == 0 for begin in partition.group_begins)
+        check(partition, n_blocks)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(model=MODEL, ranks=st.integers(1, 3), n_blocks=st.integers(1, 5))
+def test_the_oracle_sees_the_same_blocks(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int) -> None:
+    groups = [[torch.zeros(shape) for shape in shapes] for shapes in model]
+    blocks = [b.flatten().tolist() for b in blocks_of_elements(groups, n_blocks, ranks)]
+    for rank in range(ranks):
+        slices, sizes = slices_of_rank(model, rank, ranks)
+        partition = build_partition(slices, sizes, n_blocks)
+        for number, block in enumerate(partition.blocks):
+            for tile in (partition.tiles[t] for t in block.tiles):
+                s = slices[tile.slice]
+                first = s.start + tile.begin - s.begin
+                assert blocks[s.parameter][first : first + tile.numel] == [number] * tile.numel
+
+
+def test_slice_that_begins_and_ends_in_mid_row() -> None:
+    s = Slice(parameter=0, param_group=0, begin=0, start=7, numel=20, columns=5, is_matrix=True)
+    partition = build_partition([s], [20], 1)
+    assert [(t.rows, t.first_column, t.width) for t in partition.tiles] == [(1, 2, 3), (3, 0, 5), (1, 0, 2)]
+    assert len(partition.blocks) == 1
+
+
+def test_slice_within_one_row() -> None:
+    s = Slice(parameter=0, param_group=0, begin=0, start=11, numel=3, columns=100, is_matrix=True)
+    assert [(t.rows, t.first_column, t.width) for t in build_partition([s], [4], 1).tiles] == [(1, 11, 3)]
+
+
+def test_one_row_is_cut_anywhere() -> None:
+    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=100, columns=100, is_matrix=True)
+    partition = build_partition([s], [100], 4)
+    assert [(b.begin, b.end) for b in partition.blocks] == [(0, 25), (25, 50), (50, 75), (75, 100)]
+
+
+def test_several_rows_are_cut_between_rows() -> None:
+    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=100, columns=10, is_matrix=True)
+    partition = build_partition([s], [100], 3)
+    assert sorted(b.end - b.begin for b in partition.blocks) == [30, 30, 40]
+
+
+def test_fewer_elements_than_blocks() -> None:
+    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=2, columns=1, is_matrix=False)
+    assert len(build_partition([s], [2], 7).blocks) == 2
+
+
+@pytest.mark.parametrize("sizes", [[], [2], [2, 64]])
+def test_nothing_but_padding(sizes: list[int]) -> None:
+    partition = build_partition([], sizes, 4)
+    assert partition.blocks == ()
+    assert partition.block_numel == 0
+    assert partition.numel % ALIGNMENT == 0

@@ -1,0 +1,69 @@
+"""worker_executable: where the worker is looked for, and what the user is told when it is not there."""
+
+import re
+from importlib.metadata import PackageNotFoundError, PathDistribution
+from pathlib import Path
+
+import pytest
+
+import lightning_zenflow
+import lightning_zenflow.native.paths
+from lightning_zenflow.native.paths import worker_executable
+
+
+def make_executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_distribution(name: str) -> PathDistribution:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(lightning_zenflow.native.paths, "distribution", no_distribution)
+    monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
+
+
+def test_every_folder_of_the_package_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_executable(tmp_path / "installed" / "bin" / "zenflow-worker")
+    monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
+    assert worker_executable() == expected
+
+
+def test_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_executable(tmp_path / "site" / "lightning_zenflow" / "bin" / "zenflow-worker")
+    metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
+    monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources")])
+    monkeypatch.setattr(lightning_zenflow.native.paths, "distribution", lambda name: metadata)
+    assert worker_executable() == expected
+
+
+def test_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = make_executable(tmp_path / "mine")
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(expected))
+    assert worker_executable() == expected
+
+
+def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path)])
+    with pytest.raises(RuntimeError, match=re.escape(str(tmp_path / "bin" / "zenflow-worker"))) as error:
+        worker_executable()
+    assert "pip install -e ." in str(error.value)
+
+
+def test_named_one_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "mine"))
+    with pytest.raises(
+        RuntimeError, match="named by the environment variable LIGHTNING_ZENFLOW_WORKER, does not exist"
+    ):
+        worker_executable()
+
+
+def test_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_executable(tmp_path / "mine").chmod(0o644)
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "mine"))
+    with pytest.raises(RuntimeError, match="may not be executed"):
+        worker_executable()

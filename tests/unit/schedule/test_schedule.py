@@ -1,0 +1,83 @@
+"""The schedule, and the slots, buffers and records that it promises to be enough, against a simulation of what training holds."""
+
+import random
+from collections import deque
+
+import pytest
+
+from lightning_zenflow.schedule.staggered import StaggeredSchedule
+
+
+@pytest.mark.parametrize("update_interval", [1, 2, 4, 7])
+@pytest.mark.parametrize("n_blocks", [1, 3, 4, 8, 9])
+def test_each_block_closes_once_in_every_interval(update_interval: int, n_blocks: int) -> None:
+    schedule = StaggeredSchedule(n_blocks=n_blocks, update_interval=update_interval, publish_lag=1)
+    for first in range(1, 20):
+        closed = [b for step in range(first, first + update_interval) for b in schedule.closing_blocks(step)]
+        assert sorted(closed) == list(range(n_blocks))
+
+
+@pytest.mark.parametrize("update_interval", [1, 2, 4, 7])
+def test_steps_are_equally_heavy(update_interval: int) -> None:
+    schedule = StaggeredSchedule(n_blocks=update_interval, update_interval=update_interval, publish_lag=1)
+    assert all(len(schedule.closing_blocks(step)) == 1 for step in range(1, 30))
+
+
+@pytest.mark.parametrize("publish_lag", [0, 1, 3])
+def test_rounds_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
+    schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=publish_lag)
+    assert [schedule.publish_step(step) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
+
+
+def simulate(
+    schedule: StaggeredSchedule, *, synchronous: int, flush_steps: set[int], steps: int
+) -> tuple[int, int, int]:
+    """What training holds at most: slots, publish buffers of staggered steps, and step records.
+
+    A window is the steps whose gradients it holds; a round is a window that has been handed over.
+    """
+    windows: list[list[int]] = [[] for _ in range(schedule.n_blocks)]
+    jobs: deque[tuple[int, list[int]]] = deque()  # (due step, steps)
+    slots = buffers = records = 0
+    for step in range(1, steps + 1):
+        for window in windows:
+            window.append(step)
+        slots = max(slots, sum(map(len, windows)) + sum(len(w) for _, w in jobs))
+        for held in [*windows, *(w for _, w in jobs)]:
+            records = max(records, step - min(held) + 1)
+        is_synchronous = step <= synchronous
+        for block in range(schedule.n_blocks) if is_synchronous else schedule.closing_blocks(step):
+            jobs.append((step if is_synchronous else schedule.publish_step(step), windows[block]))
+            windows[block] = []
+        if not is_synchronous:
+            buffers = max(buffers, len(jobs))
+        while jobs and jobs[0][0] <= step:
+            jobs.popleft()
+        if step in flush_steps:
+            windows = [[] for _ in windows]
+            jobs.clear()
+    return slots, buffers, records
+
+
+@pytest.mark.parametrize("update_interval", [1, 2, 3, 4, 7, 16])
+@pytest.mark.parametrize("publish_lag", [0, 1, 3, 6])
+def test_pages_buffers_and_records_suffice(update_interval: int, publish_lag: int) -> None:
+    rng = random.Random(update_interval * 100 + publish_lag)
+    for n_blocks in {1, max(1, update_interval - 1), update_interval, 2 * update_interval + 1}:
+        schedule = StaggeredSchedule(n_blocks=n_blocks, update_interval=update_interval, publish_lag=publish_lag)
+        for _ in range(6):
+            flush_steps = {step for step in range(1, 100) if rng.random() < 0.1}
+            slots, buffers, records = simulate(
+                schedule, synchronous=rng.choice([0, 1, 5]), flush_steps=flush_steps, steps=100
+            )
+            assert slots <= schedule.n_slots
+            assert buffers <= schedule.n_publish_buffers
+            assert records <= schedule.n_step_records
+
+
+@pytest.mark.parametrize(("update_interval", "publish_lag"), [(1, 0), (1, 1), (4, 0), (4, 1), (7, 3)])
+def test_pages_and_buffers_are_not_wasted(update_interval: int, publish_lag: int) -> None:
+    """Undisturbed, a run of full windows needs all of them: they are gradients' host memory, S (S + 1) / 2 + S d of them."""
+    schedule = StaggeredSchedule(n_blocks=update_interval, update_interval=update_interval, publish_lag=publish_lag)
+    slots, buffers, _ = simulate(schedule, synchronous=0, flush_steps=set(), steps=100)
+    assert (slots, buffers) == (schedule.n_slots, schedule.n_publish_buffers)

@@ -1,0 +1,136 @@
+"""What is read of the machine: from folders as the kernel shows them, and from this one."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zenflow.worker.topology import (
+    Quota,
+    allowed_cores,
+    core_siblings,
+    cpu_quotas,
+    gpu_numa_cores,
+    numa_nodes,
+    parse_core_list,
+    read_place,
+    running_on,
+    socket_cores,
+)
+from machine_files import write
+
+
+@pytest.mark.parametrize(("text", "cores"), [("", []), ("3", [3]), ("0-3,8", [0, 1, 2, 3, 8])])
+def test_core_lists(text: str, cores: list[int]) -> None:
+    assert parse_core_list(text) == cores
+
+
+def test_siblings(tmp_path: Path) -> None:
+    folder = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    write(tmp_path, {folder.format(0): "0,4\n", folder.format(1): "1-3\n"})
+    assert core_siblings([0, 1, 7], tmp_path) == {0: (0, 4), 1: (1, 2, 3), 7: (7,)}
+
+
+def test_sockets(tmp_path: Path) -> None:
+    folder = "sys/devices/system/cpu/cpu{}/topology/"
+    write(tmp_path, {folder.format(0) + "package_cpus_list": "0-3\n", folder.format(4) + "core_siblings_list": "4-7\n"})
+    assert [socket_cores(core, tmp_path) for core in (0, 4, 8)] == [(0, 1, 2, 3), (4, 5, 6, 7), ()]
+
+
+def test_cores_near_a_pci_device(tmp_path: Path) -> None:
+    devices = "sys/bus/pci/devices/"
+    write(
+        tmp_path,
+        {
+            devices + "0000:3b:00.0/numa_node": "1\n",
+            devices + "0000:3b:00.0/local_cpulist": "4-7,12-15\n",
+            # A virtual machine's: no node, and all cores are local.
+            devices + "0000:5e:00.0/numa_node": "-1\n",
+            devices + "0000:5e:00.0/local_cpulist": "0-15\n",
+            # A node of memory only.
+            devices + "0000:86:00.0/numa_node": "2\n",
+            devices + "0000:86:00.0/local_cpulist": "\n",
+        },
+    )
+    assert gpu_numa_cores("0000:3b:00.0", tmp_path) == (4, 5, 6, 7, 12, 13, 14, 15)
+    for unknown in ("0000:5e:00.0", "0000:86:00.0", "0000:af:00.0"):
+        assert gpu_numa_cores(unknown, tmp_path) == ()
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    for core, node in ((0, 0), (1, 1), (2, 1)):
+        (tmp_path / f"sys/devices/system/cpu/cpu{core}/node{node}").mkdir(parents=True)
+    assert numa_nodes([1, 2], tmp_path) == [1]
+    assert numa_nodes([2, 0], tmp_path) == [0, 1]
+    assert numa_nodes([5], tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, {}),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, {}),
+        (
+            {
+                "proc/self/cgroup": "0::/pod/job\n",
+                "sys/fs/cgroup/pod/job/cpu.max": "250000 100000\n",
+                "sys/fs/cgroup/pod/cpu.max": "800000 100000\n",
+            },
+            {"pod/job": 2.5, "pod": 8.0},
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n0::/\n",
+                # In a container the group's own path does not exist.
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n",
+            },
+            {"cpu": 3.0},
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            {},
+        ),
+    ],
+    ids=["nothing", "v2 without limit", "v2", "v1", "v1 without limit"],
+)
+def test_quotas(files: dict[str, str], cpus: dict[str, float], tmp_path: Path) -> None:
+    write(tmp_path, files)
+    mount = tmp_path / "sys/fs/cgroup"
+    expected = tuple(Quota(cpus=n, group=(mount / folder).stat().st_ino) for folder, n in cpus.items())
+    assert cpu_quotas(tmp_path) == expected
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    place = read_place(torch.device("cpu"), tmp_path)
+    assert place.host == os.uname().nodename
+    assert (place.allowed, place.gpu_numa_cores, place.gpu_socket_cores, place.quotas) == (
+        tuple(allowed_cores()),
+        (),
+        (),
+        (),
+    )
+
+
+def test_a_process_that_is_bound_to_a_core() -> None:
+    """As by taskset and by DeepSpeed's --bind_cores_to_rank."""
+    core = allowed_cores()[-1]
+    with running_on([core]):
+        assert read_place(torch.device("cpu")).allowed == (core,)
+
+
+def test_running_on_cores_and_back() -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    with pytest.raises(KeyError), running_on([core]):
+        assert os.sched_getaffinity(0) == {core}
+        raise KeyError
+    for nothing_else in ([], [8191]):
+        with running_on(nothing_else):
+            assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before

@@ -1,0 +1,342 @@
+"""The worker process, from Python and with the real executable: numbers, errors, deaths, and what is left behind."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
+from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
+from lightning_zenflow.worker.topology import allowed_cores
+from processes import is_alive, wait_for
+from reference import Group, adamw_reference
+from small_arena import GROUPS, fill_page, gradient_of, make_arena, make_partition, write_step
+
+
+@pytest.fixture
+def partition() -> Partition:
+    return make_partition()
+
+
+@pytest.fixture
+def arena(partition: Partition) -> Iterator[Arena]:
+    arena = make_arena(partition)
+    yield arena
+    arena.close(keep_state=False)
+
+
+@pytest.fixture
+def worker(arena: Arena) -> Iterator[Worker]:
+    worker = Worker(arena, cores=allowed_cores()[-1:], timeout_s=30)
+    yield worker
+    worker.kill()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtype, n_threads: int) -> None:
+    arena = make_arena(partition, dtype)
+    initial = arena.master.clone()
+    worker = Worker(arena, cores=(allowed_cores() * 2)[:n_threads], timeout_s=30)
+    # Windows of 3, 1 and 2 steps; step 4 has a gradient that is not finite, and is skipped.
+    factors = {1: 1.0, 2: 0.25, 3: 1.0, 4: float("nan"), 5: 0.5, 6: 1.0}
+    slot = 0
+    job_id = 0
+    for window in ([1, 2, 3], [4], [5, 6]):
+        for step in window:
+            write_step(arena, step, factor=factors[step])
+        for block in range(len(partition.blocks)):
+            slots = []
+            for step in window:
+                fill_page(arena, partition, block, slot, step)
+                slots.append(slot)
+                slot = (slot + 1) % arena.slots.shape[0]
+            job_id += 1
+            worker.submit(
+                JobMessage(job_id=job_id, block=block, first_step=window[0], slots=slots, publish_buffer=job_id % 4)
+            )
+            done = worker.wait()
+            assert done.job_id == job_id
+            # The blocks are too small for a second thread.
+            (span,) = done.threads
+            begin_ns = done.start_ns + done.wait_ns
+            assert begin_ns <= span.begin_ns <= span.end_ns <= begin_ns + done.busy_ns
+            b = partition.blocks[block]
+            published = arena.publish[job_id % 4, : b.end - b.begin]
+            for s in partition.slices:
+                begin, end = max(s.begin, b.begin), min(s.end, b.end)
+                if begin < end:
+                    expected = arena.master[begin:end].to(dtype)
+                    assert torch.equal(published[begin - b.begin : end - b.begin], expected)
+    assert arena.resolved == (6, 5)
+    worker.close()
+
+    applied = [step for step in factors if step != 4]
+    exact = adamw_reference(
+        [initial[s.begin : s.end] for s in partition.slices],
+        [
+            [gradient_of(partition, step, dtype).double()[s.begin : s.end] * factors[step] for s in partition.slices]
+            for step in applied
+        ],
+        [[Group(**{key: getattr(h, key) for key in Group.__dataclass_fields__}) for h in GROUPS] for _ in applied],
+    )
+    for i, s in enumerate(partition.slices):
+        for ours, theirs in (
+            (arena.master, exact.weights),
+            (arena.exp_avg, exact.exp_avg),
+            (arena.exp_avg_sq, exact.exp_avg_sq),
+        ):
+            # float32 with a few roundings a step, against float64.
+            torch.testing.assert_close(ours[s.begin : s.end].double(), theirs[i], rtol=1e-6, atol=1e-6)
+    # Padding is never touched.
+    padding = torch.ones(partition.numel, dtype=torch.bool)
+    for s in partition.slices:
+        padding[s.begin : s.end] = False
+    assert torch.equal(arena.master[padding], initial[padding])
+    assert not arena.exp_avg[padding].any()
+    arena.close(keep_state=False)
+
+
+def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
+    states = []
+    for windows in ([[1, 2, 3, 4, 5]], [[1], [2], [3], [4], [5]], [[1, 2], [3, 4, 5]]):
+        arena = make_arena(partition)
+        worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30)
+        job_id = 0
+        for window in windows:
+            for step in window:
+                write_step(arena, step)
+            for block in range(len(partition.blocks)):
+                for slot, step in enumerate(window):
+                    fill_page(arena, partition, block, slot, step)
+                job_id += 1
+                worker.submit(
+                    JobMessage(
+                        job_id=job_id, block=block, first_step=window[0], slots=range(len(window)), publish_buffer=0
+                    )
+                )
+                worker.wait()
+        worker.close()
+        states.append([arena.master.clone(), arena.exp_avg.clone(), arena.exp_avg_sq.clone()])
+        arena.close(keep_state=False)
+    for other in states[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
+
+
+def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, worker: Worker) -> None:
+    """The message may arrive long before the gradients do."""
+    before = arena.master.clone()
+    write_step(arena, 1, seal=False)
+    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+    time.sleep(0.05)  # a worker that did not wait would have done it all by now
+    assert torch.equal(arena.master, before)
+    fill_page(arena, partition, 0, 0, 1)
+    arena.sequence[1] = 1
+    assert worker.wait().wait_ns > 0
+    b = partition.blocks[0]
+    assert not torch.equal(arena.master[b.begin : b.end], before[b.begin : b.end])
+    assert torch.equal(arena.master[b.end :], before[b.end :])
+
+
+def test_rounds_are_answered_in_order(arena: Arena, partition: Partition, worker: Worker) -> None:
+    write_step(arena, 1)
+    for block in range(3):
+        worker.submit(JobMessage(job_id=10 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
+    assert [worker.wait().job_id for _ in range(3)] == [10, 11, 12]
+
+
+def test_a_round_of_no_steps_publishes(arena: Arena, partition: Partition, worker: Worker) -> None:
+    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[], publish_buffer=2))
+    worker.wait()
+    b = partition.blocks[0]
+    assert torch.equal(arena.publish[2, : b.end - b.begin], arena.master[b.begin : b.end])
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"block": 3, "slots": [0], "publish_buffer": 0}, "block"),
+        ({"block": 0, "slots": [16], "publish_buffer": 0}, "pages"),
+        ({"block": 0, "slots": [0], "publish_buffer": 4}, "publish"),
+    ],
+)
+def test_the_workers_error_reaches_the_caller(
+    arena: Arena, worker: Worker, job: dict[str, object], message: str
+) -> None:
+    write_step(arena, 1)
+    worker.submit(JobMessage(job_id=1, first_step=1, **job))  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match=f"(?s)process {worker.pid}.*failed.*{message}"):
+        worker.wait()
+    wait_for(lambda: not is_alive(worker.pid))
+    with pytest.raises(WorkerError, match="exited with status 1"):
+        worker.wait()
+
+
+@pytest.mark.parametrize("when", ["idle", "in a round"])
+def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, when: str) -> None:
+    if when == "in a round":
+        write_step(arena, 1, seal=False)
+        worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="was killed by signal 9"):
+        worker.wait()
+
+
+def test_a_dead_worker_takes_no_more_rounds(arena: Arena, worker: Worker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(worker.pid))
+    with pytest.raises(WorkerError, match="was killed by signal 9"):
+        for job_id in range(1, 3):
+            worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[0], publish_buffer=0))
+
+
+def test_a_worker_that_does_not_answer(arena: Arena) -> None:
+    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(WorkerError, match="did not answer within 0.2 s; `worker_timeout`"):
+            worker.wait()
+    finally:
+        worker.kill()
+    assert not is_alive(worker.pid)
+
+
+def test_data_that_never_arrives(arena: Arena) -> None:
+    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
+    write_step(arena, 1, seal=False)
+    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+    with pytest.raises(WorkerError):
+        worker.wait()
+    worker.close()
+
+
+def test_a_core_that_does_not_exist(arena: Arena) -> None:
+    with pytest.raises(WorkerError, match="4000"):
+        Worker(arena, cores=[4000], timeout_s=5)
+
+
+def test_an_executable_that_does_not_exist(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", "/no/such/worker")
+    with pytest.raises(
+        RuntimeError, match=r"/no/such/worker, named by the environment variable LIGHTNING_ZENFLOW_WORKER"
+    ):
+        Worker(arena, cores=[0], timeout_s=5)
+
+
+def test_an_executable_that_is_not_the_worker(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "worker"
+    script.write_text("#!/bin/sh\necho 'no libc here' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(script))
+    with pytest.raises(WorkerError, match="(?s)exited with status 3.*no libc here"):
+        Worker(arena, cores=[0], timeout_s=5)
+
+
+def test_nothing_is_left_open(partition: Partition) -> None:
+    def open_files() -> list[str]:
+        # The folder's own descriptor is gone by the time its link is read.
+        return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
+
+    def start_and_close(*, fail: bool) -> None:
+        arena = make_arena(partition)
+        if fail:
+            with pytest.raises(WorkerError):
+                Worker(arena, cores=[4000], timeout_s=5)
+        else:
+            worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=5)
+            worker.close()
+            worker.close()
+            assert not psutil.pid_exists(worker.pid)
+        arena.close(keep_state=False)
+        arena.close(keep_state=False)
+
+    start_and_close(fail=False)
+    before = open_files()
+    for fail in (False, True, False, True):
+        start_and_close(fail=fail)
+    assert open_files() == before
+
+
+def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker: Worker) -> None:
+    write_step(arena, 1)
+    before = arena.master.clone()
+    for block in range(len(partition.blocks)):
+        fill_page(arena, partition, block, block, 1)
+        worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
+    worker.close()
+    for s in partition.slices:
+        assert (arena.master[s.begin : s.end] != before[s.begin : s.end]).all()
+
+
+def test_the_state_outlives_worker_and_arena(partition: Partition) -> None:
+    arena = make_arena(partition)
+    master, expected = arena.master, arena.master.clone()
+    arena.close(keep_state=True)
+    del arena
+    assert torch.equal(master, expected)
+
+
+def test_arena_bytes(partition: Partition, arena: Arena) -> None:
+    sizes = ArenaSizes(n_param_groups=2, n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
+    assert arena_bytes(partition, sizes) == os.fstat(arena.fd).st_size
+
+
+def test_pages_and_buffers_are_reserved_as_they_are_needed(arena: Arena) -> None:
+    arena.reserve(n_slots=0, n_publish_buffers=0)
+    state = arena.reserved_bytes
+    row_bytes = arena.slots.shape[1] * arena.slots.element_size()
+    sizes = []
+    for n_slots, n_buffers in ((3, 1), (3, 1), (2, 1), (10, 2), (16, 4), (1, 1)):
+        arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers)
+        sizes.append(arena.reserved_bytes - state)
+    assert sizes == sorted(sizes)
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert 4 * row_bytes <= sizes[0] < 4 * row_bytes + 2 * 4096
+    assert arena.reserved_bytes == os.fstat(arena.fd).st_size, "each byte once"
+
+
+@pytest.mark.parametrize("state", ["idle", "waiting"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_trainers_death_ends_the_worker(state: str, how: signal.Signals) -> None:
+    read_end, write_end = os.pipe()
+    trainer = os.fork()  # starting a new Python would take seconds
+    if trainer == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        arena = make_arena(make_partition())
+        worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=600)
+        if state == "waiting":
+            write_step(arena, 1, seal=False)
+            worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+        os.write(write_end, str(worker.pid).encode())
+        time.sleep(600)
+        os._exit(0)
+    os.close(write_end)
+    try:
+        pid = int(os.read(read_end, 100))
+        assert is_alive(pid)
+        os.kill(trainer, how)
+        wait_for(lambda: not is_alive(pid))
+    finally:
+        os.close(read_end)
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+
+
+def test_a_forked_child_keeps_no_worker_alive(arena: Arena, worker: Worker) -> None:
+    """Data loaders fork: their copies of the descriptors must not hide the trainer's end from the worker."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        worker.close()
+        assert not psutil.pid_exists(worker.pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

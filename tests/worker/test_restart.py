@@ -1,0 +1,289 @@
+"""A worker that is killed is replaced, and the run ends with the same bits; one that fails or does not answer ends the run."""
+
+import dataclasses
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from harness import Case, Run, fit, run_here, workers
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.tracing import Tracer
+from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.topology import allowed_cores
+from models import TINY, LinearLossModule
+from processes import is_alive, wait_for
+from same_bits import assert_same_run
+from small_arena import fill_page, make_arena, make_partition, write_step
+from worker_killer import KillsWorker, optimizer_of
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+# Large enough that the worker computes for a good part of the time in which it may be killed.
+LARGE = {"shapes": ((601, 499), (211, 503), (997,))}
+CASE = Case(steps=24, topk_ratio=0.05, max_norm=1.0, model_options=LARGE)
+
+
+def run_and_kill(case: Case, *, seed: int) -> tuple[Run, KillsWorker]:
+    killer = KillsWorker(seed=seed)
+    options = {**case.strategy_options, "max_worker_restarts": 10**6}
+    return run_here(dataclasses.replace(case, strategy_options=options), callbacks=[killer]), killer
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        dataclasses.replace(
+            CASE, precision="bf16-true", strategy_options={"weight_prediction": 3.0, "worker_cores": 2}
+        ),
+        dataclasses.replace(
+            CASE, update_interval=1, publish_lag=0, strategy_options={"deferred_update": "accumulate"}, steps=8
+        ),
+        dataclasses.replace(CASE, update_interval=1, publish_lag=0, max_norm=None),
+    ],
+    ids=["replay", "two threads, bf16", "accumulate, synchronous", "handed over in backward"],
+)
+def test_killed_in_every_step(case: Case) -> None:
+    killed, killer = run_and_kill(case, seed=1)
+    # Two kills may hit the same worker.
+    assert killer.restarts >= case.steps / 2
+    assert_same_run(killed, run_here(case))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("update_interval", [1, 4])
+def test_killed_two_hundred_times(update_interval: int) -> None:
+    case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
+    killed, killer = run_and_kill(case, seed=2)
+    assert killer.restarts >= 200
+    assert_same_run(killed, run_here(case))
+
+
+def test_killed_around_a_freeze() -> None:
+    """Parameters are frozen and unfrozen in mid-run, for which the worker is exchanged."""
+    case = dataclasses.replace(CASE, model="FreezingModule", steps=9, model_options={"frozen_in": {0: (2, 6)}, **LARGE})
+    killed, killer = run_and_kill(case, seed=3)
+    assert killer.restarts >= 7
+    assert_same_run(killed, run_here(case))
+
+
+@pytest.fixture
+def partition() -> Partition:
+    return make_partition()
+
+
+@pytest.fixture
+def arena(partition: Partition) -> Iterator[Arena]:
+    arena = make_arena(partition)
+    yield arena
+    arena.close(keep_state=False)
+
+
+def is_dead(pid: int) -> bool:
+    return not is_alive(pid)
+
+
+class Start:
+    """Starts workers; those with the given numbers, counted from 0, are killed before they are ready."""
+
+    def __init__(self, arena: Arena, *, killed: set[int] | None = None, timeout_s: float = 30.0) -> None:
+        self._arena = arena
+        self._killed = killed or set()
+        self._timeout_s = timeout_s
+        self.n = 0
+
+    def __call__(self) -> Worker:
+        self.n += 1
+        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": self._timeout_s}
+        return (KilledAtStart if self.n - 1 in self._killed else Worker)(self._arena, **options)
+
+
+class KilledAtStart(Worker):
+    @override
+    def _receive(self, *args: Any) -> bytes:
+        os.kill(self.pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(self.pid))
+        # A message that it sent before counts no more.
+        self._socket.recv(1 << 16)
+        return super()._receive(*args)
+
+
+def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
+    cpu = torch.device("cpu")
+    stalls = StallClock(cpu, Tracer(cpu, worker_threads=1))
+    return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
+
+
+def submissions(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMessage]:
+    result = []
+    for step in range(1, steps + 1):
+        write_step(arena, step)
+        for block in range(len(partition.blocks)):
+            slot = len(result)
+            fill_page(arena, partition, block, slot, step)
+            result.append(JobMessage(job_id=1 + slot, block=block, first_step=step, slots=[slot], publish_buffer=block))
+    return result
+
+
+def state(arena: Arena) -> list[Tensor]:
+    return [t.clone() for t in (arena.master, arena.exp_avg, arena.exp_avg_sq, arena.publish)]
+
+
+@pytest.fixture
+def expected(partition: Partition) -> list[Tensor]:
+    arena = make_arena(partition)
+    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30)
+    for submission in submissions(arena, partition, steps=3):
+        worker.submit(submission)
+        worker.wait()
+    worker.close()
+    result = state(arena)
+    arena.close(keep_state=False)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_that_nobody_read_are_no_work_twice(
+    seed: int, arena: Arena, partition: Partition, expected: list[Tensor]
+) -> None:
+    """Killed when some jobs are answered, some answers read, and some jobs not begun."""
+    worker, stalls = supervised(Start(arena), max_restarts=100)
+    rng = random.Random(seed)
+    jobs = submissions(arena, partition, steps=3)
+    todo, unread = list(jobs), 0
+    kills = 0
+    while todo or unread:
+        if todo and (not unread or rng.random() < 0.5):
+            worker.submit(todo.pop(0))
+            unread += 1
+        elif rng.random() < 0.4:
+            worker.wait()
+            unread -= 1
+        else:
+            os.kill(worker.pid, signal.SIGKILL)
+            wait_for(lambda: not is_alive(worker.pid))
+            kills += 1
+    worker.close()
+    assert kills and stalls.worker_restarts
+    assert arena.resolved == (3, 3)
+    assert all(torch.equal(a, b) for a, b in zip(state(arena), expected, strict=True))
+
+
+def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
+    jobs = submissions(arena, partition, steps=3)
+    arena.sequence.zero_()
+    worker, stalls = supervised(Start(arena))
+    for step in range(3):
+        for submission in jobs[3 * step : 3 * step + 3]:
+            worker.submit(submission)
+        os.kill(worker.pid, signal.SIGKILL)
+        arena.sequence[step + 1] = step + 1
+        for _ in range(3):
+            worker.wait()
+    worker.close()
+    assert stalls.worker_restarts == 3
+    assert all(torch.equal(a, b) for a, b in zip(state(arena), expected, strict=True))
+
+
+def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.LogCaptureFixture) -> None:
+    start = Start(arena, killed={0, 2})
+    with caplog.at_level(logging.WARNING):
+        worker, stalls = supervised(start)
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.submit(submissions(arena, partition)[0])
+        assert worker.wait().job_id == 1
+        worker.close()
+    assert start.n == 4
+    assert stalls.worker_restarts == 3
+    assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
+
+
+def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Partition) -> None:
+    start = Start(arena)
+    worker, _ = supervised(start, max_restarts=2)
+    (submission, *_) = submissions(arena, partition)
+    arena.sequence.zero_()
+    with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
+        worker.submit(submission)
+        for _ in range(3):
+            os.kill(worker.pid, signal.SIGABRT)
+            pid = worker.pid
+            wait_for(partial(is_dead, pid))
+            worker.submit(submission)
+    worker.kill()
+    assert start.n == 3
+
+
+def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
+    worker, stalls = supervised(Start(arena))
+    with pytest.raises(WorkerError, match="failed: round: block is 77"):
+        worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0))
+        worker.wait()
+    worker.close()
+    assert stalls.worker_restarts == 0
+
+
+def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -> None:
+    """Then `worker_timeout` ends the run; what is stopped cannot exit when asked to, and is killed."""
+    worker, stalls = supervised(Start(arena, timeout_s=0.3))
+    pid = worker.pid
+    os.kill(pid, signal.SIGSTOP)
+    worker.submit(submissions(arena, partition)[0])
+    with pytest.raises(WorkerError, match="did not answer within 0.3 s; `worker_timeout` sets"):
+        worker.wait()
+    worker.close()
+    assert not psutil.pid_exists(pid)
+    assert stalls.worker_restarts == 0
+
+
+class StopsWorker(LinearLossModule):
+    """Stops the worker in a step; if it shall be slow only, it goes on a while after training has begun to wait for it."""
+
+    slow_by_s = 0.0
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            (pid,) = workers()
+            os.kill(pid, signal.SIGSTOP)
+            if self.slow_by_s:
+                threading.Thread(target=self._go_on, args=(pid,)).start()
+        return super().training_step(batch, batch_idx)
+
+    def _go_on(self, pid: int) -> None:
+        worker = optimizer_of(self.trainer)._worker
+        assert worker is not None
+        wait_for(lambda: bool(worker._unanswered))
+        time.sleep(self.slow_by_s)
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stopped_worker_ends_training_with_an_error() -> None:
+    with pytest.raises(WorkerError, match="did not answer within 0.5 s"):
+        fit(StopsWorker(shapes=TINY), ZenFlowStrategy(worker_timeout=0.5), steps=10)
+
+
+def test_a_slow_worker_counts_as_stall() -> None:
+    model = StopsWorker(shapes=TINY)
+    model.slow_by_s = 0.3
+    # Every step waits for its own jobs.
+    stalls = optimizer_of(fit(model, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)).stalls
+    assert stalls.seconds["publish_wait"] > 0.1
+    assert stalls.worker_restarts == 0
