@@ -1,0 +1,36 @@
+"""All telemetry of one rank as one record."""
+
+from dataclasses import dataclass, field
+
+import torch
+from typing_extensions import Self
+
+from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.tracing import Tracer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Telemetry:
+    """Clocks, spans and byte counts of one rank, passed to every component that waits, works or copies.
+
+    The record is frozen, its members are not: the training thread writes to them, and monitors read them between steps.
+    """
+
+    stalls: StallClock
+    """Time that the training thread and the device spent waiting, by cause."""
+    tracer: Tracer
+    """Spans of the steps that are being recorded."""
+    traffic: Traffic = field(default_factory=Traffic)
+    """Bytes copied between device and host."""
+
+    @classmethod
+    def create(cls, device: torch.device, *, worker_threads: int) -> Self:
+        """Builds the telemetry of a rank.
+
+        Args:
+            device: the training device. On a CUDA device, times are measured with events on the current stream.
+            worker_threads: number of threads of the rank's worker process, >= 1.
+        """
+        tracer = Tracer(device, worker_threads=worker_threads)
+        return cls(stalls=StallClock(device, tracer), tracer=tracer)

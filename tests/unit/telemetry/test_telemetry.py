@@ -1,0 +1,32 @@
+"""`Telemetry`: one record whose members share the device and the tracer."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.telemetry import Telemetry
+
+
+@pytest.fixture
+def telemetry() -> Telemetry:
+    return Telemetry.create(torch.device("cpu"), worker_threads=2)
+
+
+def test_waits_are_counted_and_traced(telemetry: Telemetry) -> None:
+    recording = telemetry.tracer.record(skip=1, steps=1)
+    telemetry.tracer.begin_step(1)
+    with telemetry.stalls.measure("flush"):
+        pass
+    telemetry.tracer.begin_step(2)
+    (span,) = recording.steps[0].spans()
+    assert (span.name, span.waits) == ("flush", True)
+    assert telemetry.stalls.seconds == {"flush": pytest.approx(span.seconds)}
+
+
+def test_the_record_is_frozen_and_its_traffic_is_its_own(telemetry: Telemetry) -> None:
+    telemetry.traffic.d2h_bytes += 3
+    assert Telemetry.create(torch.device("cpu"), worker_threads=1).traffic == Traffic()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        telemetry.traffic = Traffic()  # type: ignore[misc]
