@@ -127,7 +127,7 @@ class AlternatingMonitor(StallMonitor):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self._optimizer is not None
-        self._to_draw = self._optimizer.tracer.record(skip=4, steps=3, aligned=True)
+        self._to_draw = self._optimizer.telemetry.tracer.record(skip=4, steps=3, aligned=True)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: Any) -> None:

@@ -143,7 +143,7 @@ def fit(options: argparse.Namespace, *, last_step: int, ckpt_path: Path | None, 
     )
     trainer.fit(Regression(options.width), ckpt_path=str(ckpt_path) if ckpt_path else None)
     assert strategy.zenflow_optimizer is not None
-    return strategy.zenflow_optimizer.stalls.worker_restarts
+    return strategy.zenflow_optimizer.telemetry.stalls.worker_restarts
 
 
 def tensors_of(value: Any) -> list[Tensor]:

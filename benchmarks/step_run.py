@@ -110,7 +110,7 @@ def _our_optimizer(trainer: pl.Trainer) -> ZenFlowZeroOptimizer | None:
 def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float]:
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
-    return time.perf_counter(), optimizer.stalls.device_s, optimizer.stalls.worker_busy_s
+    return time.perf_counter(), optimizer.telemetry.stalls.device_s, optimizer.stalls.worker_busy_s
 
 
 def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from lightning_zenflow.monitor.timeline import TimelineWriter
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.cores import worker_cores
 from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+from lightning_zenflow.zero.build import RankResources
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import resolve_config
 from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
@@ -250,7 +251,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         if self._chooses_buckets:
             assert isinstance(self.config, dict)
             set_bucket_size(self.config, model)
-        build = partial(ZenFlowZeroOptimizer, zenflow=config, worker_cores=cores, ranks_on_host=self.num_processes)
+        resources = RankResources(cores=cores, ranks_on_host=self.num_processes)
+        build = partial(ZenFlowZeroOptimizer, zenflow=config, resources=resources)
         with zenflow_optimizer(build):
             engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
             self._optimizer = optimizer_of(engine)
@@ -300,7 +302,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         return output
 
     def _span(self, lane: Lane) -> AbstractContextManager[None]:
-        return nullcontext() if self._optimizer is None else self._optimizer.tracer.span(lane)
+        return nullcontext() if self._optimizer is None else self._optimizer.telemetry.tracer.span(lane)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

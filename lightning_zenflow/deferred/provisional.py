@@ -1,27 +1,27 @@
-"""Owner of the provisional update's state: factored second moments, rounding noise and the last step's clip coefficient."""
+"""Provisional updates of host-owned weights: applied during backward, replaced by the next publish."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, Slice
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.kernels.base import Kernels, SquaredNorms
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.worker.memory import has_room
+from lightning_zenflow.worker.rank_state import RankState
 
 _SEED = 20251205
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Body:
-    """The full rows of one slice, and the second moment of their gradient."""
+    """Full rows of one slice, and the second moment of their gradient."""
 
     weights: Tensor
     """[rows, columns]; of the model."""
@@ -29,8 +29,8 @@ class _Body:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProvisionalStep:
-    """A provisional update of one slice, but for its size and the gradient."""
+class ProvisionalFactors:
+    """A provisional update of one slice, without its size and the gradient."""
 
     slice: int
     """Index into `Partition.slices`."""
@@ -40,111 +40,226 @@ class ProvisionalStep:
     """Decay of the first moment in the step."""
 
 
-class ProvisionalUpdate:
-    """Applies provisional updates to the host-owned weights of a rank during backward.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileGradient:
+    """A tile's gradient in backward, and the job that concerns the tile."""
 
-    Matrices only, and of them full rows: the at most two rows that ZeRO's partition cuts wait for their publish like everything else did
-    before. Device-owned entries are moved too, and overwritten by their exact values in the same step.
+    block: int
+    """Index into `Partition.blocks`."""
+    destination: Destination
+    """Position in the slice's rectangle, and the gradient's slot in host memory."""
+    age: int
+    """See `Publisher.age`."""
+    due_step: int | None
+    """See `JobQueue.next_due`."""
+
+
+class ProvisionalUpdate:
+    """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.factored`).
+
+    Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
+    entries are updated as well, and overwritten by their exact values in the same step.
 
     Args:
-        partition: the rank's partition.
-        weights: for each parameter group, the rank's flat partition of the model's weights.
-        prediction: how far to move.
-        schedule: reads the present S and d.
-        rank: ranks round differently.
-        kernels: passes over the gradient.
-        hyperparameters: reads those of the present step.
+        rank: state of the rank.
+        compensation: size of the updates.
+        rank_number: number of the rank; ranks use different rounding noise.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        weights: Sequence[Tensor],
-        *,
-        prediction: StalenessCompensation,
-        schedule: Callable[[], UpdateSchedule],
-        rank: int,
-        kernels: Kernels,
-        hyperparameters: Callable[[], Sequence[GroupHyperparameters]],
-    ) -> None:
-        device = weights[0].device
-        self._slices = partition.slices
-        self._prediction = prediction
-        self._schedule = schedule
-        self._kernels = kernels
-        self._hyperparameters = hyperparameters
-        self._noise = RoundingNoise(_SEED + rank, device)
-        self._factor = torch.ones((), device=device)
+    def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
+        self._rank = rank
+        self._compensation = compensation
+        self._noise = RoundingNoise(_SEED + rank_number, rank.device)
+        self._factor = torch.ones((), device=rank.device)
         self._bodies: list[_Body | None] = [
-            _body(s, weights[s.param_group].narrow(0, s.begin - partition.group_begins[s.param_group], s.numel))
-            for s in partition.slices
+            _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.moves else None
+            for s in rank.partition.slices
         ]
+        self.reapply = ReapplyAfterPublish(self, rank)
+        """Updates that a publish would undo."""
 
-    def end_step(self, factor: Tensor, finite: Tensor) -> None:
-        """Remembers the factor (0-D float32) of the last step that was applied."""
-        self._factor.copy_(torch.where(finite, factor, self._factor))
+    def applies_to(self, slice_index: int) -> bool:
+        """Whether a slice has rows to update."""
+        return self._bodies[slice_index] is not None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Second moments, the last coefficient and the noise generator."""
+    def gradient(
+        self,
+        step: int,
+        factors: ProvisionalFactors,
+        gradient: Tensor,
+        tiles: Sequence[TileGradient],
+        schedule: UpdateSchedule,
+    ) -> None:
+        """Updates the weights of a slice's full rows: now, once more after the publish of a job in flight, or only then.
+
+        Args:
+            step: number of the step.
+            factors: result of `measure` for the step.
+            gradient: [rows, columns], model dtype; the slice's full rows.
+            tiles: tiles that cover `gradient`. Those whose job is due in this step are updated only after its publish.
+            schedule: present S and d.
+        """
+        if all(tile.due_step is None for tile in tiles) and len({tile.age for tile in tiles}) == 1:
+            self.apply(factors, 0, gradient, age=tiles[0].age, schedule=schedule)
+            return
+        for tile in tiles:
+            part = tile.destination.part_of(gradient)
+            if tile.due_step is None or tile.due_step > step:
+                self.apply(factors, tile.destination.begin, part, age=tile.age, schedule=schedule)
+            if tile.due_step is not None:
+                self.reapply.keep(step, factors, part, tile, schedule)
+
+    def measure(
+        self, slice_index: int, squared_norms: SquaredNorms, hyperparameters: GroupHyperparameters
+    ) -> ProvisionalFactors:
+        """Adds a step's gradient to the second moment of a slice.
+
+        Args:
+            slice_index: index into `Partition.slices`; one that `applies_to`.
+            squared_norms: of the gradient's full rows, with those of rows and columns.
+            hyperparameters: of the slice's parameter group.
+        """
+        body = self._bodies[slice_index]
+        assert body is not None and squared_norms.rows is not None and squared_norms.columns is not None
+        h = hyperparameters
+        factors = self._rank.kernels.factored_step_(
+            body.moment, squared_norms.rows, squared_norms.columns, beta2=h.beta2, lr=h.lr, scale=self._factor
+        )
+        return ProvisionalFactors(slice=slice_index, factors=factors, beta1=h.beta1)
+
+    def apply(
+        self, factors: ProvisionalFactors, begin: int, gradient: Tensor, *, age: int, schedule: UpdateSchedule
+    ) -> None:
+        """Updates a part of a slice's full rows.
+
+        Args:
+            factors: result of `measure`.
+            begin: first element of the part, counted over the slice's full rows.
+            gradient: [rows, width], model dtype; of the part: full rows, or a piece of a single one.
+            age: see `Publisher.age`.
+            schedule: present S and d.
+        """
+        body = self._bodies[factors.slice]
+        assert body is not None
+        weights, row_scale, col_scale = body.weights, factors.factors.row_scale, factors.factors.col_scale
+        if gradient.shape != weights.shape:
+            row, column = divmod(begin, weights.shape[1])
+            rows, width = gradient.shape
+            weights = weights.view(-1).narrow(0, begin, rows * width).view(rows, width)
+            row_scale, col_scale = row_scale.narrow(0, row, rows), col_scale.narrow(1, column, width)
+        size = self._compensation.scale(schedule, factors.beta1, age)
+        self._rank.kernels.provisional_update_(
+            weights, gradient, row_scale, col_scale, self._noise, factors.factors.finite, size=size
+        )
+
+    def end_step(self, scale: StepScale) -> None:
+        """Keeps the factor of the last applied step; the next step's own is not known during its backward pass."""
+        self._factor.copy_(torch.where(scale.finite, scale.factor, self._factor))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Second moments, the last factor and the position in the rounding noise; None without provisional updates."""
+        if not self._compensation.moves:
+            return None
         return {
-            "bodies": [None if body is None else body.moment.tensors() for body in self._bodies],
+            "second_moments": [None if body is None else body.moment.tensors() for body in self._bodies],
             "factor": self._factor,
             "noise": self._noise.get_state(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`, for the same slices."""
-        for body, saved in zip(self._bodies, state["bodies"], strict=True):
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `state_dict`, for the same slices."""
+        if state is None:
+            return
+        for body, saved in zip(self._bodies, state["second_moments"], strict=True):
             if body is not None:
                 for ours, theirs in zip(body.moment.tensors(), saved, strict=True):
                     ours.copy_(theirs)
         self._factor.copy_(state["factor"])
         self._noise.set_state(state["noise"])
 
-    def moves(self, slice_index: int) -> bool:
-        """Whether a slice has anything to move."""
-        return self._bodies[slice_index] is not None
 
-    def measure(self, slice_index: int, squared_norms: SquaredNorms) -> ProvisionalStep:
-        """Takes a step's gradient into the second moment of a slice; the first part of a provisional update.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """One update of a part of a slice."""
+
+    step: int
+    factors: ProvisionalFactors
+    begin: int
+    gradient: Tensor
+    """[rows, width], on the device or in host memory (page-locked for a CUDA device)."""
+
+
+class ReapplyAfterPublish:
+    """Repeats provisional updates that a publish has overwritten.
+
+    A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
+    updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
+    blocks with a job in flight are concerned: the kept gradients are d / S of the model's. They stay on the device where it has room;
+    otherwise they are copied back from their slots in host memory.
+
+    Args:
+        updates: applies the updates.
+        rank: state of the rank.
+    """
+
+    def __init__(self, updates: ProvisionalUpdate, rank: RankState) -> None:
+        self._updates = updates
+        self._n_bytes = rank.partition.numel * rank.dtype.itemsize
+        self._traffic = rank.telemetry.traffic
+        self._on_device: dict[UpdateSchedule, bool] = {}
+        self._kept: dict[int, list[_Kept]] = {}
+
+    def keep(
+        self,
+        step: int,
+        factors: ProvisionalFactors,
+        gradient: Tensor,
+        tile: TileGradient,
+        schedule: UpdateSchedule,
+    ) -> None:
+        """Keeps an update of a tile whose block has a job in flight; in backward.
 
         Args:
-            slice_index: index into `Partition.slices`; one that it `moves`.
-            squared_norms: of the gradient's full rows, of the whole step.
+            step: step of the gradient.
+            factors: see `ProvisionalUpdate.apply`.
+            gradient: [rows, width], model dtype, on the weights' device; its memory is reused after this call.
+            tile: the tile. Its slot keeps the gradient until a job with `step` is published.
+            schedule: present S and d.
         """
-        body = self._bodies[slice_index]
-        assert body is not None and squared_norms.rows is not None and squared_norms.columns is not None
-        h = self._hyperparameters()[self._slices[slice_index].param_group]
-        factors = self._kernels.factored_step_(
-            body.moment, squared_norms.rows, squared_norms.columns, beta2=h.beta2, lr=h.lr, scale=self._factor
-        )
-        return ProvisionalStep(slice=slice_index, factors=factors, beta1=h.beta1)
+        kept = tile.destination.slot
+        if gradient.device != kept.device:
+            if schedule not in self._on_device:
+                n_bytes = self._n_bytes * schedule.publish_lag / schedule.update_interval
+                self._on_device[schedule] = has_room(n_bytes, gradient.device)
+            if self._on_device[schedule]:
+                kept = gradient.clone()
+        entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept)
+        self._kept.setdefault(tile.block, []).append(entry)
 
-    def apply(self, move: ProvisionalStep, begin: int, gradient: Tensor, age: int) -> None:
-        """Moves a part of a slice's full rows; the second part of a provisional update.
+    def published(self, last_steps: Mapping[int, int], schedule: UpdateSchedule) -> None:
+        """Applies updates again.
 
         Args:
-            move: what `measure` has returned.
-            begin: the part's first element, counted over the slice's full rows.
-            gradient: [rows, width], model dtype; the part's: rows, or a piece of a single one.
-            age: see `JobQueue.gradient_age`; of the weights that are moved.
+            last_steps: for each published block the last step that its weights are exact for.
+            schedule: present S and d.
         """
-        body = self._bodies[move.slice]
-        assert body is not None
-        weights, row_scale, col_scale = body.weights, move.factors.row_scale, move.factors.col_scale
-        if gradient.shape != weights.shape:
-            row, column = divmod(begin, weights.shape[1])
-            rows, width = gradient.shape
-            weights = weights.view(-1).narrow(0, begin, rows * width).view(rows, width)
-            row_scale, col_scale = row_scale.narrow(0, row, rows), col_scale.narrow(1, column, width)
-        size = self._prediction.scale(self._schedule(), move.beta1, age)
-        self._kernels.provisional_update_(
-            weights, gradient, row_scale, col_scale, self._noise, move.factors.finite, size=size
-        )
+        for block, last in last_steps.items():
+            later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
+            for kept in later:
+                gradient = kept.gradient.to(kept.factors.factors.row_scale.device, non_blocking=True)
+                if gradient is not kept.gradient:
+                    self._traffic.h2d_bytes += gradient.nbytes
+                self._updates.apply(kept.factors, kept.begin, gradient, age=kept.step - last, schedule=schedule)
+            if later:
+                self._kept[block] = later
+
+    def clear(self) -> None:
+        """Drops all kept updates, after a flush."""
+        self._kept.clear()
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:
-    """The slice's full rows, if it has any worth it: a single row or column has no factored second moment."""
+    """Full rows of a slice; None where there are too few: a single row or column has no factored second moment."""
     offset = -s.start % s.columns
     rows = max(0, s.numel - offset) // s.columns
     if not s.is_matrix or rows < 2 or s.columns < 2:
@@ -153,86 +268,3 @@ def _body(s: Slice, weights: Tensor) -> _Body | None:
         weights=weights.narrow(0, offset, rows * s.columns).view(rows, s.columns),
         moment=SecondMoment.zeros(rows, s.columns, weights.device),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """One move of a part of a slice."""
-
-    step: int
-    move: ProvisionalStep
-    begin: int
-    gradient: Tensor
-    """[rows, width], on the device or in page-locked host memory."""
-
-
-class ReapplyAfterPublish:
-    """Repeats moves of later steps after a publish, in their order.
-
-    A round that is published d steps after its window closed overwrites the weights with the exact state of its own steps. What the
-    stand-in had moved in the d steps since then would be lost until the next publish: S steps later. Only blocks with a round in flight
-    are concerned, so the gradients to be kept are d / S times the model's. They stay on the device where it has room; otherwise they come
-    back from the slots in host memory, which on a CPU are read where they are.
-
-    Args:
-        provisional: moves weights; None: nothing is ever kept.
-        n_bytes: of all of the rank's gradients.
-        schedule: the present S and d.
-        traffic: where copied bytes are counted.
-    """
-
-    def __init__(
-        self,
-        provisional: ProvisionalUpdate | None,
-        n_bytes: int,
-        schedule: Callable[[], UpdateSchedule],
-        traffic: Traffic,
-    ) -> None:
-        self._provisional = provisional
-        self._n_bytes = n_bytes
-        self._schedule = schedule
-        self._traffic = traffic
-        self._on_device: dict[UpdateSchedule, bool] = {}
-        self._kept: dict[int, list[_Kept]] = {}
-
-    def keep(self, block: int, step: int, move: ProvisionalStep, begin: int, gradient: Tensor, slot: Tensor) -> None:
-        """Remembers a move of a part of a block that has a round in flight; in backward.
-
-        Args:
-            block: index into `Partition.blocks`.
-            step: the gradient's.
-            move: see `ProvisionalUpdate.apply`; so is `begin`.
-            begin: see there.
-            gradient: [rows, width], model dtype, on the weights' device; its memory is used again after this call.
-            slot: the same on the host; stays as it is until a round with `step` is published, since it belongs to that round.
-        """
-        if gradient.device != slot.device:
-            schedule = self._schedule()
-            if schedule not in self._on_device:
-                n_bytes = self._n_bytes * schedule.publish_lag / schedule.update_interval
-                self._on_device[schedule] = has_room(n_bytes, gradient.device)
-            if self._on_device[schedule]:
-                slot = gradient.clone()
-        kept = _Kept(step=step, move=move, begin=begin, gradient=slot)
-        self._kept.setdefault(block, []).append(kept)
-
-    def published(self, last_steps: Mapping[int, int]) -> None:
-        """Moves what was just overwritten.
-
-        Args:
-            last_steps: for each published block the last step that its weights are exact for.
-        """
-        for block, last in last_steps.items():
-            later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
-            for kept in later:
-                assert self._provisional is not None, "it has made the move"
-                gradient = kept.gradient.to(kept.move.factors.row_scale.device, non_blocking=True)
-                if gradient is not kept.gradient:
-                    self._traffic.h2d_bytes += gradient.numel() * gradient.element_size()
-                self._provisional.apply(kept.move, kept.begin, gradient, kept.step - last)
-            if later:
-                self._kept[block] = later
-
-    def clear(self) -> None:
-        """Forgets everything, after a flush."""
-        self._kept.clear()

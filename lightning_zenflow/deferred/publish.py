@@ -1,44 +1,41 @@
-"""The way of published weights from the arena into the model."""
+"""Copies of published weights from the arena into the model, and the age of the model's weights."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, Piece, ranges_of_block
-from lightning_zenflow.telemetry.tracing import Tracer
-from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.core.partition import Partition, Piece, blocks_of_tiles, ranges_of_block
+from lightning_zenflow.deferred.window import UpdateJob
+from lightning_zenflow.worker.rank_state import RankState
 
-COPIES_AT_THE_END = "h2d copies"
-"""Name of the spans in lane "h2d copies" that nothing hides."""
+EXPOSED_COPIES = "h2d copies"
+"""Name of the spans in the lane "h2d copies" that no computation hides."""
 
 
-class PublishedWeights:
-    """Copies blocks' new weights from publish buffers into the model: all at once, or a slice at a time while backward goes on.
+class Publisher:
+    """Copies the weights of finished jobs into the model: during backward, a slice at a time, or at the end of the step.
+
+    On a CUDA device, copies run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward.
 
     Args:
-        partition: the rank's partition.
-        arena: has the publish buffers.
-        weights: for each parameter group, the rank's flat partition of the model's weights, on the device.
-        tracer: records the copies.
+        rank: state of the rank.
     """
 
-    def __init__(self, partition: Partition, arena: Arena, weights: Sequence[Tensor], tracer: Tracer) -> None:
-        self._arena = arena
-        self._weights = weights
-        self._tracer = tracer
-        self._device = weights[0].device
-        # New weights cross PCIe beside the gradients that go the other way, and beside the kernels of backward.
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
+        device = rank.device
         self._stream: torch.cuda.Stream | None = (
-            torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         )
-        self.use(partition)
+        self._block_of_tile = blocks_of_tiles(rank.partition)
+        # For each block the last step that its weights are exact for, not counting provisional updates since then; None: after a flush.
+        self._exact_for: list[int | None] = [None] * len(rank.partition.blocks)
+        self.use(rank.partition)
 
     def use(self, partition: Partition) -> None:
-        """Copies the ranges of this partition from now on; it differs from the one before in nothing else."""
-        self._partition = partition
+        """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
         self._pieces: list[dict[int, list[Piece]]] = [{} for _ in partition.blocks]
         for number, block in enumerate(partition.blocks):
             for piece in ranges_of_block(partition, block):
@@ -48,83 +45,97 @@ class PublishedWeights:
                         part = dataclasses.replace(piece, begin=begin, numel=end - begin)
                         self._pieces[number].setdefault(tile.slice, []).append(part)
 
-    def slices_of(self, block: int) -> Set[int]:
-        """The slices that a block has a part of, as far as they are trained."""
+    def trained_slices(self, block: int) -> Set[int]:
+        """Slices that have a trained part in a block."""
         return self._pieces[block].keys()
 
-    def copy_in_backward(self, block: int, publish_buffer: int, slices: Collection[int]) -> int:
-        """Copies some slices' parts of a block, behind what the current stream has been given so far and beside what comes next.
+    def age(self, tile_index: int, step: int) -> int:
+        """Number of gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
+        block = self._block_of_tile[tile_index]
+        exact_for = self._exact_for[block]
+        if exact_for is None:
+            exact_for = self._exact_for[block] = step - 1
+        return step - exact_for
 
-        Returns:
-            The bytes that are copied.
-        """
-        with self._beside():
-            pieces = (piece for index in sorted(slices) for piece in self._pieces[block][index])
-            return self._copy(block, publish_buffer, _joined(pieces), "h2d copies, in backward")
-
-    def copy_rest(
-        self, block: int, publish_buffer: int, but: Collection[int], after: torch.cuda.Event | None = None
-    ) -> int:
-        """Copies what is left of a block, but for these slices, in order with the current stream.
-
-        Args:
-            block: whose weights.
-            publish_buffer: where they are.
-            but: slices that are left out.
-            after: where there is such a `mark`, what was enqueued between it and this call is not waited for.
-
-        Returns:
-            The bytes that are copied.
-        """
-        pieces = (piece for index, of_slice in self._pieces[block].items() if index not in but for piece in of_slice)
-        if after is None:
-            return self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
-        with self._beside(after):
-            n_bytes = self._copy(block, publish_buffer, _joined(pieces), COPIES_AT_THE_END)
-        self.wait()
-        return n_bytes
+    def forget_ages(self) -> None:
+        """After a flush: all weights are exact."""
+        self._exact_for = [None] * len(self._exact_for)
 
     def mark(self) -> torch.cuda.Event | None:
-        """The place in the current stream that has been reached; None where the device is the host."""
+        """Event at the present end of the current stream; None where the device is the CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def wait(self) -> None:
-        """Orders the current stream behind all copies so far; the host waits for nothing."""
+    def upload(self, job: UpdateJob, slices: Collection[int]) -> int:
+        """Copies the weights of some slices during backward, ordered behind all work enqueued on the current stream so far.
+
+        Args:
+            job: answered by the worker.
+            slices: of the job's block; no kernel that is enqueued later in this step reads or updates their weights.
+
+        Returns:
+            Bytes copied.
+        """
+        pieces = (piece for index in sorted(slices) for piece in self._pieces[job.block][index])
+        with self._beside():
+            n_bytes = self._copy(job, _joined(pieces), "h2d copies, in backward")
+        job.uploaded.update(slices)
+        return n_bytes
+
+    def finish(self, job: UpdateJob) -> None:
+        """Copies what `upload` has left of an answered job, and orders the current stream behind all of its copies.
+
+        Afterwards its publish buffer and slots may be reused in the order of the current stream.
+        """
+        if job.uploaded:
+            self._wait()
+        rest = (
+            piece for index, pieces in self._pieces[job.block].items() if index not in job.uploaded for piece in pieces
+        )
+        if job.filled is None:
+            self._copy(job, _joined(rest), EXPOSED_COPIES)
+        else:
+            with self._beside(job.filled):
+                self._copy(job, _joined(rest), EXPOSED_COPIES)
+            self._wait()
+        self._exact_for[job.block] = job.window.last_step
+
+    def _wait(self) -> None:
+        """Orders the current stream behind the copies so far; the host does not wait."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._rank.device).wait_stream(self._stream)
 
     def _beside(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """The stream of its own, behind a `mark`, or behind what the current stream has been given so far."""
+        """The copy stream, ordered behind `after`, or behind the present end of the current stream."""
         if self._stream is None:
             return nullcontext()
         if after is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._rank.device))
         else:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
-    def _copy(self, block: int, publish_buffer: int, pieces: Iterable[Piece], name: str) -> int:
-        first = self._partition.blocks[block].begin
-        new_weights = self._arena.publish[publish_buffer]
+    def _copy(self, job: UpdateJob, pieces: Iterable[Piece], name: str) -> int:
+        first = self._rank.partition.blocks[job.block].begin
+        new_weights = self._rank.arena.publish[job.publish_buffer]
         targets, sources, numel = [], [], 0
         for piece in pieces:
-            begin = piece.begin - self._partition.group_begins[piece.index]
-            targets.append(self._weights[piece.index].narrow(0, begin, piece.numel))
+            targets.append(self._rank.weights_at(piece.index, piece.begin, piece.numel))
             sources.append(new_weights.narrow(0, piece.begin - first, piece.numel))
             numel += piece.numel
         n_bytes = numel * new_weights.element_size()
         if targets:
-            with self._tracer.span("h2d copies", name, n_bytes=n_bytes):
+            with self._rank.telemetry.tracer.span("h2d copies", name, n_bytes=n_bytes):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._rank.telemetry.traffic.h2d_bytes += n_bytes
         return n_bytes
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Ascending pieces, those that follow on one another in one parameter group as one."""
+    """Merges ascending pieces that follow on one another in one parameter group."""
     result: list[Piece] = []
     index = begin = end = -1
     for piece in pieces:

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.deferred.publish import COPIES_AT_THE_END
+from lightning_zenflow.deferred.publish import EXPOSED_COPIES
 from lightning_zenflow.monitor.attach import strategy_of
 from lightning_zenflow.monitor.metrics import CopySample, interval_metrics
 from lightning_zenflow.monitor.summary import Training, summary
@@ -94,13 +94,13 @@ class StallMonitor(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._optimizer is not None:
             self._pause_ns = time.perf_counter_ns()
-            self._waited_s = sum(self._optimizer.stalls.seconds.values())
+            self._waited_s = sum(self._optimizer.telemetry.stalls.seconds.values())
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._optimizer is not None:
             # Validation is no part of a step, but the flush before it is waiting that the worker has caused.
-            waited_s = sum(self._optimizer.stalls.seconds.values()) - self._waited_s
+            waited_s = sum(self._optimizer.telemetry.stalls.seconds.values()) - self._waited_s
             self._last_ns += time.perf_counter_ns() - self._pause_ns - round(1e9 * waited_s)
 
     @override
@@ -127,7 +127,7 @@ class StallMonitor(pl.Callback):
         before, self._logged = self._logged, self._read(optimizer)
         if self._recording is not None and self._recording.complete:
             trace = self._recording.steps[0]
-            _, exposed_h2d_s = trace.copied("h2d copies", COPIES_AT_THE_END)
+            _, exposed_h2d_s = trace.copied("h2d copies", EXPOSED_COPIES)
             self._copies = CopySample(
                 down=trace.copied("d2h copies"), up=trace.copied("h2d copies"), exposed_h2d_s=exposed_h2d_s
             )
@@ -151,7 +151,7 @@ class StallMonitor(pl.Callback):
         if self._recording is None and self._logs(trainer):
             interval = _log_interval(trainer)
             until_logged = interval - trainer.global_step % interval
-            self._recording = optimizer.tracer.record(skip=max(0, until_logged - 2), steps=1)
+            self._recording = optimizer.telemetry.tracer.record(skip=max(0, until_logged - 2), steps=1)
 
     def _shows_bar(self, trainer: pl.Trainer) -> bool:
         return self._progress_bar and trainer.progress_bar_callback is not None

@@ -97,4 +97,4 @@ class Dashboard:
         self._writer.add_figure(TIMELINE_TAG, figure, global_step=step - 1)
 
     def _record(self, *, skip: int) -> None:
-        self._recording = self._optimizer.tracer.record(skip=skip, steps=_FIGURE_STEPS, aligned=True)
+        self._recording = self._optimizer.telemetry.tracer.record(skip=skip, steps=_FIGURE_STEPS, aligned=True)

@@ -143,7 +143,7 @@ class TimelineWriter(pl.Callback):
         self._optimizer = strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
         if self._optimizer is not None:
             n_steps = self._last - self._first + 1
-            self._recording = self._optimizer.tracer.record(skip=self._first - 1, steps=n_steps, aligned=True)
+            self._recording = self._optimizer.telemetry.tracer.record(skip=self._first - 1, steps=n_steps, aligned=True)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -9,6 +9,8 @@ before step t + 1 + d (d = publish_lag), ready or not: waiting for it is the sta
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import Self
+
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class UpdateSchedule:
@@ -43,6 +45,11 @@ class StaggeredSchedule:
     """S, in steps."""
     publish_lag: int
     """d, in steps."""
+
+    @classmethod
+    def of(cls, schedule: UpdateSchedule, *, n_blocks: int) -> Self:
+        """The staggered schedule of given S and d."""
+        return cls(n_blocks=n_blocks, update_interval=schedule.update_interval, publish_lag=schedule.publish_lag)
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""

@@ -1,27 +1,26 @@
-"""Where gradients are added up over a step's micro-batches: on the device, or in the host memory of the step's slots."""
+"""Accumulation of gradients over a step's micro-batches, on the device or in the host memory of the step's slots."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.worker.memory import has_room
+from lightning_zenflow.worker.rank_state import RankState
 
 _log = logging.getLogger(__name__)
 
 
-class Accumulation(ABC):
-    """Running sums of the slices' gradients. Rounded to the model's type after each micro-batch, the same bits wherever they are."""
+class Sums(ABC):
+    """Running sums of the slices' gradients, rounded to the model's type after each micro-batch: the same bits wherever they are."""
 
     @abstractmethod
-    def keep(self, slice_index: int, gradient: Tensor) -> None:
-        """Begins a sum.
+    def store(self, slice_index: int, gradient: Tensor) -> None:
+        """Overwrites a sum.
 
         Args:
             slice_index: index into `Partition.slices`.
@@ -29,110 +28,121 @@ class Accumulation(ABC):
         """
 
     @abstractmethod
-    def add(self, slice_index: int, gradient: Tensor) -> None:
-        """Adds to the sum; arguments as in `keep`, `gradient` may be changed in place."""
-
-    @abstractmethod
-    def kept(self, slice_index: int) -> Tensor:
+    def load(self, slice_index: int) -> Tensor:
         """The sum: [slice.numel], model dtype, on the device."""
 
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to a sum; `gradient` may be changed in place."""
+        self.store(slice_index, gradient.add_(self.load(slice_index)))
 
-class DeviceAccumulation(Accumulation):
-    """Sums on the device: as much memory as the rank's part of the gradients.
+
+class DeviceSums(Sums):
+    """Sums in device memory, as much as the rank's part of the gradients.
 
     Args:
-        partition: the rank's partition.
-        device: where gradients come from.
-        dtype: the model's type.
+        rank: state of the rank.
     """
 
-    def __init__(self, partition: Partition, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._partition = partition
-        self._sums = torch.empty(partition.numel, dtype=dtype, device=device)
+    def __init__(self, rank: RankState) -> None:
+        self._slices = rank.partition.slices
+        self._sums = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
 
     @override
-    def keep(self, slice_index: int, gradient: Tensor) -> None:
-        self.kept(slice_index).copy_(gradient)
+    def store(self, slice_index: int, gradient: Tensor) -> None:
+        self.load(slice_index).copy_(gradient)
 
     @override
     def add(self, slice_index: int, gradient: Tensor) -> None:
-        self.kept(slice_index).add_(gradient)
+        self.load(slice_index).add_(gradient)
 
     @override
-    def kept(self, slice_index: int) -> Tensor:
-        s = self._partition.slices[slice_index]
+    def load(self, slice_index: int) -> Tensor:
+        s = self._slices[slice_index]
         return self._sums.narrow(0, s.begin, s.numel)
 
 
-class HostAccumulation(Accumulation):
-    """Sums in the slots that the step's gradients go to in the end; they visit the device one slice at a time.
+class HostSums(Sums):
+    """Sums in the slots that the step's gradients go to in the end.
 
-    The device needs memory for the largest slice only, and nobody waits for the host: sums cross PCIe both ways, in stream order.
+    The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
 
     Args:
-        partition: the rank's partition.
-        slots: for a slice, (first element in the slice, part of a slot) of each piece that blocks cut it into.
-        traffic: where the copied bytes are counted.
-        device: where gradients come from.
-        dtype: the model's type.
+        rank: state of the rank.
+        slots: gradient slots, prepared for the step.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        slots: Callable[[int], Sequence[tuple[int, Tensor]]],
-        traffic: Traffic,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._partition = partition
+    def __init__(self, rank: RankState, slots: SlotPool) -> None:
+        self._rank = rank
         self._slots = slots
-        self._traffic = traffic
-        self._device = device
-        self._dtype = dtype
 
     @override
-    def keep(self, slice_index: int, gradient: Tensor) -> None:
-        for begin, slot in self._slots(slice_index):
+    def store(self, slice_index: int, gradient: Tensor) -> None:
+        for begin, slot in self._slots.of_slice(slice_index):
             slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-            self._traffic.d2h_bytes += slot.numel() * slot.element_size()
+            self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
 
     @override
-    def add(self, slice_index: int, gradient: Tensor) -> None:
-        self.keep(slice_index, gradient.add_(self.kept(slice_index)))
-
-    @override
-    def kept(self, slice_index: int) -> Tensor:
-        total = torch.empty(self._partition.slices[slice_index].numel, dtype=self._dtype, device=self._device)
-        for begin, slot in self._slots(slice_index):
+    def load(self, slice_index: int) -> Tensor:
+        numel = self._rank.partition.slices[slice_index].numel
+        total = torch.empty(numel, dtype=self._rank.dtype, device=self._rank.device)
+        for begin, slot in self._slots.of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            self._traffic.h2d_bytes += slot.numel() * slot.element_size()
+            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
         return total
 
 
-def new_accumulation(
-    where: Literal["auto", "device", "host"],
-    partition: Partition,
-    slots: Callable[[int], Sequence[tuple[int, Tensor]]],
-    traffic: Traffic,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Accumulation:
-    """The accumulation that is asked for; to be called in backward, when the device's memory has been as full as it gets.
+class Accumulation:
+    """Owner of the gradients of micro-batches that are not their step's last.
 
     Args:
-        where: `ZenFlowConfig.accumulate_on`.
-        partition: the rank's partition.
-        slots: see `HostAccumulation`.
-        traffic: likewise.
-        device: where gradients come from.
-        dtype: the model's type.
+        rank: state of the rank.
+        slots: gradient slots.
+        where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+            gets.
     """
-    if where == "auto":
-        where = "device" if has_room(partition.numel * dtype.itemsize, device) else "host"
-        _log.info("ZenFlow: accumulate_on='auto': gradients are added up on the %s", where)
-    if where == "host":
-        return HostAccumulation(partition, slots, traffic, device=device, dtype=dtype)
-    return DeviceAccumulation(partition, device=device, dtype=dtype)
+
+    def __init__(self, rank: RankState, slots: SlotPool, *, where: Literal["auto", "device", "host"]) -> None:
+        self._rank = rank
+        self._slots = slots
+        self._where = where
+        self._sums: Sums | None = None
+        self._pending: set[int] = set()
+
+    @property
+    def pending(self) -> list[int]:
+        """Slices with a sum that has not been taken, ascending."""
+        return sorted(self._pending)
+
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds a gradient of a micro-batch that is not the step's last.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; may be changed in place.
+        """
+        self._slots.prepare()
+        if self._sums is None:
+            self._sums = self._new_sums()
+        if slice_index in self._pending:
+            self._sums.add(slice_index, gradient)
+        else:
+            self._sums.store(slice_index, gradient)
+            self._pending.add(slice_index)
+
+    def total(self, slice_index: int, gradient: Tensor) -> Tensor:
+        """Gradient of the whole step: that of the last micro-batch, changed in place, plus the sum of those before it."""
+        return gradient.add_(self.take(slice_index)) if slice_index in self._pending else gradient
+
+    def take(self, slice_index: int) -> Tensor:
+        """Removes a pending sum and returns it: [slice.numel], model dtype, on the device."""
+        assert self._sums is not None
+        self._pending.discard(slice_index)
+        return self._sums.load(slice_index)
+
+    def _new_sums(self) -> Sums:
+        where = self._where
+        if where == "auto":
+            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
+            where = "device" if room else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", where)
+        return HostSums(self._rank, self._slots) if where == "host" else DeviceSums(self._rank)

@@ -1,4 +1,4 @@
-"""Parameters that users freeze or unfreeze (`requires_grad`) while training goes on."""
+"""Parameters that are frozen or unfrozen (`requires_grad`) while training goes on."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from lightning_zenflow.topk.columns import Columns
 
 
 class Freezing:
-    """Which parameters are trained at present. A frozen one stays as it is, and so do its moments, as under plain torch.
+    """Record of the parameters that are trained at present. As under plain torch, a frozen parameter and its moments do not change.
 
     Args:
-        partition: the rank's partition.
-        parameters: all trained parameters of the model, in the order in which `Slice.parameter` counts them.
+        partition: partition of the rank.
+        parameters: parameters of the model that required gradients at setup, in the order in which `Slice.parameter` counts them.
     """
 
     def __init__(self, partition: Partition, parameters: Sequence[Tensor]) -> None:
@@ -24,24 +24,28 @@ class Freezing:
         self._trained = [True] * len(parameters)
 
     def update(self) -> bool:
-        """Reads `requires_grad` anew; whether it changed anywhere in the model, hence the same on every rank."""
+        """Reads `requires_grad` again; returns whether it has changed anywhere in the model, the same on every rank."""
         before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
         return self._trained != before
 
-    def is_frozen(self, parameter: int) -> bool:
-        """Whether the step leaves a parameter (by its number) alone, as it was when `update` was called."""
-        return not self._trained[parameter]
+    def is_frozen(self, slice_index: int) -> bool:
+        """Whether steps leave a slice alone, as of the last `update`."""
+        return not self._trained[self._partition.slices[slice_index].parameter]
+
+    def trained_slices(self) -> list[int]:
+        """Slices that are not frozen, ascending."""
+        return [index for index in range(len(self._partition.slices)) if not self.is_frozen(index)]
 
     def trained_part(self) -> Partition:
-        """The partition with the ranges of trained parameters only; all else is as it was."""
-        trained = [s for s in self._partition.slices if self._trained[s.parameter]]
+        """Partition with the ranges of trained parameters only."""
+        trained = [self._partition.slices[index] for index in self.trained_slices()]
         return dataclasses.replace(self._partition, ranges=merge_ranges(trained))
 
     def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
-        """For each slice the columns of its parameter; none at all where it is frozen.
+        """For each slice the columns of its parameter; no columns where it is frozen.
 
         Args:
-            columns: for each parameter, the columns over the whole row; None means all.
+            columns: for each parameter, columns over the whole row; None: all.
         """
         nothing = torch.empty(0, dtype=torch.int64)
         none = Columns(device=nothing.to(self._parameters[0].device), host=nothing) if self._parameters else None

@@ -1,4 +1,29 @@
-"""What a checkpoint needs besides AdamW's state, so that the run that loads it continues bit for bit."""
+"""State of a run besides AdamW's, with which a resumed run continues bit for bit.
+
+Layout 3, of plain numbers, lists and CPU tensors::
+
+    version: 3
+    layout
+        config          keys that change numbers, with their values
+        world_size
+        slices          [(begin, start, numel, columns)] of `Partition.slices`
+    step, skipped       steps done, and how many of them were not finite
+    ownership
+        selections      [selection][parameter] columns, None for all
+        of_block        [block] index into `selections`, None before the first selection
+        selected        index of the newest selection
+        waiting         blocks that have not changed to it
+    planner
+        synchronous_until, changing_until
+        selector        current, check_interval, next, epoch, n_selections
+        schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients, strikes, calm, patience, probation
+    provisional         None if weights have no provisional updates; else
+        second_moments  [slice] tensors of the factored second moment, None for slices without
+        factor          step scale of the last step
+        noise           state of the noise generator
+
+`lightning_zenflow.checkpoint.upgrade` converts older layouts.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +31,6 @@ from typing import Any
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional import ProvisionalUpdate
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.topk.ownership import Ownership
@@ -14,8 +38,8 @@ from lightning_zenflow.topk.ownership import Ownership
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
-VERSION = 2
-"""Of what `RunState` writes; one more with every change that an older version would misread."""
+VERSION = 3
+"""Number of the layout; incremented by every change that an older version would misread."""
 
 _WITHOUT_EFFECT = (
     "worker_cores",
@@ -27,21 +51,21 @@ _WITHOUT_EFFECT = (
     "stall_monitor",
     "timeline",
     "timeline_steps",
+    "deferred_update",
 )
 """Keys of the configuration that change no number."""
 
 
 class RunState:
-    """Collects and hands back the state of the parts, right after a flush; plain numbers and tensors.
+    """Collects the state of the components right after a flush, and restores it.
 
     Args:
-        config: the configuration.
-        partition: the rank's partition.
-        world_size: ranks that share the model.
-        jobs: whose counts belong to it.
-        ownership: whose columns belong to it.
-        planner: whose selector and schedule belong to it.
-        provisional: whose squared_norms and noise belong to it, if there is one.
+        config: configuration.
+        partition: partition of the rank.
+        world_size: data-parallel ranks.
+        ownership: device-owned columns.
+        planner: selector and schedule.
+        provisional: second moments and rounding noise.
     """
 
     def __init__(
@@ -49,11 +73,9 @@ class RunState:
         config: ZenFlowConfig,
         partition: Partition,
         world_size: int,
-        *,
-        jobs: JobQueue,
         ownership: Ownership,
         planner: Planner,
-        provisional: ProvisionalUpdate | None,
+        provisional: ProvisionalUpdate,
     ) -> None:
         values = dataclasses.asdict(config)
         self._layout: dict[str, Any] = {
@@ -61,40 +83,39 @@ class RunState:
             "world_size": world_size,
             "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
         }
-        self._jobs = jobs
         self._ownership = ownership
         self._planner = planner
         self._provisional = provisional
 
     def state_dict(self, *, step: int, skipped: int) -> dict[str, Any]:
-        """The state after `step`, of which `skipped` changed nothing."""
+        """State after `step` steps, of which `skipped` changed nothing."""
         return {
             "version": VERSION,
             "layout": self._layout,
             "step": step,
             "skipped": skipped,
-            "n_updates": self._jobs.n_updates,
             "ownership": self._ownership.state_dict(),
             "planner": self._planner.state_dict(),
-            "provisional": None if self._provisional is None else self._provisional.state_dict(),
+            "provisional": self._provisional.state_dict(),
         }
 
     def difference(self, state: Mapping[str, Any]) -> str:
-        """What keeps a run from continuing another one bit for bit; empty if nothing does."""
+        """Reason why a run cannot continue another one bit for bit; empty if it can."""
         if state["version"] != VERSION:
             return f"an older lightning-zenflow wrote it (its layout is {state['version']}, now it is {VERSION})"
         theirs = state["layout"]
         if theirs["world_size"] != self._layout["world_size"]:
             return f"it was saved by {theirs['world_size']} ranks, these are {self._layout['world_size']}"
-        for key, value in self._layout["config"].items():
-            if theirs["config"].get(key) != value:
-                return f"it was saved with {key}={theirs['config'].get(key)!r}, now it is {value!r}"
+        config, saved = self._layout["config"], theirs["config"]
+        for key in {**config, **saved}:
+            if key not in config:
+                return f"it was saved with {key}={saved[key]!r}, a key that no longer exists"
+            if saved.get(key) != config[key]:
+                return f"it was saved with {key}={saved.get(key)!r}, now it is {config[key]!r}"
         return "" if theirs == self._layout else "its partition is another"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hands the state to the parts; AdamW's is in the arena by now."""
-        self._jobs.n_updates = state["n_updates"]
+        """Inverse of `state_dict`; AdamW's state has been loaded into the arena."""
         self._planner.load_state_dict(state["planner"])
         self._ownership.load_state_dict(state["ownership"])
-        if self._provisional is not None:
-            self._provisional.load_state_dict(state["provisional"])
+        self._provisional.load_state_dict(state["provisional"])

@@ -1,74 +1,53 @@
-"""Gradients of biases and norms, which are many and small: kept where they arrive, and handled a block or a step at a time."""
+"""Gradients of biases and norms: many small vectors, copied and measured together."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.telemetry.counters import Traffic
-from lightning_zenflow.telemetry.tracing import Tracer
+from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.worker.rank_state import RankState
 
 _LARGEST_NUMEL = 1 << 16
-"""Of a slice that is handled so. What is kept takes memory on the device, and larger ones are worth a pass of their own."""
+"""Elements of a slice that is handled here. Kept gradients take device memory, and larger ones are worth a pass of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """What lies in one block."""
+    """Vectors of one block."""
 
     values: Tensor
-    """[n], a view: all of it is one piece, since blocks and slices ascend alike."""
+    """[n], a contiguous view, because blocks and slices ascend alike."""
     tiles: list[int]
     """Indexes into `Partition.tiles`."""
     of_tiles: list[Tensor]
-    """Their gradients, [rows, width], views."""
+    """Gradients of the tiles, [rows, width], views."""
     slices: set[int]
 
 
 class VectorGradients:
-    """Owner of one step's gradients of small vectors, one after the other in one tensor on the device.
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device.
 
-    A transformer has two to three vectors for every matrix, and what a vector costs is not its elements but the calls that are made for
-    it: here one when it arrives, the others for all of them together, at the end of backward or when their block is handed over. They
-    have no columns to choose from, so there are no proxies and no stand-in to wait for. Slices that have no gradient in a step have the
-    gradient zero.
+    A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
+    made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
+    have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
 
     Args:
-        partition: the rank's partition.
-        jobs: where gradients go.
-        ownership: which entries' gradients are kept on the device.
-        kernels: passes over gradients.
-        tracer: records the copies.
-        traffic: where copied bytes are counted.
-        device: where gradients come from.
-        dtype: the model's type.
+        rank: state of the rank.
+        slots: destinations in host memory.
+        ownership: destinations on the device.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        jobs: JobQueue,
-        ownership: Ownership,
-        kernels: Kernels,
-        tracer: Tracer,
-        traffic: Traffic,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._jobs = jobs
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
+        self._rank = rank
+        self._slots = slots
         self._ownership = ownership
-        self._kernels = kernels
-        self._tracer = tracer
-        self._traffic = traffic
+        partition = rank.partition
         small = {i: s for i, s in enumerate(partition.slices) if not s.is_matrix and s.numel <= _LARGEST_NUMEL}
         numels = [s.numel for s in small.values()]
-        self._values = torch.zeros(sum(numels), device=device, dtype=dtype)
+        self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
         self._blocks: list[_Block] = []
         end = 0
@@ -82,63 +61,57 @@ class VectorGradients:
             values = self._values.narrow(0, begin, end - begin)
             self._blocks.append(_Block(values=values, tiles=tiles, of_tiles=views, slices=slices))
         assert end == self._values.numel(), "blocks and slices ascend alike"
-        self._kept: set[int] = set()
-        self._filled: set[int] = set()
-        self._totals: list[Tensor] = []
 
     def __contains__(self, slice_index: int) -> bool:
         return slice_index in self._of_slice
 
     def keep(self, slice_index: int, gradient: Tensor) -> None:
-        """Takes one slice's gradient of the whole step.
+        """Keeps one slice's gradient of the whole step.
 
         Args:
-            slice_index: one that it contains.
+            slice_index: a contained slice.
             gradient: [slice.numel], model dtype, on the device.
         """
         self._of_slice[slice_index].copy_(gradient)
-        self._kept.add(slice_index)
 
-    def fill(self, block: int) -> Tensor | None:
-        """Phase *fill* of `JobQueue` for one block, which is handed over next: all of its slices that have a gradient have been kept.
+    def fill(self, arrived: Set[int], *, block: int) -> Sequence[Tensor]:
+        """Phase *fill* of one block, which is submitted next.
 
-        Returns:
-            Sum of squares: 0-D float64 on the device; None if the block has nothing small.
-        """
-        self._filled.add(block)
-        return self._fill([self._blocks[block]], self._blocks[block].values)
-
-    def finish(self) -> list[Tensor]:
-        """Phase *fill* for what is left of the step.
+        Args:
+            arrived: slices whose gradients have been kept in this step.
+            block: index into `Partition.blocks`.
 
         Returns:
-            Sums of squares, 0-D float64 on the device; together of all that has been kept in the step.
+            Squared norms, 0-D float64 on the device; empty where the block has no vectors.
         """
-        if self._filled:
-            rest = [block for number, block in enumerate(self._blocks) if number not in self._filled]
-            for block in rest:
-                self._fill([block], block.values)
-        else:
-            self._fill(self._blocks, self._values)
-        totals = list(self._totals)
-        self._kept.clear()
-        self._filled.clear()
-        self._totals.clear()
-        return totals
+        return self._fill([self._blocks[block]], self._blocks[block].values, arrived)
 
-    def _fill(self, blocks: Sequence[_Block], values: Tensor) -> Tensor | None:
-        """Some blocks; `values` is what they have together."""
+    def finish(self, arrived: Set[int], *, filled: Set[int]) -> Sequence[Tensor]:
+        """Phase *fill* of all blocks, at the end of backward.
+
+        Args:
+            arrived: slices whose gradients have been kept in this step.
+            filled: blocks that `fill` has been called for.
+
+        Returns:
+            Squared norms, 0-D float64 on the device.
+        """
+        if not filled:
+            return self._fill(self._blocks, self._values, arrived)
+        rest = (block for number, block in enumerate(self._blocks) if number not in filled)
+        return [norm for block in rest for norm in self._fill([block], block.values, arrived)]
+
+    def _fill(self, blocks: Sequence[_Block], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+        """Fills some blocks; `values` is the concatenation of theirs."""
         if not values.numel():
-            return None
-        missing = set().union(*(block.slices for block in blocks)) - self._kept
-        for index in missing:
+            return ()
+        for index in set().union(*(block.slices for block in blocks)) - arrived:
             self._of_slice[index].zero_()
-        n_bytes = values.numel() * values.element_size()
         tiles = [tile for block in blocks for tile in block.tiles]
         gradients = [gradient for block in blocks for gradient in block.of_tiles]
-        with self._tracer.span("d2h copies", n_bytes=n_bytes):
-            torch._foreach_copy_([self._jobs.slot(tile) for tile in tiles], gradients, non_blocking=True)
-        self._traffic.d2h_bytes += n_bytes
+        with self._rank.telemetry.tracer.span("d2h copies", n_bytes=values.nbytes):
+            torch._foreach_copy_([self._slots.of_tile(tile) for tile in tiles], gradients, non_blocking=True)
+        self._rank.telemetry.traffic.d2h_bytes += values.nbytes
         targets, sources = [], []
         for tile, gradient in zip(tiles, gradients, strict=True):
             for selection in self._ownership.selections(tile):
@@ -146,6 +119,4 @@ class VectorGradients:
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        total = self._kernels.squared_norms(values.view(1, -1), per_axis=False).total
-        self._totals.append(total)
-        return total
+        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).total]

@@ -1,4 +1,4 @@
-"""When columns are selected anew, and which: the state around the pure functions of `selection`."""
+"""Schedule of column selections, and the selected columns."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _SMALLEST_OVERLAP = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionContext:
-    """What a user's `select_strategy` learns besides the proxies."""
+    """Inputs of a user's `select_strategy` besides the proxies."""
 
     parameter: str
     """Name of the matrix."""
@@ -36,7 +36,7 @@ class SelectionContext:
     """Optimizer step whose gradient the proxies are from, counted from 1."""
     epoch: int
     k: int
-    """How many columns `topk_ratio` allows; the callable may return fewer, not more."""
+    """Number of columns that `topk_ratio` allows; the callable may return fewer."""
     current: Tensor
     """int64, ascending; the columns selected last, empty before the first selection."""
 
@@ -103,18 +103,39 @@ class Selector:
         self._callable = None if strategy in ("auto", "step", "epoch") else import_strategy(strategy)
         self._interval = interval
         self._device = device
-        self._check_interval = _SHORTEST_CHECK
-        self._current: list[Tensor] = [torch.empty(0, dtype=torch.int64) for _ in names]
-        self._on_device: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device) for _ in names]
-        self._next: int | None = 0  # step or epoch of the next selection
-        self.epoch = 0
-        """Number of the present epoch, kept up to date by the strategy."""
-        self.n_selections = 0
-        self.last_overlap: float | None = None
+        self.start_over()
+
+    @property
+    def epoch(self) -> int:
+        """Number of the present epoch."""
+        return self._epoch
+
+    @property
+    def n_selections(self) -> int:
+        """Selections since the start."""
+        return self._n_selections
+
+    @property
+    def last_overlap(self) -> float | None:
         """Share of the columns chosen last that were chosen before as well; None until there is something to compare."""
+        return self._last_overlap
+
+    def start_over(self) -> None:
+        """Forgets all selections."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._current = [nothing for _ in self._names]
+        self._on_device = [nothing.to(self._device) for _ in self._names]
+        self._check_interval = _SHORTEST_CHECK
+        self._next: int | None = 0  # step or epoch of the next selection
+        self._epoch = self._n_selections = 0
+        self._last_overlap: float | None = None
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to; counts where the selection strategy is "epoch"."""
+        self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """What was selected last, and when it is asked again."""
+        """Columns selected last, and the time of the next selection."""
         return {
             "current": list(self._current),
             "check_interval": self._check_interval,
@@ -124,28 +145,28 @@ class Selector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Inverse of `state_dict`."""
         self._current = list(state["current"])
         self._on_device = [columns.to(self._device) for columns in self._current]
         self._check_interval, self._next = state["check_interval"], state["next"]
-        self.epoch, self.n_selections = state["epoch"], state["n_selections"]
+        self._epoch, self._n_selections = state["epoch"], state["n_selections"]
 
     def measures(self, step: int) -> bool:
         """Whether the gradient of `step`, or of the present epoch's first step, is to be measured for a selection."""
         return self._next is not None and (self.epoch if self._by_epoch else step) >= self._next
 
     def new_column_norms(self) -> ColumnSquaredNorms:
-        """Where a step's proxies are added up."""
+        """New sums for the proxies of one step."""
         return ColumnSquaredNorms(self._columns, self._device)
 
     def max_interval_by_gradients(self, column_norms: ColumnSquaredNorms, share: float) -> Tensor | None:
-        """The gradient rule for the present columns and reduced proxies, see `selection.max_interval_by_gradients`. Does not wait for the device."""
+        """The gradient rule for the present columns and reduced proxies, see `importance`. Does not wait for the device."""
         return max_interval_by_gradients(
             self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device), share
         )
 
     def owned_norm_share(self, column_norms: ColumnSquaredNorms) -> Tensor:
-        """Share of the gradient's squared_norms in the present columns by reduced proxies, see `selection.owned_norm_share`. Does not wait."""
+        """Share of the gradient's squared_norms in the present columns by reduced proxies, see `importance`. Does not wait."""
         return owned_norm_share(self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device))
 
     def select(self, column_norms: ColumnSquaredNorms, step: int) -> list[Columns | None] | None:
@@ -160,14 +181,14 @@ class Selector:
             return None
         fresh = [self._choose(i, p, step) for i, p in enumerate(proxies)]
         if self.n_selections > 0:
-            self.last_overlap = overlap(self._of_matrices(self._current), self._of_matrices(fresh))
+            self._last_overlap = overlap(self._of_matrices(self._current), self._of_matrices(fresh))
         fits = self._interval == "auto" and self._still_fits()
         self._schedule_next(step)
         if fits:
             return None
         self._current = fresh
         self._on_device = [c.to(self._device) for c in fresh]
-        self.n_selections += 1
+        self._n_selections += 1
         return [
             None if n == 0 or c.numel() == n else Columns(device=d, host=c)
             for n, c, d in zip(self._columns, fresh, self._on_device, strict=True)

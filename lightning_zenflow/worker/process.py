@@ -51,10 +51,8 @@ class JobMessage:
     first_step: int
     slots: Sequence[int]
     publish_buffer: int
-    rule: protocol.Rule = protocol.Rule.REPLAY
     prediction_steps: float = 0.0
-    n_updates: int = 0
-    early: bool = False
+    in_backward: bool = False
 
     def message(self) -> bytes:
         """As it goes over the socket."""
@@ -65,10 +63,10 @@ class JobMessage:
             first_step=self.first_step,
             n_steps=len(self.slots),
             publish_buffer=self.publish_buffer,
-            rule=self.rule,
+            rule=protocol.Rule.REPLAY,
             look_ahead=self.prediction_steps,
-            n_updates=self.n_updates,
-            early=self.early,
+            n_updates=0,
+            early=self.in_backward,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 

@@ -47,7 +47,7 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
         # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
         for unused in built:
             unused.destroy()
-            unused.abandon()
+            unused.close(keep_state=False)
         raise
     finally:
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer

@@ -27,9 +27,6 @@ CASES = {
     "bf16, accumulated, clipped": Case(
         topk_ratio=0.3, precision="bf16-true", accumulate=2, max_norm=1.0, strategy_options=EVERYTHING
     ),
-    "mean gradients": Case(
-        topk_ratio=0.3, max_norm=1.0, strategy_options={**EVERYTHING, "deferred_update": "accumulate"}
-    ),
     "offload": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, "offload": True}),
     "warm-up": Case(topk_ratio=0.3, warm_up=5, strategy_options=EVERYTHING),
     "nothing on the device": Case(

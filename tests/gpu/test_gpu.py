@@ -166,7 +166,7 @@ def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     class Clock(pl.Callback):
         @override
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            device_s.append(optimizer_of(trainer).stalls.device_s)
+            device_s.append(optimizer_of(trainer).telemetry.stalls.device_s)
 
     case = replace(RACES["fixed gradients"], steps=120)
     options = {**case.strategy_options, "select_strategy": "step", "select_interval": "auto"}

@@ -76,7 +76,7 @@ class PeakMemory(pl.Callback):
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         self.n_bytes = torch.cuda.max_memory_allocated()
-        self.owned = optimizer_of(trainer)._ownership.numel
+        self.owned = optimizer_of(trainer).parts.ownership.numel
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -15,7 +15,7 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.publish import PublishedWeights
+from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.topk.ownership import Ownership
@@ -90,7 +90,7 @@ def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round that is due is waited for in backward, and the device sleeps before its weights arrive."""
     # The answer comes in any case, and `wait` takes it.
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: True)
-    late(PublishedWeights, "_copy")(monkeypatch)
+    late(Publisher, "_copy")(monkeypatch)
 
 
 def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "backward": SlowBackward,
     "worker": SlowWorker,
-    "reduced gradients": late(GradientRouter, "receive"),
+    "reduced gradients": late(GradientRouter, "route"),
     "copies to the host": late(Kernels, "take"),
     "sums of gradients": late(GradientRouter, "finish"),
     "the step's number": late(JobQueue, "seal"),
@@ -125,7 +125,7 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
     """Runs in which the device is waited for before and after every step's phases, so that nothing can overtake anything."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, method in (
-            (GradientRouter, "receive"),
+            (GradientRouter, "route"),
             (JobQueue, "seal"),
             (JobQueue, "publish"),
             (Ownership, "step"),

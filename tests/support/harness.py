@@ -165,8 +165,8 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
-        if optimizer is not None and optimizer._planner.schedule is not None:
-            schedule = optimizer._planner.schedule.schedule
+        if optimizer is not None and optimizer.parts.planner.changes_schedule:
+            schedule = optimizer.schedule
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)

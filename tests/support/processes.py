@@ -28,7 +28,7 @@ class ArenaWatch:
     """
 
     def __init__(self, strategy: Any) -> None:
-        self._fd = os.dup(strategy.zenflow_optimizer._arena.fd)
+        self._fd = os.dup(strategy.zenflow_optimizer.parts.rank.arena.fd)
 
     @property
     def n_bytes(self) -> int:

@@ -8,9 +8,10 @@ import torch
 
 from harness import Case, make_trainer, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.step.accumulation import DeviceAccumulation, HostAccumulation, new_accumulation
-from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.step.accumulation import Accumulation
 from rank_processes import run_on_ranks
+from rank_states import make_rank_state
 from same_bits import assert_same_run
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
@@ -30,7 +31,6 @@ CASES: dict[str, Case] = {
             "offload": True,
         },
     ),
-    "mean gradients": replace(BASE, strategy_options={**APPROXIMATE, "deferred_update": "accumulate"}),
     "changes of schedule": replace(
         BASE,
         schedules=((3, 8, 1), (6, 1, 0)),
@@ -82,24 +82,22 @@ def test_two_ranks() -> None:
             assert_same_run(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("where", "kind"), [("auto", DeviceAccumulation), ("device", DeviceAccumulation), ("host", HostAccumulation)]
-)
-def test_sums(where: Literal["auto", "device", "host"], kind: type) -> None:
+@pytest.mark.parametrize("where", ["auto", "device", "host"])
+def test_sums(where: Literal["auto", "device", "host"]) -> None:
     """Of one slice that blocks cut; "auto" takes the device where that is the host."""
     piece = Slice(parameter=0, param_group=0, begin=0, start=0, numel=30, columns=3, is_matrix=True)
     partition = build_partition([piece], [30], 2)
-    slot = torch.empty(partition.numel, dtype=torch.bfloat16)
-    cut = 12
-    device = torch.device("cpu")
-    traffic = Traffic()
-    slots = [(0, slot[:cut]), (cut, slot[cut:30])]
-    sums = new_accumulation(where, partition, lambda index: slots, traffic, device=device, dtype=torch.bfloat16)
-    assert type(sums) is kind
-    gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
-    sums.keep(0, gradients[0].clone())
-    for gradient in gradients[1:]:
+    rank = make_rank_state(partition, [torch.zeros(30, dtype=torch.bfloat16)])
+    slots = SlotPool(partition, rank.arena)
+    slots.grow(2)
+    sums = Accumulation(rank, slots, where=where)
+    gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+    for gradient in gradients[:3]:
         sums.add(0, gradient.clone())
-    assert torch.equal(sums.kept(0), gradients[0] + gradients[1] + gradients[2])
+    assert sums.pending == [0]
+    total = sums.total(0, gradients[3].clone())
+    assert torch.equal(total, gradients[3] + (gradients[0] + gradients[1] + gradients[2]))
+    assert sums.pending == []
     n_bytes = 3 * 30 * 2 if where == "host" else 0
+    traffic = rank.telemetry.traffic
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (n_bytes, n_bytes)

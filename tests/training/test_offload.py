@@ -19,10 +19,11 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale, step_scale
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.select import kernels_for
-from lightning_zenflow.topk.columns import Columns, DeviceColumns, ResidentState, VisitingState
+from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from rank_processes import run_on_ranks
+from rank_states import make_rank_state
 from same_bits import assert_same_run
 
 CPU = torch.device("cpu")
@@ -40,7 +41,6 @@ CASES = {
     "bf16, accumulated over micro-batches": Case(
         topk_ratio=0.3, precision="bf16-true", accumulate=3, max_norm=1.0, strategy_options=APPROXIMATE
     ),
-    "mean gradients": Case(topk_ratio=0.3, strategy_options={**RESELECTING, "deferred_update": "accumulate"}),
     "changes of schedule": Case(
         topk_ratio=0.3,
         schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
@@ -63,7 +63,7 @@ def test_no_bit_depends_on_it(name: str) -> None:
 
 
 def test_no_bit_depends_on_it_on_two_ranks() -> None:
-    names = ["reselection", "mean gradients", "a network"]
+    names = ["reselection", "a network"]
     cases = {f"{name} {i}": case for name in names for i, case in enumerate(both(CASES[name]))}
     runs = run_on_ranks(cases)
     for name in names:
@@ -73,21 +73,21 @@ def test_no_bit_depends_on_it_on_two_ranks() -> None:
             assert_same_run(offloaded, resident)
 
 
-@pytest.mark.parametrize("state_class", [ResidentState, VisitingState])
-def test_what_changes_on_the_device_is_kept(state_class: Any) -> None:
-    state = state_class(5, CPU)
-    state.where_it_lives().copy_(torch.arange(15.0).view(3, 5))
+@pytest.mark.parametrize("state_class", [ResidentState, OffloadedState])
+def test_what_changes_on_the_device_is_kept(state_class: NewState) -> None:
+    state = state_class(5, CPU, Traffic())
+    state.for_loading().copy_(torch.arange(15.0).view(3, 5))
     with state.on_device() as values:
         values.add_(1)
-    assert torch.equal(state.where_it_lives(), torch.arange(1.0, 16.0).view(3, 5))
+    assert torch.equal(state.for_loading(), torch.arange(1.0, 16.0).view(3, 5))
     assert torch.equal(state.master_on_device(), torch.arange(1.0, 6.0))
 
 
 def test_a_visit_leaves_nothing_behind() -> None:
-    state = VisitingState(5, CPU)
+    state = OffloadedState(5, CPU, Traffic())
     with state.on_device() as values:
         visitor = weakref.ref(values)
-        assert values.data_ptr() != state.where_it_lives().data_ptr()
+        assert values.data_ptr() != state.for_loading().data_ptr()
     del values
     gc.collect()
     assert visitor() is None
@@ -107,8 +107,8 @@ class HeldMemory(pl.Callback):
         assert optimizer is not None
         self.states, self.beside = 0, {}
         # The model's own, of which columns keep views.
-        storages = {weights.untyped_storage().data_ptr() for weights in optimizer._ownership._weights}
-        for columns in optimizer._ownership._current:
+        storages = {weights.untyped_storage().data_ptr() for weights in optimizer.parts.rank.weights}
+        for columns in optimizer.parts.ownership.current:
             if columns is not None:
                 homes = {id(group.state._values) for group in columns._groups}
                 for tensor in tensors_of(columns):
@@ -120,7 +120,7 @@ class HeldMemory(pl.Callback):
                     elif storage.data_ptr() not in storages:
                         storages.add(storage.data_ptr())
                         self.beside[tensor.dtype] = self.beside.get(tensor.dtype, 0) + n_bytes
-        self.numel = optimizer._ownership.numel
+        self.numel = optimizer.parts.ownership.numel
 
 
 def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
@@ -184,22 +184,21 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
 
     scale: StepScale = step_scale(one, max_norm=0.0, loss_scale=1.0)
     before = allocated()
-    kernels = kernels_for(device)
-    columns = DeviceColumns(partition, 0, [selected], weights=[weights], offload=offload, kernels=kernels)
+    rank = make_rank_state(partition, [weights], arena=arena)
+    columns = DeviceColumns(rank, 0, [selected], new_state=OffloadedState if offload else ResidentState)
     for _ in range(2):  # twice, so that the host writes what the device may still be reading
-        columns.load(arena)
+        columns.load()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for step in range(STEPS):
             wanted = columns.selection(0)
             assert wanted is not None
-            kernels.select(gradients[step].view(-1, COLUMNS), [wanted])
+            rank.kernels.select(gradients[step].view(-1, COLUMNS), [wanted])
             columns.step([adamw], one * (step + 1), scale)
             columns.write_weights()
     held = allocated() - before
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    columns.store(arena)
-    state = torch.stack((arena.master, arena.exp_avg, arena.exp_avg_sq)).clone()
+    state = torch.cat([group.state.for_loading().cpu() for group in columns._groups], 1)
     shown = weights.cpu()
     arena.close(keep_state=False)
     return held, peak, shown, state

@@ -126,10 +126,9 @@ def test_all_blocks_are_handed_over_in_backward() -> None:
         replace(CASE, max_norm=1.0),
         replace(CASE, publish_lag=1),
         replace(CASE, update_interval=2),
-        with_keys(CASE, deferred_update="accumulate"),
         with_keys(CASE, overlap_step=False),
     ],
-    ids=["clipping", "d=1", "S=2", "mean gradients", "synchronous"],
+    ids=["clipping", "d=1", "S=2", "synchronous"],
 )
 def test_nothing_is_early_where_the_end_of_the_step_must_be_known(case: Case) -> None:
     assert run_watched(replace(case, steps=4))[1] == []

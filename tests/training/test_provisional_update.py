@@ -269,11 +269,6 @@ def test_freezing_with_accumulation_and_bf16() -> None:
     check_freezing(case, [run_here(case)])
 
 
-def test_frozen_with_mean_gradients() -> None:
-    case = replace(FREEZING, strategy_options={**ON, "deferred_update": "accumulate"})
-    check_what_is_shown(case, [run_here(case)])
-
-
 def test_frozen_and_unfrozen_between_micro_batches() -> None:
     options = {"frozen_in": FROZEN_IN, "micro": 1}
     case = replace(FREEZING_CASES["defaults"], accumulate=3, model_options=options)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from harness import Case, Run, run_here
-from lightning_zenflow.deferred.publish import PublishedWeights
+from lightning_zenflow.deferred.publish import Publisher
+from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -40,7 +41,7 @@ CASES = {
 def run_with(name: str, answers: str) -> tuple[Run, int, int]:
     """A run in which the worker is never, always or now and then seen to be done in time; and how many copies were early and late."""
     early = late = asked = 0
-    copy_in_backward, copy_rest = PublishedWeights.copy_in_backward, PublishedWeights.copy_rest
+    upload, finish = Publisher.upload, Publisher.finish
 
     def has_answered(self: SupervisedWorker) -> bool:
         nonlocal asked
@@ -48,28 +49,21 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
         # The round is in flight, so that its answer, which `wait` takes, comes in any case.
         return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
 
-    def counted_early(self: PublishedWeights, block: int, publish_buffer: int, slices: Collection[int]) -> int:
+    def counted_upload(self: Publisher, job: UpdateJob, slices: Collection[int]) -> int:
         nonlocal early
-        n_bytes = copy_in_backward(self, block, publish_buffer, slices)
+        n_bytes = upload(self, job, slices)
         early += n_bytes > 0
         return n_bytes
 
-    def counted_rest(
-        self: PublishedWeights,
-        block: int,
-        publish_buffer: int,
-        but: Collection[int],
-        after: torch.cuda.Event | None = None,
-    ) -> int:
+    def counted_finish(self: Publisher, job: UpdateJob) -> None:
         nonlocal late
-        n_bytes = copy_rest(self, block, publish_buffer, but, after)
-        late += n_bytes > 0
-        return n_bytes
+        late += not self.trained_slices(job.block) <= job.uploaded
+        finish(self, job)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SupervisedWorker, "has_answered", has_answered)
-        patch.setattr(PublishedWeights, "copy_in_backward", counted_early)
-        patch.setattr(PublishedWeights, "copy_rest", counted_rest)
+        patch.setattr(Publisher, "upload", counted_upload)
+        patch.setattr(Publisher, "finish", counted_finish)
         return run_here(CASES[name]), early, late
 
 

@@ -55,7 +55,7 @@ class OwnedEntries(pl.Callback):
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         optimizer = trainer.strategy.zenflow_optimizer
         assert optimizer is not None
-        partition, ownership = optimizer._partition, optimizer._ownership
+        partition, ownership = optimizer.parts.rank.partition, optimizer.parts.ownership
         exact = torch.zeros(partition.numel, dtype=torch.float64)
         for s in partition.slices:
             weights = exact_weights()[trainer.global_step][s.parameter]
@@ -227,7 +227,7 @@ def test_the_strategy_says_which_epoch_it_is() -> None:
     optimizer = trainer.strategy.zenflow_optimizer
     assert optimizer is not None
     assert trainer.global_step == 15
-    assert optimizer._planner.selector.n_selections == 3  # epochs 0, 2 and 4
+    assert optimizer.parts.selector.n_selections == 3  # epochs 0, 2 and 4
 
 
 def test_overlap() -> None:

@@ -34,7 +34,7 @@ class Clock(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         optimizer = strategy_of(trainer).zenflow_optimizer
         assert optimizer is not None
-        self.sums[trainer.global_step] = sum(optimizer.stalls.seconds.values())
+        self.sums[trainer.global_step] = sum(optimizer.telemetry.stalls.seconds.values())
 
 
 def train(path: Path, *, steps: int, callbacks: Any = (), **keys: Any) -> None:

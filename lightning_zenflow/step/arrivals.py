@@ -1,0 +1,70 @@
+"""Arrival of a step's gradients: slices, blocks and their squared norms."""
+
+from collections.abc import Collection, Set
+
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Partition
+
+
+class Arrivals:
+    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it.
+
+    Args:
+        partition: partition of the rank.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        blocks: list[set[int]] = [{partition.tiles[tile].slice for tile in block.tiles} for block in partition.blocks]
+        self._slices_of_block = blocks
+        self._trained: Set[int] = frozenset(range(len(partition.slices)))
+        self._arrived: set[int] = set()
+        self._new: set[int] = set()
+        self._missing: list[set[int]] = []
+        self._blocks_of_slice: list[list[int]] = [[] for _ in partition.slices]
+        for number, slices in enumerate(blocks):
+            for index in slices:
+                self._blocks_of_slice[index].append(number)
+        self.squared_norms: list[Tensor] = []
+        """0-D float64 on the device, of the rank's gradients so far."""
+
+    @property
+    def arrived(self) -> Set[int]:
+        """Slices whose gradient of the whole step has been routed."""
+        return self._arrived
+
+    @property
+    def missing(self) -> list[int]:
+        """Trained slices without a gradient so far, ascending."""
+        return sorted(self._trained - self._arrived)
+
+    def train(self, slices: Collection[int]) -> None:
+        """Expects the gradients of these slices from the next step on."""
+        self._trained = frozenset(slices)
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._arrived.clear()
+        self._new.clear()
+        self.squared_norms.clear()
+        self._missing = [slices & self._trained for slices in self._slices_of_block]
+
+    def slice_complete(self, index: int) -> list[int]:
+        """Notes that a slice's gradient of the whole step has been routed.
+
+        Returns:
+            Blocks that are complete with it, ascending.
+        """
+        self._arrived.add(index)
+        self._new.add(index)
+        complete = []
+        for block in self._blocks_of_slice[index]:
+            self._missing[block].discard(index)
+            if not self._missing[block]:
+                complete.append(block)
+        return complete
+
+    def take_new(self) -> Set[int]:
+        """Slices that have been completed since the last call."""
+        new, self._new = self._new, set()
+        return new

@@ -1,0 +1,60 @@
+"""Inputs of one optimizer step, fixed when the first gradient of its last micro-batch arrives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.topk.selector import ColumnSquaredNorms
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Kind of one step; the same on every rank."""
+
+    synchronous: bool
+    """Every window closes and is published in the step itself, exactly."""
+    shows_exact_weights: bool
+    """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
+    submits_in_backward: bool
+    """Blocks are submitted as soon as their gradient is complete."""
+    measures: bool
+    """Column proxies are added up."""
+    selects: bool
+    """The proxies decide on new columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """Inputs of one optimizer step, passed along with its gradients."""
+
+    number: int
+    """Counted from 1."""
+    plan: StepPlan
+    groups: Sequence[GroupHyperparameters]
+    """Hyperparameters of each parameter group, read during backward; `ZenFlowStep.step` reads them again."""
+    schedule: UpdateSchedule
+    """S and d."""
+    loss_scale: float
+    """Factor that the loss was multiplied by before backward."""
+    column_norms: ColumnSquaredNorms | None
+    """Sums for the column proxies; None in steps that do not measure them."""
+
+
+class StepEnvironment(Protocol):
+    """Interface of the optimizer around the step, such as DeepSpeed's."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor that the loss is multiplied by before backward."""
+
+    @property
+    def max_norm(self) -> float:
+        """Largest norm of the whole gradient after clipping; 0: no clipping."""
+
+    def read_hyperparameters(self) -> list[GroupHyperparameters]:
+        """Present hyperparameters of each parameter group; never waits for a device."""
+
+    def gather_weights(self) -> None:
+        """Exchanges the ranks' updated weights."""

@@ -1,0 +1,270 @@
+"""One optimizer step, without DeepSpeed: its phases, and the state that they share."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
+from lightning_zenflow.step.accumulation import Accumulation
+from lightning_zenflow.step.context import StepContext, StepEnvironment
+from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.step.parts import StepParts
+from lightning_zenflow.worker.process import WorkerError
+
+
+class ZenFlowStep:
+    """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
+    arXiv 2505.12242).
+
+    During backward, every reduced gradient passes through `receive`: it is copied to the worker's slots (phase *fill* of `JobQueue`), and a
+    provisional update is applied to the weights. `step` then runs these phases:
+
+    1. *reduce*: gradients of unused parameters count as zero; the squared norm is added over the ranks.
+    2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
+    3. *seal*: factor and step number follow the gradients to the worker.
+    4. *update*: exact AdamW of the device-owned entries.
+    5. *select*: at the end of the warm-up, and from time to time after it, the columns with the largest gradients become device-owned;
+       each block changes its columns with its next window.
+    6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
+    7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
+       device-owned weights are written over them.
+    8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+
+    Args:
+        config: configuration.
+        parts: components of the step.
+        environment: optimizer around the step.
+        freezing: parameters that are trained.
+        group: data-parallel ranks.
+
+    Attributes:
+        count: 0-D float64 on the device: number of applied steps.
+        skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
+    """
+
+    def __init__(
+        self,
+        config: ZenFlowConfig,
+        parts: StepParts,
+        environment: StepEnvironment,
+        freezing: Freezing,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._environment = environment
+        self._freezing = freezing
+        self._group = group
+        rank = parts.rank
+        self._rank = rank
+        self._telemetry = rank.telemetry
+        self._jobs, self._router, self._ownership = parts.jobs, parts.router, parts.ownership
+        self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
+        self._accumulation = Accumulation(rank, parts.slots, where=config.accumulate_on)
+        self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
+        self.skipped = parts.skipped
+        self._number = self._flushed_number = 0
+        self._context: StepContext | None = None
+        self.start_over(count=0)
+
+    @property
+    def number(self) -> int:
+        """Steps so far."""
+        return self._number
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the arena is the exact state of all steps so far."""
+        return self._flushed_number == self._number and not self._jobs.submitted_in_backward
+
+    def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this call
+                enqueues.
+            last: whether this is the step's last micro-batch.
+        """
+        if self._freezing.is_frozen(slice_index):
+            # A parameter that was unfrozen between two micro-batches is trained from the next step on.
+            return
+        if not last:
+            self._accumulation.add(slice_index, gradient)
+            return
+        context = self._context or self._open()
+        self._router.route(context, slice_index, self._accumulation.total(slice_index, gradient))
+
+    @torch.no_grad()
+    def step(self) -> StepScale:
+        """One optimizer step; the phases are those of the class docstring."""
+        context = self._context or self._open()
+        self._context = None
+        number, plan = context.number, context.plan
+        self._number = number
+        # Read again: a hook may have changed them after backward.
+        groups = self._environment.read_hyperparameters()
+        self._router.in_backward.check_hyperparameters(context, groups)
+        self._rank.arena.write_hyperparameters(number, groups)
+
+        # reduce
+        squared_norm = self._router.finish(context, self._accumulation)
+        self._add_over_ranks(squared_norm)
+        # clip
+        scale = step_scale(squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale)
+        self.count.add_(scale.finite)
+        self.skipped.add_(~scale.finite)
+        # seal
+        self._jobs.seal(number, scale.factor)
+        # update
+        with self._telemetry.tracer.span("exact step"):
+            self._ownership.step(groups, self.count, scale)
+        self._provisional.end_step(scale)
+        # select
+        max_interval = self._select(context)
+        # submit
+        closed = self._jobs.submit_closing(
+            number, beta1=mean_beta1(groups), synchronous=plan.synchronous, drain=self._ownership.waiting
+        )
+        self._ownership.submitted(closed)
+        # publish
+        published = self._jobs.publish(number)
+        with self._telemetry.tracer.span("provisional update"):
+            self._provisional.reapply.published(published, context.schedule)
+        self._change_owners(published)
+        self._ownership.write_weights()
+        # gather
+        self._environment.gather_weights()
+
+        self._telemetry.stalls.steps += 1
+        self._planner.end_step(number, plan, max_interval)
+        self._begin_trace()
+        return scale
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to; counts where `select_strategy` is "epoch"."""
+        self._selector.start_epoch(epoch)
+
+    def follow_freezing(self) -> None:
+        """Follows changes of `requires_grad`; between steps, alike on all ranks."""
+        if not self._freezing.update():
+            return
+        self.flush()
+        self._jobs.change_ranges(self._freezing.trained_part())
+        self._router.arrivals.train(self._freezing.trained_slices())
+        self.start_over(int(self.count))
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far.
+
+        Raises:
+            WorkerError: blocks of a step have been submitted whose backward pass was interrupted.
+        """
+        if self.is_exact:
+            return
+        if self._jobs.submitted_in_backward:
+            raise WorkerError(
+                f"the backward pass of step {self._number + 1} was interrupted after parts of the step had been submitted to the worker, so"
+                f" the exact state after step {self._number} is lost; optimizer_in_backward=False keeps it in such a case"
+            )
+        self._context = None
+        with torch.no_grad():
+            self._jobs.flush(self._number)
+            self._provisional.reapply.clear()
+            self._ownership.reload()
+            self._ownership.write_weights()
+            self._environment.gather_weights()
+        # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
+        self._parts.host_state.write_count(int(self.count))
+        self._planner.interrupt()
+        self._flushed_number = self._number
+
+    def start_over(self, count: int) -> None:
+        """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
+        self._planner.start_over(self._number, count)
+        self._ownership.clear()
+        self._begin_trace()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State besides AdamW's that continues the run bit for bit; right after a flush only."""
+        return self._parts.run_state.state_dict(step=self._number, skipped=int(self.skipped))
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
+        """Continues a run; AdamW's state has been loaded into the arena.
+
+        Args:
+            saved: a `state_dict`; None: the checkpoint has none.
+            count: number of applied steps.
+
+        Returns:
+            Reason why the run does not continue bit for bit; empty if it does.
+        """
+        self.count.fill_(count)
+        difference = "it is not one of ZenFlow" if saved is None else self._parts.run_state.difference(saved)
+        if saved is not None:
+            self._number = self._flushed_number = saved["step"]
+            self.skipped.fill_(saved["skipped"])
+        self._rank.arena.resolved = (self._number, count)
+        self.start_over(count)
+        if saved is not None and not difference:
+            self._parts.run_state.load_state_dict(saved)
+        return difference
+
+    def _open(self) -> StepContext:
+        """Fixes the inputs of the next step, when the first gradient of its last micro-batch arrives."""
+        number = self._number + 1
+        plan = self._planner.plan(number)
+        self._context = StepContext(
+            number=number,
+            plan=plan,
+            groups=self._environment.read_hyperparameters(),
+            schedule=self._jobs.schedule,
+            loss_scale=self._environment.loss_scale,
+            column_norms=self._selector.new_column_norms() if plan.measures else None,
+        )
+        self._router.open(self._context)
+        return self._context
+
+    def _begin_trace(self) -> None:
+        tracer = self._telemetry.tracer
+        if tracer.needs_alignment:
+            with self._telemetry.stalls.measure("timeline"):
+                tracer.align()
+        tracer.begin_step(self._number + 1)
+
+    def _add_over_ranks(self, values: Tensor) -> None:
+        # On a single rank it would change nothing, at the cost of a collective.
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(values, group=self._group)
+
+    def _select(self, context: StepContext) -> Tensor | None:
+        """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""
+        norms, selector = context.column_norms, self._selector
+        if norms is None:
+            return None
+        self._add_over_ranks(norms.flat)
+        max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
+        knows_columns = selector.n_selections > 0
+        if knows_columns:
+            self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+        if context.plan.selects:
+            # The host waits for the device, because it gathers the state of the new columns; counted as stall.
+            with self._telemetry.stalls.measure("select"):
+                columns = selector.select(norms, context.number)
+            if columns is not None:
+                self._ownership.select(self._freezing.of_slices(columns))
+                self._planner.selected(context.number)
+            if not knows_columns:
+                self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+        return max_interval
+
+    def _change_owners(self, published: Collection[int]) -> None:
+        """Gives the device the new columns of the published blocks."""
+        if self._ownership.changes(published):
+            # The host gathers their state and copies it from memory that is not page-locked; counted as stall.
+            with self._telemetry.stalls.measure("select"):
+                self._ownership.published(published)

@@ -1,0 +1,52 @@
+"""Objects of one rank that every part of an optimizer step works on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.worker.arena import Arena
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """The model's weights, the optimizer state and the tools of one data-parallel rank.
+
+    The record itself never changes. Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` belong to the training
+    thread, in the order of the device's streams.
+    """
+
+    partition: Partition
+    """Layout of the rank's optimizer state and its division into blocks."""
+    arena: Arena
+    """Shared memory: exact state, gradient slots and publish buffers."""
+    weights: Sequence[Tensor]
+    """For each parameter group the rank's flat partition of the model's weights, model dtype, on the device."""
+    kernels: Kernels
+    """Passes over gradients and device-owned entries."""
+    telemetry: Telemetry
+    """Stall clock, tracer and copied bytes."""
+
+    @property
+    def device(self) -> torch.device:
+        """Training device."""
+        return self.weights[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of weights and gradients."""
+        return self.weights[0].dtype
+
+    def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
+        """View [numel] of the model's weights.
+
+        Args:
+            param_group: parameter group of the elements.
+            begin: first element, counted over the partition.
+            numel: number of elements, all of the same group.
+        """
+        return self.weights[param_group].narrow(0, begin - self.partition.group_begins[param_group], numel)
