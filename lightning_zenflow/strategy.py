@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.collective import load_together, open_together, refusing_other_models, save_together
-from lightning_zenflow.config import ZenFlowConfig, unknown_key_message
+from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.monitor.stall_monitor import StallMonitor
 from lightning_zenflow.monitor.timeline import TimelineWriter
 from lightning_zenflow.telemetry.tracing import Lane
@@ -57,14 +56,15 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     Runs on CUDA and, for tests and small models, on the CPU.
 
     Args:
-        config: where keys come from that are not given here: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
-            configuration (JSON file or dict), with a ``zero_optimization.zenflow`` block or without.
-        topk_ratio: this and all up to `timeline_steps`: see `ZenFlowConfig`; None takes the key from `config`, else its default.
-        **deepspeed_options: everything that `DeepSpeedStrategy` takes, such as `reduce_bucket_size` or `timeout`.
+        config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
+            configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
+        topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
+            default.
+        **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
-        ValueError: a key has a value that is not allowed.
-        MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not work with.
+        ConfigValueError: a key has a value that is not allowed.
+        MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
     strategy_name = "zenflow"
@@ -82,53 +82,26 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         optimizer_in_backward: bool | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
-        deferred_update: str | None = None,
         weight_prediction: float | Literal["auto"] | None = None,
         provisional_scale: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
         offload: bool | None = None,
-        accumulate_on: Literal["device", "host", "auto"] | None = None,
+        accumulate_on: Literal["auto", "device", "host"] | None = None,
         worker_cores: int | Sequence[int] | Literal["auto"] | None = None,
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         stall_monitor: bool | None = None,
         timeline: str | Path | None = None,
-        timeline_steps: str | Sequence[int] | None = None,
+        timeline_steps: Sequence[int] | Literal["auto"] | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        keys = {
-            "topk_ratio": topk_ratio,
-            "select_strategy": select_strategy,
-            "select_interval": select_interval,
-            "update_interval": update_interval,
-            "max_update_interval": max_update_interval,
-            "publish_lag": publish_lag,
-            "optimizer_in_backward": optimizer_in_backward,
-            "full_warm_up_rounds": full_warm_up_rounds,
-            "overlap_step": overlap_step,
-            "deferred_update": deferred_update,
-            "weight_prediction": weight_prediction,
-            "provisional_scale": provisional_scale,
-            "auto_ratio": auto_ratio,
-            "offload": offload,
-            "accumulate_on": accumulate_on,
-            "worker_cores": worker_cores,
-            "pt_reserved_cores_perc": pt_reserved_cores_perc,
-            "worker_timeout": worker_timeout,
-            "max_worker_restarts": max_worker_restarts,
-            "stall_monitor": stall_monitor,
-            "timeline": timeline,
-            "timeline_steps": timeline_steps,
-        }
+        arguments = locals()
+        given = {key: arguments[key] for key in KEYS if arguments[key] is not None}
         if config is None:
             # The variable by which Lightning takes a DeepSpeed configuration from the environment.
             config = os.environ.get(self.DEEPSPEED_ENV_VAR)
-        options = tuple(inspect.signature(DeepSpeedStrategy).parameters)
-        for key in deepspeed_options:
-            if key not in options:
-                raise MisconfigurationException(unknown_key_message("ZenFlowStrategy", key, (*keys, *options)))
-        given = {key: value for key, value in keys.items() if value is not None}
+        check_keys(deepspeed_options, (*KEYS, *inspect.signature(DeepSpeedStrategy).parameters), "ZenFlowStrategy")
         self.zenflow_config, deepspeed_config = resolve_config(config, given)
         self._optimizer: ZenFlowZeroOptimizer | None = None
         self._frozen_at_setup: dict[str, Tensor] = {}

@@ -27,9 +27,6 @@ _OF_FACTORED = 2.0
 """What makes up for the factored second moment (`provisional`): where few entries of a matrix have most of its gradient, it is larger than
 most entries' own, and the stand-in moves less than AdamW would. Measured, see docs/decisions.md."""
 
-_MEAN_SCALE = 0.5
-"""The stand-in's for `deferred_update: accumulate`, which imitates no AdamW of single steps."""
-
 
 @lru_cache
 def momentum_steps(schedule: UpdateSchedule, beta1: float) -> float:
@@ -63,8 +60,6 @@ class StalenessCompensation:
 
     weight_prediction: float | Literal["auto"]
     provisional_scale: float | Literal["auto"]
-    means: bool = False
-    """Whether windows are applied as one mean gradient."""
 
     @property
     def looks_ahead(self) -> bool:
@@ -80,12 +75,10 @@ class StalenessCompensation:
         """Steps along the momentum by which a round of this schedule is published ahead."""
         if self.weight_prediction != "auto":
             return self.weight_prediction
-        if self.means:
-            return schedule.update_interval + schedule.publish_lag - 1
         return momentum_steps(schedule, beta1)
 
     def scale(self, schedule: UpdateSchedule, beta1: float, age: int) -> float:
         """Size of the stand-in's move relative to the learning rate, for the `age`-th gradient after the one the weights are exact for."""
         if self.provisional_scale != "auto":
             return self.provisional_scale
-        return _MEAN_SCALE if self.means else _OF_FACTORED * gradient_steps(schedule, beta1, age)
+        return _OF_FACTORED * gradient_steps(schedule, beta1, age)

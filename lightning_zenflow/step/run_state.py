@@ -25,7 +25,6 @@ Layout 3, of plain numbers, lists and CPU tensors::
 `lightning_zenflow.checkpoint.upgrade` converts older layouts.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,20 +39,6 @@ CHECKPOINT_KEY = "zenflow"
 
 VERSION = 3
 """Number of the layout; incremented by every change that an older version would misread."""
-
-_WITHOUT_EFFECT = (
-    "worker_cores",
-    "pt_reserved_cores_perc",
-    "worker_timeout",
-    "max_worker_restarts",
-    "offload",
-    "accumulate_on",
-    "stall_monitor",
-    "timeline",
-    "timeline_steps",
-    "deferred_update",
-)
-"""Keys of the configuration that change no number."""
 
 
 class RunState:
@@ -77,9 +62,8 @@ class RunState:
         planner: Planner,
         provisional: ProvisionalUpdate,
     ) -> None:
-        values = dataclasses.asdict(config)
         self._layout: dict[str, Any] = {
-            "config": {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT},
+            "config": config.numeric_values(),
             "world_size": world_size,
             "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
         }

@@ -1,13 +1,11 @@
-"""A DeepSpeed config fit for ZenFlow: checks what the user's asks for and sets what the engine needs.
+"""The DeepSpeed configuration under ZenFlow: unsupported settings are refused, and those that the engine needs are set.
 
 Written against DeepSpeed 0.19.8.
 """
 
 import copy
-import difflib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -15,7 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
-# Lightning sets these from its Trainer and its data loader, so "auto" has a meaning for them.
+from lightning_zenflow.config import check_keys
+
+# Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
 _SET_BY_LIGHTNING = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -23,7 +23,7 @@ _SET_BY_LIGHTNING = (
     "gradient_clipping",
 )
 
-# DeepSpeed itself gives "auto" a meaning here.
+# Set by DeepSpeed where they are "auto".
 _SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 _MAPPINGS = (
@@ -43,54 +43,35 @@ _MAPPINGS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """The one value that a key may have if it is there."""
+_MASTER_WEIGHTS = "master weights are in float32"
+_MOMENTS = "moments are in float32"
 
-    key: str
-    value: object
-    reason: str
-
-
-_RULES = (
-    _Rule(
-        key="zero_optimization.stage",
-        value=2,
-        reason="ZenFlow works on ZeRO's partitioned gradients and optimizer states",
-    ),
-    _Rule(
-        key="zero_optimization.contiguous_gradients",
-        value=True,
-        reason="gradients are taken from ZeRO's contiguous buckets",
-    ),
-    _Rule(
-        key="zero_optimization.round_robin_gradients",
-        value=False,
-        reason="ZenFlow has its own order of copies to the host",
-    ),
-    _Rule(key="zero_optimization.compute_grad_norm", value=True, reason="the norm decides whether a step is applied"),
-    _Rule(
-        key="zero_optimization.elastic_checkpoint", value=False, reason="use DeepSpeed's universal checkpoints instead"
-    ),
-    _Rule(key="zero_optimization.cpu_offload_param", value=False, reason="parameters are not offloaded with stage 2"),
-    _Rule(key="sparse_gradients", value=False, reason="every gradient is dense"),
-    _Rule(key="managed_gradient_accumulation", value=True, reason="Lightning leaves the boundary to DeepSpeed"),
-    _Rule(key="torch_autocast.enabled", value=False, reason="the Trainer's `precision` chooses the data type"),
-    _Rule(key="fp16.fp16_master_weights_and_grads", value=False, reason="master weights are in 32 bits"),
-    _Rule(key="bf16.bf16_master_weights_and_grads", value=False, reason="master weights are in 32 bits"),
-    _Rule(key="bf16.bf16_optimizer_states", value=False, reason="moments are in 32 bits"),
-    _Rule(key="bfloat16.bf16_master_weights_and_grads", value=False, reason="master weights are in 32 bits"),
-    _Rule(key="bfloat16.bf16_optimizer_states", value=False, reason="moments are in 32 bits"),
-    _Rule(key="optimizer.params.amsgrad", value=False, reason="the worker's update has no AMSGrad"),
-    _Rule(key="optimizer.params.maximize", value=False, reason="the worker's update minimises"),
-    _Rule(key="optimizer.params.differentiable", value=False, reason="the worker's update has no graph"),
-    _Rule(key="optimizer.params.bias_correction", value=True, reason="the worker's update corrects the moments' bias"),
-    _Rule(key="optimizer.params.fp32_optimizer_states", value=True, reason="moments are in 32 bits"),
-)
+# Keys that must have one value if they are there, and why.
+_REQUIRED: dict[str, tuple[object, str]] = {
+    "zero_optimization.stage": (2, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
+    "zero_optimization.contiguous_gradients": (True, "gradients are taken from ZeRO's contiguous buckets"),
+    "zero_optimization.round_robin_gradients": (False, "ZenFlow orders the copies to the host itself"),
+    "zero_optimization.compute_grad_norm": (True, "the norm decides whether a step is applied"),
+    "zero_optimization.elastic_checkpoint": (False, "use DeepSpeed's universal checkpoints instead"),
+    "zero_optimization.cpu_offload_param": (False, "stage 2 does not offload parameters"),
+    "sparse_gradients": (False, "gradients must be dense"),
+    "managed_gradient_accumulation": (True, "Lightning leaves the boundary to DeepSpeed"),
+    "torch_autocast.enabled": (False, "the Trainer's `precision` sets the data type"),
+    "fp16.fp16_master_weights_and_grads": (False, _MASTER_WEIGHTS),
+    "bf16.bf16_master_weights_and_grads": (False, _MASTER_WEIGHTS),
+    "bf16.bf16_optimizer_states": (False, _MOMENTS),
+    "bfloat16.bf16_master_weights_and_grads": (False, _MASTER_WEIGHTS),
+    "bfloat16.bf16_optimizer_states": (False, _MOMENTS),
+    "optimizer.params.amsgrad": (False, "the worker's update has no AMSGrad"),
+    "optimizer.params.maximize": (False, "the worker's update minimises"),
+    "optimizer.params.differentiable": (False, "the worker's update has no graph"),
+    "optimizer.params.bias_correction": (True, "the worker's update corrects the bias of the moments"),
+    "optimizer.params.fp32_optimizer_states": (True, _MOMENTS),
+}
 
 _OPTIMIZERS = ("AdamW", "Adam")
 
-# What is left for the constructors of torch.optim.Adam(W) or is read by DeepSpeed before it calls them.
+# Arguments of torch.optim.Adam(W) and keys that DeepSpeed reads before it calls them.
 _OPTIMIZER_PARAMS = (
     "lr",
     "betas",
@@ -108,7 +89,7 @@ _OPTIMIZER_PARAMS = (
     "capturable",
 )
 
-# Arguments of DeepSpeed's optimizers that torch's do not have.
+# Arguments of DeepSpeed's optimizers only.
 _DEEPSPEED_OPTIMIZER_PARAMS = ("bias_correction", "fp32_optimizer_states")
 
 _GRADIENT_DTYPES = {
@@ -118,34 +99,37 @@ _GRADIENT_DTYPES = {
 }
 
 
+_BUCKETS = 32
+"""Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
+"""Elements. Below the smallest, calls cost more than copies; the largest is the default of Lightning's `DeepSpeedStrategy`."""
+
+
 def prepare_deepspeed_config(
     config: Mapping[str, Any] | None,
     *,
     accumulate_grad_batches: int | None = None,
     gradient_clip_val: float | None = None,
 ) -> dict[str, Any]:
-    """A new DeepSpeed config with ZeRO stage 2, offload to the CPU and an optimizer that needs nothing compiled.
-
-    The result can be prepared again: that changes nothing.
+    """A new DeepSpeed config with ZeRO stage 2, offload to the CPU and an optimizer without compiled kernels. Idempotent.
 
     Args:
-        config: the user's, without ``zero_optimization.zenflow``, or the one that Lightning made from keywords. It is
-            not modified.
-        accumulate_grad_batches: the Trainer's, where it is known: the config's must then agree.
-        gradient_clip_val: the Trainer's, where it is known: the config's must then agree.
+        config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
+        accumulate_grad_batches: the Trainer's, if known; the config must agree with it.
+        gradient_clip_val: the Trainer's, if known; the config must agree with it.
 
     Raises:
-        MisconfigurationException: something is asked for that ZenFlow does not support; the message names the key's
-            full path, its value and what is allowed.
+        MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
     """
     result: dict[str, Any] = copy.deepcopy(dict(config)) if config is not None else {}
     _drop_nulls(result)
     _check_mappings(result)
-    for rule in _RULES:
-        value = _get(result, rule.key)
-        # Types count: 1 and 1.0 equal True.
-        if value is not None and (type(value) is not type(rule.value) or value != rule.value):
-            raise _refusal(rule.key, value, f"{rule.value!r} ({rule.reason})")
+    for key, (required, reason) in _REQUIRED.items():
+        value = _get(result, key)
+        # Types are compared because 1 and 1.0 equal True.
+        if value is not None and (type(value) is not type(required) or value != required):
+            raise _refusal(key, value, f"{required!r} ({reason})")
 
     _prepare_what_lightning_sets(result, accumulate_grad_batches, gradient_clip_val)
     _refuse_auto(result)
@@ -154,20 +138,36 @@ def prepare_deepspeed_config(
     _prepare_zero_optimization(result)
     if "optimizer" in result:
         _prepare_optimizer(result["optimizer"])
-    # A plain torch optimizer from configure_optimizers is what the worker replaces; DeepSpeed would ask for its own.
+    # The worker replaces the torch optimizer from configure_optimizers; DeepSpeed would ask for its own class.
     result["zero_force_ds_cpu_optimizer"] = False
     result.setdefault("zero_allow_untested_optimizer", True)
-    # For the samples a second in its log DeepSpeed would wait for the device twice a step.
+    # DeepSpeed's throughput log would synchronise with the device twice a step.
     result.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
     return result
 
 
+def set_bucket_size(config: dict[str, Any], model: Module) -> None:
+    """Sets `zero_optimization.reduce_bucket_size` to suit a model."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
+
+
+def says_bucket_size(config: Mapping[str, Any] | None) -> bool:
+    """Whether a DeepSpeed config sets `zero_optimization.reduce_bucket_size`."""
+    return _get(config or {}, "zero_optimization.reduce_bucket_size") is not None
+
+
+def bucket_size(numel: int) -> int:
+    """Elements per bucket of reduced gradients, for a model with `numel` trained parameters."""
+    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
+
+
 def _refusal(key: str, value: object, allowed: str) -> MisconfigurationException:
-    return MisconfigurationException(f"DeepSpeed config: {key}={value!r}: allowed is {allowed}")
+    return MisconfigurationException(f"DeepSpeed config: {key} must be {allowed}, got {value!r}")
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted path; None where it or a mapping on the way is absent."""
+    """The value at a dotted path; None if it or a mapping on the path is absent."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -183,7 +183,7 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _drop_nulls(config: dict[str, Any]) -> None:
-    # Neither Lightning (`"optimizer" in config`) nor DeepSpeed takes a null mapping for an absent one.
+    # Lightning (`"optimizer" in config`) and DeepSpeed do not treat a null mapping as absent.
     for key in _MAPPINGS:
         parent, _, name = key.rpartition(".")
         mapping = _get(config, parent) if parent else config
@@ -195,7 +195,7 @@ def _check_mappings(config: Mapping[str, Any]) -> None:
     for key in _MAPPINGS:
         value = _get(config, key)
         if value is not None and not isinstance(value, dict):
-            raise _refusal(key, value, "a mapping of keys to values")
+            raise _refusal(key, value, "a mapping")
 
 
 def _prepare_what_lightning_sets(config: dict[str, Any], accumulate: int | None, clip: float | None) -> None:
@@ -204,16 +204,16 @@ def _prepare_what_lightning_sets(config: dict[str, Any], accumulate: int | None,
             del config[key]
     batch_size = config.pop("train_batch_size", None)
     if batch_size is not None:
-        # DeepSpeed asserts that it equals micro-batch x accumulation x ranks, whose factors are Lightning's.
+        # DeepSpeed asserts that it equals micro-batch x accumulation x ranks, all of which Lightning sets.
         rank_zero_info(
-            f"DeepSpeed config: train_batch_size={batch_size!r} is not used: the data loader's batch size decides"
+            f"DeepSpeed config: train_batch_size={batch_size!r} is not used: the data loader sets the batch size"
         )
     steps = config.get("gradient_accumulation_steps")
     if steps is not None:
         allowed = "an integer >= 1 that equals the Trainer's accumulate_grad_batches"
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise _refusal("gradient_accumulation_steps", steps, allowed)
-        # 1 is DeepSpeed's default and says nothing.
+        # 1 is DeepSpeed's default, so it may not have been chosen.
         if steps != 1 and accumulate is not None and steps != accumulate:
             raise _refusal("gradient_accumulation_steps", steps, f"{allowed} ({accumulate})")
         if steps == 1 or accumulate is not None:
@@ -223,15 +223,14 @@ def _prepare_what_lightning_sets(config: dict[str, Any], accumulate: int | None,
         if isinstance(norm, bool) or not isinstance(norm, Real) or not math.isfinite(norm) or norm < 0:
             raise _refusal("gradient_clipping", norm, "a finite number >= 0 (0: off)")
         if clip is not None and norm != clip:
-            raise _refusal(
-                "gradient_clipping", norm, f"the Trainer's gradient_clip_val ({clip}), or set only one of them"
-            )
+            allowed = f"the Trainer's gradient_clip_val ({clip}) or absent"
+            raise _refusal("gradient_clipping", norm, allowed)
 
 
 def _refuse_auto(config: Mapping[str, Any]) -> None:
     for key, value in _leaves(config):
         if isinstance(value, str) and value == "auto" and key not in _SET_BY_DEEPSPEED:
-            raise _refusal(key, value, f"a value; Lightning fills in 'auto' only for {', '.join(_SET_BY_LIGHTNING)}")
+            raise _refusal(key, value, f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})")
 
 
 def _check_gradient_dtype(config: Mapping[str, Any]) -> None:
@@ -243,7 +242,7 @@ def _check_gradient_dtype(config: Mapping[str, Any]) -> None:
     elif _get(config, "bf16.enabled") or _get(config, "bfloat16.enabled"):
         model = "bf16"
     else:
-        allowed = "null: gradients have the model's data type, which the Trainer's `precision` decides"
+        allowed = "null (gradients have the model's data type, which the Trainer's `precision` sets)"
         raise _refusal("data_types.grad_accum_dtype", value, allowed)
     if value not in _GRADIENT_DTYPES[model]:
         raise _refusal("data_types.grad_accum_dtype", value, f"null or {model!r}, the model's data type")
@@ -251,10 +250,10 @@ def _check_gradient_dtype(config: Mapping[str, Any]) -> None:
 
 def _prepare_zero_optimization(config: dict[str, Any]) -> None:
     zero = config.setdefault("zero_optimization", {})
-    assert "zenflow" not in zero, "resolve_config takes this block out"
+    assert "zenflow" not in zero, "resolve_config removes this block"
     param_device = _get(zero, "offload_param.device")
     if param_device not in (None, "none"):
-        allowed = "'none' (parameters are offloaded with stage 3 only)"
+        allowed = "'none' (only stage 3 offloads parameters)"
         raise _refusal("zero_optimization.offload_param.device", param_device, allowed)
     optimizer_device = _get(zero, "offload_optimizer.device")
     if optimizer_device not in (None, "none", "cpu"):
@@ -262,39 +261,30 @@ def _prepare_zero_optimization(config: dict[str, Any]) -> None:
     if optimizer_device == "none":
         key = "zero_optimization.offload_optimizer.device"
         rank_zero_info(f"DeepSpeed config: {key}='none' is not used: ZenFlow offloads to 'cpu'")
-    # DeepSpeed refuses an old key beside its successor.
+    # DeepSpeed refuses a deprecated key beside its successor.
     for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "offload_param"):
         zero.pop(old, None)
     zero["stage"] = 2
     zero["contiguous_gradients"] = True
-    # The arena of the worker is page-locked; DeepSpeed's own host buffers stay small.
+    # The worker's arena is page-locked instead; DeepSpeed's own host buffers stay small.
     zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
 
 
 def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
-    """Make DeepSpeed build torch's class: ``engine.get_optimizer_configuration`` reads ``torch_adam`` and
-    ``adam_w_mode``.
+    """Makes DeepSpeed build torch's class instead of its own, with DeepSpeed's defaults.
 
-    There "Adam" means decoupled weight decay unless ``adam_w_mode`` is false, and "AdamW" always does; that is left to
-    it.
+    As before, "AdamW" means decoupled weight decay, and so does "Adam" unless ``adam_w_mode`` is false
+    (``engine.get_optimizer_configuration``).
     """
     name = optimizer.get("type")
     supported = " or ".join(repr(supported) for supported in _OPTIMIZERS)
     if not isinstance(name, str) or name.lower() not in [supported.lower() for supported in _OPTIMIZERS]:
         raise _refusal("optimizer.type", name, supported)
     params = optimizer.setdefault("params", {})
-    for key, value in params.items():
-        if key not in _OPTIMIZER_PARAMS:
-            near = difflib.get_close_matches(key, _OPTIMIZER_PARAMS, n=1)
-            suggestion = f" (did you mean {near[0]!r}?)" if near else ""
-            hint = (
-                " (clip by `gradient_clipping` or the Trainer's `gradient_clip_val`)"
-                if key == "max_grad_norm"
-                else suggestion
-            )
-            raise _refusal(
-                f"optimizer.params.{key}", value, f"no such key{hint} but any of {', '.join(_OPTIMIZER_PARAMS)}"
-            )
+    if "max_grad_norm" in params:
+        allowed = "absent (set `gradient_clipping` or the Trainer's `gradient_clip_val` instead)"
+        raise _refusal("optimizer.params.max_grad_norm", params["max_grad_norm"], allowed)
+    check_keys(params, _OPTIMIZER_PARAMS, "DeepSpeed config, optimizer.params")
     for key in ("adam_w_mode", "torch_adam"):
         if not isinstance(params.get(key, True), bool):
             raise _refusal(f"optimizer.params.{key}", params[key], "true or false")
@@ -304,27 +294,3 @@ def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
     for key in _DEEPSPEED_OPTIMIZER_PARAMS:
         params.pop(key, None)
     params["torch_adam"] = True
-
-
-_BUCKETS = 32
-"""Per step. Gradients leave the device a bucket at a time: with few of them, what could hide behind backward is left to the step's end."""
-
-SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
-"""Elements; below the smallest the calls cost more than the copies, the largest is the default of Lightning's `DeepSpeedStrategy`."""
-
-
-def bucket_size(numel: int) -> int:
-    """Elements of a bucket for a model with `numel` trained ones."""
-    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
-
-
-def set_bucket_size(config: dict[str, Any], model: Module) -> None:
-    """Writes the size that suits a model into a DeepSpeed configuration."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
-
-
-def says_bucket_size(config: Mapping[str, Any] | None) -> bool:
-    """Whether a DeepSpeed configuration has the size of the buckets."""
-    zero = (config or {}).get("zero_optimization")
-    return isinstance(zero, Mapping) and zero.get("reduce_bucket_size") is not None

@@ -1,4 +1,4 @@
-"""What of a user's module is refused, with the reason, because ZenFlow or DeepSpeed cannot train it. Pure checks."""
+"""Checks that refuse modules, precisions and engine features that ZenFlow or DeepSpeed cannot train. Each error says why."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
-    """Refuses what only DeepSpeed's engine can know; everything else was refused with the configuration.
+    """Refuses features that only DeepSpeed's engine knows of; the configuration has been checked before.
 
     Raises:
         MisconfigurationException: names the feature.
@@ -27,16 +27,16 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
     }
     for feature, present in refused.items():
         if present:
-            raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}")
+            raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}; turn it off")
 
 
 def frozen_parameters(
     named: Iterable[tuple[str, Tensor]], groups: Iterable[Mapping[str, Sequence[Tensor]]]
 ) -> dict[str, Tensor]:
-    """The parameters of an optimizer that require no gradient.
+    """The parameters of an optimizer that do not require gradients, by name.
 
     Args:
-        named: the model's parameters and their names.
+        named: names and parameters of the model.
         groups: the optimizer's parameter groups.
     """
     optimized = {id(parameter) for group in groups for parameter in group["params"]}
@@ -44,7 +44,10 @@ def frozen_parameters(
 
 
 def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
-    """Says so where a parameter was unfrozen that DeepSpeed does not train.
+    """Refuses to unfreeze a parameter that was frozen at setup, since DeepSpeed does not train it.
+
+    Args:
+        frozen_at_setup: those parameters, by name.
 
     Raises:
         MisconfigurationException: names the parameter.
@@ -52,69 +55,71 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
     for name, parameter in frozen_at_setup.items():
         if parameter.requires_grad:
             raise MisconfigurationException(
-                f"{name}.requires_grad=True: allowed is False for a parameter that was frozen when training was set up, since DeepSpeed"
-                " trains those only that required gradients then; set it up trainable and freeze it in `on_train_start`"
+                f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup; set it"
+                " up trainable and freeze it in `on_train_start`"
             )
 
 
 def refuse_unsupported_module(module: pl.LightningModule) -> None:
-    """Refuses a module before anything is set up for it.
+    """Refuses manual optimization, sparse gradients and 0-D parameters, before anything is set up for the module.
 
     Raises:
-        MisconfigurationException: it optimizes manually, or has sparse gradients or a parameter without dimensions; names which.
+        MisconfigurationException: names the attribute, the submodule or the parameter.
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            "ZenFlowStrategy: automatic_optimization=False: allowed is True; manual optimization has no defined step at which"
-            " deferred updates could be handed over"
+            "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
+            " deferred updates could be submitted"
         )
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {name or type(part).__name__}.sparse=True: allowed is False; sparse gradients are not supported"
+                f"ZenFlowStrategy: {name or type(part).__name__}.sparse must be False, got True: gradients must be dense"
             )
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} has shape (): allowed is at least one dimension, such as (1,); DeepSpeed cannot send others"
+                f"ZenFlowStrategy: {name} must have at least one dimension, such as (1,), got shape (): DeepSpeed cannot send it"
             )
 
 
 def refuse_unsupported_precision(precision: object) -> None:
-    """Refuses fp16 where the device that DeepSpeed uses has no instructions for it.
+    """Refuses fp16 if DeepSpeed's device has no fp16 instructions.
 
     Args:
-        precision: Lightning's name of it, such as "16-mixed".
+        precision: Lightning's name, such as "16-mixed".
 
     Raises:
-        MisconfigurationException: names the precisions that are allowed.
+        MisconfigurationException: names the supported precisions.
     """
-    # Imported here: DeepSpeed chooses the accelerator when it is asked first.
+    # Imported here because the first call of get_accelerator fixes DeepSpeed's choice.
     from deepspeed.accelerator import get_accelerator
 
     if precision in ("16-true", "16-mixed") and not get_accelerator().is_fp16_supported():
         raise MisconfigurationException(
-            f"ZenFlowStrategy: precision={precision!r}: allowed is '32-true', 'bf16-true' or 'bf16-mixed' here; this device has no"
-            " instructions for 16-bit floats of type fp16"
+            f"ZenFlowStrategy: precision must be '32-true', 'bf16-true' or 'bf16-mixed', got {precision!r}: this device has no fp16"
+            " instructions"
         )
 
 
 def refuse_missing_loss(output: object) -> None:
-    """Refuses what `training_step` returned if it is None. Lightning's plugin for DeepSpeed notices in a step's last micro-batch only.
+    """Refuses None from `training_step`. Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
+
+    Args:
+        output: the result of `training_step`.
 
     Raises:
-        MisconfigurationException: says why a micro-batch cannot be skipped, and what does instead.
+        MisconfigurationException: says how to skip a batch instead.
     """
     if output is None:
         raise MisconfigurationException(
-            "ZenFlowStrategy: training_step returned None: allowed is a loss; all ranks reduce gradients in every micro-batch, so"
-            " one that skips it would leave the others waiting (a loss of zero times any output skips a batch)"
+            "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a rank that"
+            " skips one would block the others (to skip a batch, return any output times zero)"
         )
 
 
 def several_optimizers() -> MisconfigurationException:
-    """The error for several optimizers; Lightning's own advises manual optimization, which is refused as well."""
+    """The error for several optimizers; Lightning's own advises manual optimization, which is not supported either."""
     return MisconfigurationException(
-        "ZenFlowStrategy: configure_optimizers returned several optimizers: allowed is one; put the parameters into groups of"
-        " one optimizer"
+        "ZenFlowStrategy: configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
     )

@@ -1,4 +1,4 @@
-"""Which optimizers ZenFlow takes the place of, and what it reads from them at each step."""
+"""The optimizer from `configure_optimizers`: checks that ZenFlow can replace it, and reads its hyperparameters at each step."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ _REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": Fals
 
 
 def validate_optimizer(optimizer: Optimizer) -> None:
-    """Accept exactly the optimizers whose update ZenFlow computes itself; a subclass may compute another one.
+    """Accepts exactly the classes whose update ZenFlow implements. Subclasses are refused, since they may compute another update.
 
     Raises:
         MisconfigurationException: its class, an option of a parameter group or a parameter is not supported.
@@ -31,54 +31,52 @@ def validate_optimizer(optimizer: Optimizer) -> None:
     if kind not in _SUPPORTED:
         supported = ", ".join(_SUPPORTED.values())
         raise MisconfigurationException(
-            f"optimizer={_qualified_name(kind)}: allowed is one of {supported} (the class itself, not one derived from it)"
+            f"optimizer must be exactly one of {supported}, not a subclass, got {_qualified_name(kind)}"
         )
     for index, group in enumerate(optimizer.param_groups):
         for option, required in _REQUIRED_OPTIONS.items():
             value = group.get(option, required)
             if bool(value) != required:
-                raise MisconfigurationException(_message(kind, index, option, value, repr(required)))
+                raise MisconfigurationException(_message(kind, index, option, repr(value), repr(required)))
         for parameter in group["params"]:
             if parameter.layout != torch.strided or not parameter.is_floating_point():
                 found = f"{parameter.dtype}, {parameter.layout}"
-                raise MisconfigurationException(
-                    _message(kind, index, "params", found, "dense tensors of floating-point numbers")
-                )
+                raise MisconfigurationException(_message(kind, index, "params", found, "dense floating-point tensors"))
     read_hyperparameters(optimizer)
 
 
 def refuse_groups_without_training(optimizer: Optimizer, *, scheduled: bool) -> None:
-    """Refuses parameter groups that DeepSpeed cannot hold, or would drop behind a scheduler's back.
+    """Refuses parameter groups that DeepSpeed cannot hold, or would drop although a scheduler counts them.
 
     Args:
         optimizer: from `configure_optimizers`.
-        scheduled: whether a learning rate scheduler counts on the number of groups.
+        scheduled: whether there is a learning rate scheduler.
 
     Raises:
         MisconfigurationException: names the group.
     """
     for index, group in enumerate(optimizer.param_groups):
         if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
-            found = f"{len(group['params'])} frozen parameters"
-            allowed = "at least one with requires_grad=True, or no such group; DeepSpeed trains no group that is frozen at setup"
+            found = f"{len(group['params'])} frozen parameters; remove the group: DeepSpeed trains no group that is frozen at setup"
+            allowed = "a list with a trainable parameter"
             raise MisconfigurationException(_message(type(optimizer), index, "params", found, allowed))
         if scheduled and not group["params"]:
-            allowed = "at least one parameter, or no such group: DeepSpeed drops it, and the scheduler counts it"
-            raise MisconfigurationException(_message(type(optimizer), index, "params", [], allowed))
+            found = "[]; remove the group: DeepSpeed drops it, but the scheduler counts it"
+            raise MisconfigurationException(
+                _message(type(optimizer), index, "params", found, "a list with a parameter")
+            )
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
-    """The present hyperparameters of each parameter group, in the optimizer's order.
+    """The current hyperparameters of each parameter group, in the optimizer's order.
 
-    To be called at each step, after the scheduler. Never waits for a device: numbers and tensors on the CPU are read,
-    others refused.
+    Called at each step, after the scheduler. Never synchronises with a device: only numbers and CPU tensors are read.
 
     Args:
         optimizer: one that ``validate_optimizer`` accepts.
 
     Raises:
-        ValueError: a value is out of range or on a device; the message names the group, the key, the value and what is
-            allowed.
+        ValueError: a value is out of range or not on the CPU; names the group, the key and the value.
     """
     kind = type(optimizer)
     result = []
@@ -100,7 +98,7 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if isinstance(optimizer, (DeepSpeedCPUAdam, FusedAdam)):
         return bool(optimizer.adam_w_mode)
-    # Newer versions of torch have it as an option of Adam and derive AdamW from that.
+    # Since torch 2.7 Adam has it as an option, and AdamW is a subclass of Adam.
     return type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
 
 
@@ -109,20 +107,20 @@ def _number(kind: type, index: int, key: str, value: object, *, below: float = m
     allowed = f"a number >= 0 and < {below:g}" if math.isfinite(below) else "a finite number >= 0"
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.numel() != 1:
-            raise ValueError(_message(kind, index, key, value, f"{allowed} or a tensor with one on the CPU"))
+            raise ValueError(_message(kind, index, key, repr(value), f"{allowed} or a CPU tensor of one element"))
         number = float(value.item())
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = float(value)
     else:
-        raise ValueError(_message(kind, index, key, value, allowed))
+        raise ValueError(_message(kind, index, key, repr(value), allowed))
     # NaN fails every comparison.
     if not 0.0 <= number < below:
-        raise ValueError(_message(kind, index, key, value, allowed))
+        raise ValueError(_message(kind, index, key, repr(value), allowed))
     return number
 
 
-def _message(kind: type, index: int, key: str, value: object, allowed: str) -> str:
-    return f"optimizer {_qualified_name(kind)}, parameter group {index}: {key}={value!r}: allowed is {allowed}"
+def _message(kind: type, index: int, key: str, found: str, allowed: str) -> str:
+    return f"optimizer {_qualified_name(kind)}, parameter group {index}: {key} must be {allowed}, got {found}"
 
 
 def _qualified_name(kind: type) -> str:

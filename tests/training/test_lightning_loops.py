@@ -236,7 +236,7 @@ class Skips(Net):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_batch_without_a_loss_is_refused(accumulate: int) -> None:
-    with pytest.raises(MisconfigurationException, match="training_step returned None: allowed is a loss"):
+    with pytest.raises(MisconfigurationException, match="training_step must return a loss, got None"):
         fit(Skips(), accumulate_grad_batches=accumulate)
 
 

@@ -293,7 +293,7 @@ class Unfreeze(pl.Callback):
 def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
     model = SmallNet(length=2)
     model.hidden.weight.requires_grad_(False)
-    with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad=True: allowed is False"):
+    with pytest.raises(MisconfigurationException, match=r"hidden.weight.requires_grad must be False, got True"):
         fit(model, steps=5, callbacks=[Unfreeze()])
 
 

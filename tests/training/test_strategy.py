@@ -1,7 +1,5 @@
 """The public interface: what users write, and what they are told at setup."""
 
-import dataclasses
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing_extensions import override
 
 from harness import fit
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.config import KEYS
 from lightning_zenflow.strategy import register
 from models import TINY, LinearLossModule
 
@@ -47,7 +46,6 @@ VALUES: dict[str, Any] = {
     "optimizer_in_backward": False,
     "full_warm_up_rounds": 4,
     "overlap_step": False,
-    "deferred_update": "replay",
     "weight_prediction": 0.0,
     "provisional_scale": 0.0,
     "auto_ratio": 0.5,
@@ -64,10 +62,7 @@ VALUES: dict[str, Any] = {
 
 
 def test_every_key_is_a_keyword() -> None:
-    keys = [f.name for f in dataclasses.fields(ZenFlowConfig)]
-    assert list(VALUES) == keys
-    keywords = inspect.signature(ZenFlowStrategy).parameters
-    assert [name for name in keywords if name in keys] == keys
+    assert list(VALUES) == list(KEYS)
     assert ZenFlowStrategy(**VALUES).zenflow_config == ZenFlowConfig(**VALUES)
 
 
@@ -178,35 +173,38 @@ class Sparse(LinearLossModule):
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "stage 1": (lambda: fit(linear(), ZenFlowStrategy(stage=1)), r"zero_optimization.stage=1: allowed is 2"),
-    "stage 3": (lambda: fit(linear(), ZenFlowStrategy(stage=3)), r"zero_optimization.stage=3: allowed is 2"),
+    "stage 1": (lambda: fit(linear(), ZenFlowStrategy(stage=1)), r"zero_optimization.stage must be 2 .*, got 1"),
+    "stage 3": (lambda: fit(linear(), ZenFlowStrategy(stage=3)), r"zero_optimization.stage must be 2 .*, got 3"),
     "offloaded parameters": (
         lambda: fit(linear(), ZenFlowStrategy(offload_parameters=True)),
-        r"offload_param.device='cpu': allowed is 'none'",
+        r"offload_param.device must be 'none'",
     ),
     "NVMe": (
         lambda: fit(linear(), ZenFlowStrategy(offload_optimizer=True, offload_optimizer_device="nvme")),
-        r"offload_optimizer.device='nvme': allowed is 'cpu'",
+        r"offload_optimizer.device must be 'cpu', got 'nvme'",
     ),
     "AMSGrad": (
         lambda: fit(with_optimizer(lambda ps: torch.optim.AdamW(ps, amsgrad=True))),
-        r"amsgrad=True: allowed is False",
+        r"amsgrad must be False, got True",
     ),
     "maximise": (
         lambda: fit(with_optimizer(lambda ps: torch.optim.Adam(ps, maximize=True))),
-        r"maximize=True: allowed is False",
+        r"maximize must be False, got True",
     ),
-    "SGD": (lambda: fit(with_optimizer(lambda ps: torch.optim.SGD(ps))), r"SGD: allowed is one of torch.optim.AdamW"),
+    "SGD": (
+        lambda: fit(with_optimizer(lambda ps: torch.optim.SGD(ps))),
+        r"must be exactly one of torch.optim.AdamW, .*SGD",
+    ),
     "a class derived from AdamW": (
         lambda: fit(with_optimizer(OwnAdamW)),
-        r"OwnAdamW: allowed is one of torch.optim.AdamW",
+        r"must be exactly one of torch.optim.AdamW, .*OwnAdamW",
     ),
     "two optimizers": (
         lambda: fit(with_optimizer(lambda ps: [torch.optim.AdamW(ps[:1]), torch.optim.AdamW(ps[1:])])),
-        r"several optimizers: allowed is one",
+        r"must return one optimizer, got several",
     ),
-    "manual optimization": (lambda: fit(Manual()), r"automatic_optimization=False: allowed is True"),
-    "sparse embedding": (lambda: fit(Sparse()), r"words.sparse=True: allowed is False"),
+    "manual optimization": (lambda: fit(Manual()), r"automatic_optimization must be True, got False"),
+    "sparse embedding": (lambda: fit(Sparse()), r"words.sparse must be False, got True"),
     "clipping by value": (
         lambda: fit(linear(), gradient_clip_val=1.0, gradient_clip_algorithm="value"),
         r"clipping gradients by value",
@@ -224,7 +222,7 @@ def test_refused_at_setup(name: str) -> None:
 
 
 def test_values_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"topk_ratio=1.5: allowed is a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"topk_ratio must be a number from 0 to 1, got 1.5"):
         ZenFlowStrategy(topk_ratio=1.5)
 
 

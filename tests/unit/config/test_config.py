@@ -1,160 +1,146 @@
-"""ZenFlowConfig: what each key accepts and refuses, also by way of OmegaConf."""
+"""ZenFlowConfig: bounds and defaults of each key, also by way of OmegaConf; keywords and documentation agree with the fields."""
 
 import dataclasses
+import inspect
 import math
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
-from lightning_zenflow.config import ConfigValueError, ZenFlowConfig, default_value, zenflow_keys
+from docs.configuration import DOCUMENT, with_table
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.config import KEYS, ConfigValueError, ZenFlowConfig
+from lightning_zenflow.core.domains import BOOLEAN
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
-DEFAULTS = {
-    "topk_ratio": 0.05,
-    "select_strategy": "step",
-    "select_interval": "auto",
-    "update_interval": "auto",
-    "max_update_interval": 16,
-    "publish_lag": "auto",
-    "optimizer_in_backward": True,
-    "full_warm_up_rounds": 0,
-    "overlap_step": True,
-    "deferred_update": "replay",
-    "weight_prediction": "auto",
-    "provisional_scale": "auto",
-    "auto_ratio": 0.99,
-    "offload": False,
-    "accumulate_on": "auto",
-    "worker_cores": "auto",
-    "pt_reserved_cores_perc": 0.5,
-    "worker_timeout": 600.0,
-    "max_worker_restarts": 3,
-    "stall_monitor": True,
-    "timeline": None,
-    "timeline_steps": "auto",
+BOOLEANS = ("optimizer_in_backward", "overlap_step", "offload", "stall_monitor")
+DEFAULTS = {name: key.default for name, key in KEYS.items()}
+
+JUNK = [None, True, math.nan, math.inf, -1, "auto ", "", {}, [[1]]]
+"""Refused by every key, but for None as the default and True as a boolean."""
+
+# The bounds of each key; tests/unit/core/test_domains.py has the rest of each kind of domain.
+REFUSED: dict[str, list[Any]] = {
+    "topk_ratio": [-0.01, 1.01, 2, "auto"],
+    "select_strategy": ["steps", "a..b", ".a", "a:", "a b.c", "a:b:c", 1],
+    "select_interval": [1.5],
+    "update_interval": [0, 1025],
+    "max_update_interval": [0, 1025, "auto"],
+    "publish_lag": [1025],
+    "full_warm_up_rounds": ["auto"],
+    "weight_prediction": [-0.5, 2e6],
+    "provisional_scale": [-0.5, 2e6],
+    "auto_ratio": [-0.01, 1.01],
+    "accumulate_on": ["cpu", "Host", ["host"]],
+    "worker_cores": [0, 1.0, "2", "all", [], [0, 0], [-1], [True], [1.0], ["1"]],
+    "pt_reserved_cores_perc": [-0.01, 1.01],
+    "worker_timeout": [0, 2e6],
+    "max_worker_restarts": ["auto"],
+    "timeline": [1, "timeline.png", []],
+    "timeline_steps": [5, "all", [5], [1, 2], [4, 3], [2.0, 3], [2, 3, 4]],
+    **{key: [0, 1, "true", "auto"] for key in BOOLEANS},
 }
-
-NOT_NUMBERS = [None, True, "4", "auto ", [1], {}, math.nan, math.inf, -math.inf, 10**400]
-NOT_INTEGERS = [*NOT_NUMBERS[:-1], 1.0, 2.5]
-NOT_BOOLEANS = [None, 0, 1, "true", "auto", []]
-
-# Key, what its error says is allowed, values that are refused.
-REFUSED: list[tuple[str, str, list[Any]]] = [
-    ("topk_ratio", "a number from 0 to 1", [*NOT_NUMBERS, -0.01, 1.01, 2]),
-    ("auto_ratio", "a number from 0 to 1", [*NOT_NUMBERS, -0.01, 1.01]),
-    ("pt_reserved_cores_perc", "a number from 0 to 1", [*NOT_NUMBERS, -0.01, 1.01]),
-    ("worker_timeout", "a number > 0 and up to 1e+06", [*NOT_NUMBERS, 0, 0.0, -1, 2e6]),
-    ("weight_prediction", "a number from 0 to 1e+06 or 'auto'", [*NOT_NUMBERS, -0.5, 2e6]),
-    ("provisional_scale", "a number from 0 to 1e+06 or 'auto'", [*NOT_NUMBERS, -0.5, 2e6]),
-    ("max_update_interval", "an integer from 1 to 1024", [*NOT_INTEGERS, 0, -1, 1025, "auto"]),
-    ("full_warm_up_rounds", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
-    ("max_worker_restarts", "an integer >= 0", [*NOT_INTEGERS, -1, "auto"]),
-    ("update_interval", "an integer from 1 to 1024 or 'auto'", [*NOT_INTEGERS, 0, -1, 1025]),
-    ("select_interval", "an integer >= 0 or 'auto'", [*NOT_INTEGERS, -1]),
-    ("publish_lag", "an integer from 0 to 1024 or 'auto'", [*NOT_INTEGERS, -1, 1025]),
-    ("overlap_step", "true or false", NOT_BOOLEANS),
-    ("optimizer_in_backward", "true or false", NOT_BOOLEANS),
-    ("offload", "true or false", NOT_BOOLEANS),
-    ("accumulate_on", "'auto', 'device' or 'host'", [None, True, 1, "cpu", "Host", ["host"]]),
-    ("stall_monitor", "true or false", NOT_BOOLEANS),
-    ("timeline", "a path that ends in '.json'", [True, 1, "", "timeline.png", []]),
-    ("timeline_steps", "'auto' or [first, last]", [None, True, 5, "all", [5], [1, 2], [4, 3], [2.0, 3], [2, 3, 4]]),
-    ("deferred_update", "'replay' or 'accumulate'", [None, True, 1, "Replay", "", []]),
-    (
-        "select_strategy",
-        "'auto', 'step', 'epoch' or the import path",
-        [None, True, 1, "", "steps", "a..b", ".a", "a:", "a b.c", "a:b:c"],
-    ),
-    (
-        "worker_cores",
-        "'auto', an integer >= 1 (how many) or a list of distinct integers >= 0",
-        [None, True, 0, -1, 1.0, "2", "all", [], [0, 0], [-1], [True], [1.0], ["1"], {}, [[1]]],
-    ),
-]
-
-ACCEPTED: list[tuple[str, Any, Any]] = [
-    ("offload", True, True),
-    ("accumulate_on", "host", "host"),
-    ("stall_monitor", False, False),
-    ("timeline", Path("logs/timeline.json"), "logs/timeline.json"),
-    ("timeline_steps", (5, 5), [5, 5]),
-    ("topk_ratio", 0, 0.0),
-    ("topk_ratio", 1, 1.0),
-    ("topk_ratio", np.float32(0.5), 0.5),
-    ("update_interval", 1, 1),
-    ("update_interval", "auto", "auto"),
-    ("update_interval", 16, 16),
-    ("update_interval", np.int64(7), 7),
-    ("max_update_interval", 4, 4),
-    ("publish_lag", 0, 0),
-    ("publish_lag", "auto", "auto"),
-    ("publish_lag", 3, 3),
-    ("full_warm_up_rounds", 10, 10),
-    ("overlap_step", False, False),
-    ("optimizer_in_backward", False, False),
-    *(("select_strategy", value, value) for value in ["auto", "epoch", "pkg.mod:fn", "pkg.mod.fn", "mod:Class.method"]),
-    ("select_interval", "auto", "auto"),
-    ("select_interval", 0, 0),
-    ("select_interval", 100, 100),
-    ("deferred_update", "accumulate", "accumulate"),
-    ("weight_prediction", "auto", "auto"),
-    ("weight_prediction", 4, 4.0),
-    ("provisional_scale", "auto", "auto"),
-    ("provisional_scale", 0.3, 0.3),
-    ("weight_prediction", 0, 0.0),
-    ("provisional_scale", 0, 0.0),
-    ("auto_ratio", 0.5, 0.5),
-    ("worker_cores", 3, 3),
-    ("worker_cores", [4, 0], [4, 0]),
-    ("worker_cores", (1, 2), [1, 2]),
-    ("worker_cores", range(2), [0, 1]),
-    ("pt_reserved_cores_perc", 1, 1.0),
-    ("worker_timeout", 1, 1.0),
-]
-
-
-def flat(table: list[tuple[str, str, list[Any]]]) -> list[Any]:
-    return [
-        pytest.param(key, value, allowed, id=f"{key}={str(value)[:20]}")
-        for key, allowed, values in table
-        for value in values
-    ]
-
-
-def test_defaults() -> None:
-    config = ZenFlowConfig()
-    assert dataclasses.asdict(config) == DEFAULTS
-    assert zenflow_keys() == tuple(DEFAULTS)
-    assert {key: default_value(key) for key in zenflow_keys()} == DEFAULTS
+ACCEPTED: dict[str, list[Any]] = {
+    "topk_ratio": [0, 1],
+    "select_strategy": ["auto", "epoch", "pkg.mod:fn", "pkg.mod.fn", "mod:Class.method"],
+    "select_interval": ["auto", 0, 100],
+    "update_interval": ["auto", 1, 16],
+    "max_update_interval": [1, 1024],
+    "publish_lag": ["auto", 0, 1024],
+    "full_warm_up_rounds": [0, 10],
+    "weight_prediction": ["auto", 0, 4, 1e6],
+    "provisional_scale": ["auto", 0, 0.3, 1e6],
+    "auto_ratio": [0, 1],
+    "accumulate_on": ["auto", "device", "host"],
+    "worker_cores": ["auto", 3, [4, 0]],
+    "pt_reserved_cores_perc": [0, 1],
+    "worker_timeout": [1, 1e6],
+    "max_worker_restarts": [0, 100],
+    "timeline": ["logs/timeline.json"],
+    "timeline_steps": ["auto", [2, 2], [5, 9]],
+    **{key: [True, False] for key in BOOLEANS},
+}
 
 
 def test_every_key_is_in_the_tables_of_this_file() -> None:
-    assert {key for key, _, _ in REFUSED} == set(zenflow_keys())
+    assert set(REFUSED) == set(ACCEPTED) == set(KEYS)
+    assert dataclasses.asdict(ZenFlowConfig()) == DEFAULTS
 
 
-@pytest.mark.parametrize(("key", "value", "allowed"), flat(REFUSED))
-def test_wrong_value_is_refused_by_name(key: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError) as error:
-        ZenFlowConfig(**{key: value})
-    message = str(error.value)
-    assert message.startswith(f"ZenFlowConfig: {key}={value!r}: allowed is {allowed}")
+@pytest.mark.parametrize("key", KEYS)
+def test_wrong_value_is_refused_by_name(key: str) -> None:
+    default, domain = KEYS[key].default, KEYS[key].domain
+    junk = [value for value in JUNK if value is not default and not (value is True and domain is BOOLEAN)]
+    for value in [*REFUSED[key], *junk]:
+        with pytest.raises(ConfigValueError) as error:
+            ZenFlowConfig(**{key: value})
+        assert error.value.key == key
+        expected = (
+            f"ZenFlowConfig: {key} must be {domain.text}, got {value!r}; leave it out for the default, {default!r}"
+        )
+        assert str(error.value) == expected
 
 
-@pytest.mark.parametrize(("key", "value", "expected"), ACCEPTED)
-def test_value_is_accepted_in_the_type_of_its_field(key: str, value: Any, expected: Any) -> None:
-    actual = getattr(ZenFlowConfig(**{key: value}), key)
-    assert actual == expected
-    assert type(actual) is type(expected)
+@pytest.mark.parametrize("key", KEYS)
+def test_value_is_accepted_also_by_way_of_omegaconf(key: str) -> None:
+    bounds = {"max_update_interval": 1024} if key == "update_interval" else {}
+    for value in ACCEPTED[key]:
+        config = ZenFlowConfig(**{key: value}, **bounds)
+        assert getattr(config, key) == value
+        merged = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), {key: value, **bounds})
+        assert ZenFlowConfig.from_mapping(merged) == config
+
+
+def test_values_are_stored_in_the_type_of_their_field() -> None:
+    config = ZenFlowConfig(topk_ratio=1, worker_cores=range(2), timeline=Path("a.json"))  # type: ignore[arg-type]
+    assert [type(value) for value in (config.topk_ratio, config.worker_cores, config.timeline)] == [float, list, str]
+
+
+def alternatives(annotation: Any) -> set[Any]:
+    """The members of a union, with int in float and lists as sequences."""
+    parts = set(get_args(annotation)) if get_origin(annotation) is not Literal else {annotation}
+    parts = {Sequence[int] if part == list[int] else part for part in parts or {annotation}}
+    return parts - {int} if float in parts else parts
+
+
+def test_keywords_of_the_strategy_are_the_keys() -> None:
+    keywords = inspect.signature(ZenFlowStrategy).parameters
+    assert [name for name in keywords if name in KEYS] == list(KEYS)
+    types = get_type_hints(ZenFlowStrategy.__init__)
+    for key, field_type in get_type_hints(ZenFlowConfig).items():
+        assert keywords[key].default is None
+        # A path need not be a string.
+        assert alternatives(types[key]) - {Path} == alternatives(field_type | None), key
+
+
+def test_documented_table_is_that_of_the_fields() -> None:
+    text = DOCUMENT.read_text()
+    assert with_table(text) == text, "docs/configuration.md is out of date: run `python -m docs.configuration`"
+
+
+def test_keys_that_change_no_number() -> None:
+    same = {
+        "offload",
+        "accumulate_on",
+        "worker_cores",
+        "pt_reserved_cores_perc",
+        "worker_timeout",
+        "max_worker_restarts",
+    }
+    same |= {"stall_monitor", "timeline", "timeline_steps"}
+    assert set(KEYS) - set(ZenFlowConfig().numeric_values()) == same
+    assert ZenFlowConfig(topk_ratio=0.25).numeric_values()["topk_ratio"] == 0.25
 
 
 def test_update_interval_is_bounded_by_max_update_interval() -> None:
-    with pytest.raises(ValueError, match="update_interval=5: allowed is an integer from 1 to max_update_interval=4"):
+    message = "update_interval must be an integer from 1 to max_update_interval=4, got 5; lower it or raise the bound"
+    with pytest.raises(ConfigValueError, match=message):
         ZenFlowConfig(update_interval=5, max_update_interval=4)
     assert ZenFlowConfig(update_interval=32, max_update_interval=32).update_intervals == [32]
 
@@ -170,21 +156,22 @@ def test_update_intervals_and_publish_lags_to_choose_from() -> None:
     assert ZenFlowConfig(overlap_step=False).publish_lags == [0]
 
 
-def test_prediction() -> None:
-    immediate = {"update_interval": 1, "publish_lag": 0}
-    assert ZenFlowConfig().prediction == StalenessCompensation(weight_prediction="auto", provisional_scale="auto")
-    assert ZenFlowConfig(**immediate).prediction == StalenessCompensation(weight_prediction=0.0, provisional_scale=0.0)
-    assert ZenFlowConfig(**immediate, weight_prediction=2.5).prediction == StalenessCompensation(
-        weight_prediction=2.5, provisional_scale=0.0
-    )
-    assert ZenFlowConfig(provisional_scale=0.3).prediction == StalenessCompensation(
-        weight_prediction="auto", provisional_scale=0.3
-    )
-    assert ZenFlowConfig(deferred_update="accumulate").prediction.means
+@pytest.mark.parametrize(
+    ("keys", "weight_prediction", "provisional_scale"),
+    [
+        ({}, "auto", "auto"),
+        ({"provisional_scale": 0.3}, "auto", 0.3),
+        ({"update_interval": 1, "publish_lag": 0}, 0.0, 0.0),
+        ({"update_interval": 1, "publish_lag": 0, "weight_prediction": 2.5}, 2.5, 0.0),
+    ],
+)
+def test_compensation_of_staleness(keys: dict[str, Any], weight_prediction: Any, provisional_scale: Any) -> None:
+    expected = StalenessCompensation(weight_prediction=weight_prediction, provisional_scale=provisional_scale)
+    assert ZenFlowConfig(**keys).prediction == expected
 
 
 def test_replace_validates_again() -> None:
-    with pytest.raises(ValueError, match="topk_ratio=2"):
+    with pytest.raises(ConfigValueError, match="topk_ratio must be a number from 0 to 1, got 2"):
         dataclasses.replace(ZenFlowConfig(), topk_ratio=2)
 
 
@@ -193,11 +180,25 @@ def test_positional_arguments_are_refused() -> None:
         ZenFlowConfig(0.05)  # type: ignore[misc]
 
 
-def test_error_survives_the_way_between_processes() -> None:
+def test_error_can_be_pickled() -> None:
     with pytest.raises(ConfigValueError) as error:
         ZenFlowConfig(topk_ratio=2)
     copied = pickle.loads(pickle.dumps(error.value))
     assert (str(copied), copied.key) == (str(error.value), "topk_ratio")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("topk_ration", r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\); keys are topk_ratio, "),
+        ("deferred_update", "deferred_update was removed: every gradient is replayed exactly"),
+    ],
+)
+def test_unknown_key(key: str, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=f"ZenFlowConfig: {message}"):
+        ZenFlowConfig.from_mapping({key: "replay"})
+    with pytest.raises(MisconfigurationException, match=f"ZenFlowStrategy: {message}"):
+        ZenFlowStrategy(**{key: "replay"})
 
 
 class TestOmegaConf:
@@ -206,13 +207,6 @@ class TestOmegaConf:
         assert OmegaConf.to_container(structured) == DEFAULTS
         assert OmegaConf.to_object(structured) == ZenFlowConfig()
         assert ZenFlowConfig.from_mapping(structured) == ZenFlowConfig()
-
-    @pytest.mark.parametrize(
-        ("key", "value", "expected"), [case for case in ACCEPTED if type(case[1]) in (int, float, bool, list)]
-    )
-    def test_merge_and_back(self, key: str, value: Any, expected: Any) -> None:
-        merged = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), {key: value})
-        assert getattr(ZenFlowConfig.from_mapping(merged), key) == expected
 
     def test_dotlist(self) -> None:
         dotlist = [
@@ -223,9 +217,9 @@ class TestOmegaConf:
             "weight_prediction=0",
         ]
         merged = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), OmegaConf.from_dotlist(dotlist))
-        config = ZenFlowConfig.from_mapping(merged)
-        assert (config.topk_ratio, config.update_interval, config.worker_cores) == (0.1, 2, [0, 2])
-        assert config.overlap_step is False
+        assert ZenFlowConfig.from_mapping(merged) == ZenFlowConfig(
+            topk_ratio=0.1, update_interval=2, worker_cores=[0, 2], overlap_step=False, weight_prediction=0
+        )
 
     def test_assignment_is_typed_and_validated_on_the_way_back(self) -> None:
         structured = OmegaConf.structured(ZenFlowConfig)
@@ -234,24 +228,10 @@ class TestOmegaConf:
         with pytest.raises(ValidationError, match="update_interval"):
             structured.update_interval = 1.5
         structured.topk_ratio = 1.5
-        with pytest.raises(ValueError, match=r"topk_ratio=1\.5: allowed is a number from 0 to 1"):
+        with pytest.raises(ConfigValueError, match=r"topk_ratio must be a number from 0 to 1, got 1\.5"):
             ZenFlowConfig.from_mapping(structured)
-
-    @pytest.mark.parametrize(
-        "key",
-        ["select_interval", "update_interval", "publish_lag", "weight_prediction", "provisional_scale", "worker_cores"],
-    )
-    def test_auto_passes_the_types(self, key: str) -> None:
-        merged = OmegaConf.merge(OmegaConf.structured(ZenFlowConfig), {key: "auto"})
-        assert getattr(ZenFlowConfig.from_mapping(merged), key) == "auto"
 
     def test_interpolation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TOPK", "0.25")
         config = OmegaConf.create({"topk_ratio": "${oc.decode:${oc.env:TOPK}}", "auto_ratio": "${topk_ratio}"})
         assert ZenFlowConfig.from_mapping(config) == ZenFlowConfig(topk_ratio=0.25, auto_ratio=0.25)
-
-    def test_unknown_key(self) -> None:
-        with pytest.raises(
-            MisconfigurationException, match=r"unknown key 'topk_ration' \(did you mean 'topk_ratio'\?\)"
-        ):
-            ZenFlowConfig.from_mapping({"topk_ration": 0.1})

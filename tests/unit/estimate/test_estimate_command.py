@@ -64,10 +64,10 @@ def test_the_command_takes_a_hugging_face_config(gpt2_config: Path, capsys: pyte
         (["--gpus", "two"], "argument --gpus: invalid int value: 'two'"),
         (
             ["--topk-ratio", "2"],
-            "argument --topk-ratio: ZenFlowConfig: topk_ratio=2.0: allowed is a number from 0 to 1",
+            "argument --topk-ratio: ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 2.0",
         ),
         (["--update-interval", "some"], "argument --update-interval: 'some': allowed is an integer or 'auto'"),
-        (["--update-interval", "32"], "update_interval=32: allowed is an integer from 1 to max_update_interval=16"),
+        (["--update-interval", "32"], "update_interval must be an integer from 1 to max_update_interval=16, got 32"),
         (["--params", "nan"], "argument --params: params=nan: allowed is a finite number >= 1"),
         (["--hf-config", "gpt2"], "argument --hf-config: not allowed with argument --params"),
         (["--reduce-bucket-size", "1.5"], "argument --reduce-bucket-size: '1.5': allowed is an integer >= 1"),

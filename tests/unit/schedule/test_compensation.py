@@ -12,7 +12,6 @@ from lightning_zenflow.schedule.compensation import StalenessCompensation, gradi
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from reference import AdamWState
 
-AUTO = StalenessCompensation(weight_prediction="auto", provisional_scale="auto")
 Multiples = tuple[float, list[float]]
 PACES = [(1, 1), (1, 2), (2, 1), (4, 0), (4, 1), (4, 2), (8, 1), (16, 1), (1024, 3)]
 
@@ -55,8 +54,6 @@ def test_given_numbers_are_taken() -> None:
     given = StalenessCompensation(weight_prediction=2.5, provisional_scale=0.3)
     assert given.steps_ahead(pace_of(4, 1), 0.9) == 2.5
     assert {given.scale(pace_of(4, 1), 0.9, age) for age in (1, 2, 3)} == {0.3}
-    means = replace(AUTO, means=True)
-    assert (means.steps_ahead(pace_of(4, 1), 0.9), means.scale(pace_of(4, 1), 0.9, 3)) == (4, 0.5)
 
 
 def multiples(schedule: UpdateSchedule, beta1: float) -> Multiples:

@@ -98,8 +98,8 @@ def test_other_optimizers_are_refused_by_name(make: Callable[[], Optimizer], nam
     with pytest.raises(MisconfigurationException) as error:
         validate_optimizer(make())
     assert str(error.value) == (
-        f"optimizer={name}: allowed is one of torch.optim.AdamW, torch.optim.Adam, deepspeed.ops.adam.DeepSpeedCPUAdam, "
-        "deepspeed.ops.adam.FusedAdam (the class itself, not one derived from it)"
+        "optimizer must be exactly one of torch.optim.AdamW, torch.optim.Adam, deepspeed.ops.adam.DeepSpeedCPUAdam, "
+        f"deepspeed.ops.adam.FusedAdam, not a subclass, got {name}"
     )
 
 
@@ -116,7 +116,7 @@ def test_other_optimizers_are_refused_by_name(make: Callable[[], Optimizer], nam
 def test_option_of_a_group_is_refused(option: str, value: bool, allowed: bool, make: Callable[[], Optimizer]) -> None:
     optimizer = make()
     optimizer.param_groups[1][option] = value
-    with pytest.raises(MisconfigurationException, match=f"parameter group 1: {option}={value}: allowed is {allowed}"):
+    with pytest.raises(MisconfigurationException, match=f"parameter group 1: {option} must be {allowed}, got {value}"):
         validate_optimizer(optimizer)
 
 
@@ -125,7 +125,7 @@ def test_option_of_a_group_is_refused(option: str, value: bool, allowed: bool, m
 )
 def test_parameters_other_than_dense_floats_are_refused(data: torch.Tensor) -> None:
     optimizer = torch.optim.AdamW([{"params": [parameter(2)]}, {"params": [torch.nn.Parameter(data)]}])
-    with pytest.raises(MisconfigurationException, match=r"parameter group 1: params=.*: allowed is dense tensors"):
+    with pytest.raises(MisconfigurationException, match=r"parameter group 1: params must be dense .* tensors, got "):
         validate_optimizer(optimizer)
 
 
@@ -143,9 +143,7 @@ def test_number_out_of_range_is_refused(key: str, value: Any) -> None:
         group[key] = value
     name = key.replace("[", r"\[").replace("]", r"\]")
     for check in (validate_optimizer, read_hyperparameters):
-        with pytest.raises(
-            ValueError, match=rf"optimizer torch.optim.AdamW, parameter group 1: {name}=.*: allowed is a"
-        ):
+        with pytest.raises(ValueError, match=rf"optimizer torch.optim.AdamW, parameter group 1: {name} must be a"):
             check(optimizer)
 
 
@@ -155,5 +153,5 @@ def test_number_out_of_range_is_refused(key: str, value: Any) -> None:
 def test_upper_bounds(key: str, value: Any) -> None:
     optimizer = torch.optim.AdamW(groups())
     optimizer.param_groups[0][key] = value
-    with pytest.raises(ValueError, match=f"parameter group 0: {key}.*: allowed is a"):
+    with pytest.raises(ValueError, match=rf"parameter group 0: {key}\S* must be a"):
         read_hyperparameters(optimizer)
