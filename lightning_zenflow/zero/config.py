@@ -23,7 +23,7 @@ _SET_BY_LIGHTNING = (
     "gradient_clipping",
 )
 
-# Set by DeepSpeed where they are "auto".
+# Set by DeepSpeed if "auto".
 _SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 _MAPPINGS = (
@@ -42,11 +42,10 @@ _MAPPINGS = (
     "timers.throughput",
 )
 
-
 _MASTER_WEIGHTS = "master weights are in float32"
 _MOMENTS = "moments are in float32"
 
-# Keys that must have one value if they are there, and why.
+# Keys that must have this value if present, with the reason.
 _REQUIRED: dict[str, tuple[object, str]] = {
     "zero_optimization.stage": (2, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
     "zero_optimization.contiguous_gradients": (True, "gradients are taken from ZeRO's contiguous buckets"),
@@ -98,7 +97,6 @@ _GRADIENT_DTYPES = {
     "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
 }
 
-
 _BUCKETS = 32
 """Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
 
@@ -134,7 +132,7 @@ def prepare_deepspeed_config(
     _prepare_what_lightning_sets(result, accumulate_grad_batches, gradient_clip_val)
     _refuse_auto(result)
     _check_gradient_dtype(result)
-    result.pop("sparse_gradients", None)  # DeepSpeed refuses the key even where it is false
+    result.pop("sparse_gradients", None)  # DeepSpeed refuses the key even if it is false
     _prepare_zero_optimization(result)
     if "optimizer" in result:
         _prepare_optimizer(result["optimizer"])
