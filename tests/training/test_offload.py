@@ -18,10 +18,10 @@ from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale, step_scale
-from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.rank_state import RankState
 from rank_processes import run_on_ranks
 from rank_states import make_rank_state
 from same_bits import assert_same_run
@@ -124,7 +124,7 @@ class HeldMemory(pl.Callback):
 
 
 def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
-    """Every tensor that is reachable from an object of this package but the passes, starting at `columns`."""
+    """Every tensor that is reachable from an object of this package but the state of the rank, starting at `columns`."""
     seen: set[int] = set()
     waiting: list[Any] = [columns]
     while waiting:
@@ -138,7 +138,7 @@ def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
             waiting.extend(found.values())
         elif isinstance(found, list | tuple):
             waiting.extend(found)
-        elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, Kernels):
+        elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, RankState):
             fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
             waiting.extend([getattr(found, field.name) for field in fields] or vars(found).values())
 

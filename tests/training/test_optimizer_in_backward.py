@@ -204,7 +204,7 @@ class ChangesRate(pl.Callback):
 def test_a_learning_rate_that_changes_after_backward_is_refused() -> None:
     options = {"update_interval": 1, "publish_lag": 0, "worker_cores": 1}
     changes = ChangesRate(after_backward=True)
-    with pytest.raises(MisconfigurationException, match="between backward pass and optimizer step"):
+    with pytest.raises(MisconfigurationException, match="between the backward pass and the optimizer step"):
         fit(SmallNet(), ZenFlowStrategy(**options), steps=5, callbacks=[changes])
 
 
