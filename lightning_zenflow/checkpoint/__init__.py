@@ -1,1 +1,4 @@
-"""checkpoint."""
+"""Saving and loading by all ranks together: folders that are complete or absent, other rank counts, older layouts.
+
+Code enters that reads or writes checkpoint files; what a component keeps is in its own `state_dict`.
+"""

@@ -1,1 +1,4 @@
-"""telemetry."""
+"""Clocks, counters and spans, written by every room and read in `monitor`.
+
+Only what is cheap enough for every step enters, and nothing that logs.
+"""
