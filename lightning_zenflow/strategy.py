@@ -1,4 +1,4 @@
-"""The Lightning strategy: configuration, life cycle and the hooks at which weights must be exact. No maths."""
+"""The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
 import inspect
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -25,13 +25,10 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.monitor.stall_monitor import StallMonitor
 from lightning_zenflow.monitor.timeline import TimelineWriter
 from lightning_zenflow.telemetry.tracing import Lane
-from lightning_zenflow.worker.cores import worker_cores
-from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
-from lightning_zenflow.zero.build import RankResources
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import resolve_config
 from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
-from lightning_zenflow.zero.environment import RankVariables, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.zero.environment import RankVariables, rank_resources, use_deepspeed_on_cpu, with_local_ranks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import (
     frozen_parameters,
@@ -42,9 +39,6 @@ from lightning_zenflow.zero.supported import (
     several_optimizers,
 )
 from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 
 class ZenFlowStrategy(DeepSpeedStrategy):
@@ -148,7 +142,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # The launcher, which runs before all other hooks, is the first to change them.
+        # The launcher runs before all other hooks and is the first to change them.
         self._rank_variables = RankVariables()
         super()._configure_launcher()
 
@@ -156,7 +150,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def setup_environment(self) -> None:
         if isinstance(self.accelerator, CPUAccelerator):
             use_deepspeed_on_cpu()
-            # Past DeepSpeedStrategy's own method, which does nothing but refuse the CPU.
+            # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
             super(DeepSpeedStrategy, self).setup_environment()
         else:
             super().setup_environment()
@@ -185,7 +179,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def _auto_select_batch_size(self) -> int:
         assert self.lightning_module is not None
-        # Only DeepSpeed's throughput log reads it, and outside fit there may be no training data to ask.
+        # Only DeepSpeed's throughput log reads it, and outside fit there may be no training data.
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             return 1
         return super()._auto_select_batch_size()
@@ -205,28 +199,18 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> tuple["DeepSpeedEngine", Optimizer]:
-        config = self.zenflow_config
-        places, index = places_on_this_host(read_place(self.root_device))
-        cores = worker_cores(
-            config.worker_cores,
-            places=places,
-            index=index,
-            siblings=core_siblings(places[index].allowed),
-            reserved_share=config.pt_reserved_cores_perc,
-        )
+    ) -> tuple[Any, Optimizer]:
+        resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
         if self.root_device.type == "cpu":
             self._torch_threads = torch.get_num_threads()
-            torch.set_num_threads(min(cores.trainer_threads, self._torch_threads))
+            torch.set_num_threads(min(resources.cores.trainer_threads, self._torch_threads))
         if optimizer is not None:
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         self._micro_batches = 0
         if self._chooses_buckets:
             assert isinstance(self.config, dict)
             set_bucket_size(self.config, model)
-        resources = RankResources(cores=cores, ranks_on_host=self.num_processes)
-        build = partial(ZenFlowZeroOptimizer, zenflow=config, resources=resources)
-        with zenflow_optimizer(build):
+        with zenflow_optimizer(partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)):
             engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
             self._optimizer = optimizer_of(engine)
         return engine, deepspeed_optimizer
@@ -234,21 +218,21 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
-        """Lightning says which micro-batch is a step's last, so that an epoch ends with a step even where too few are left for a whole one.
+        """False: Lightning decides which micro-batch is a step's last, so that an epoch's remaining micro-batches make a step of their own.
 
-        DeepSpeed counts micro-batches past the end of the epoch, Lightning's step counter and schedulers do not.
+        DeepSpeed would count them into the next epoch; Lightning's step counter and schedulers do not.
         """
         return False
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        """Blocks nothing: ZeRO-2 reduces the gradients of every micro-batch, since each rank keeps its part only."""
+        """No effect: ZeRO-2 reduces the gradients of every micro-batch, because each rank keeps its part only."""
         yield
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Divides the loss by `accumulate_grad_batches` once: Lightning has done so, DeepSpeed would do it again."""
+        """Backward pass without DeepSpeed's division by `accumulate_grad_batches`, which Lightning has already applied."""
         self._micro_batches += 1
         with self._span("backward"):
             return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
@@ -268,7 +252,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A step's last micro-batch, whose forward and backward are in `closure`, and the step."""
+        """Runs the step's last micro-batch (forward and backward are in `closure`) and the step."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._micro_batches = 0
@@ -310,24 +294,24 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves the exact state after the last step; the checkpoint is there completely or not at all.
+        """Saves the exact state after the last step, atomically.
 
         Raises:
-            OSError: it could not be written; the former one is as it was, and training can go on.
+            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
         """
         if self._optimizer is not None:
             self._optimizer.flush()
         write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        # Without a slash at the end, as the name of a file.
+        # Without a trailing slash, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(filepath)))
         save_together(path, write, is_global_zero=self.is_global_zero)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads what `save_checkpoint` of this strategy or of DeepSpeed's ZeRO stage 1 or 2 has saved, with any number of ranks.
+        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO stage 1 or 2, saved by any number of ranks.
 
         Raises:
-            CheckpointError: it is incomplete, or of another model; names what is wrong.
+            CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
         path, strict = Path(checkpoint_path), self.lightning_module.strict_loading
@@ -345,21 +329,18 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         if self._optimizer is not None:
-            # Not only `close`: DeepSpeed's engine outlives the fit, and what it is linked to would hold the arena.
+            # More than `close`: DeepSpeed's engine outlives the fit, and its hooks would keep the arena alive.
             self._optimizer.destroy()
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
             self._torch_threads = None
         super().teardown()
-        # With more ranks Lightning's launcher knows by them, in a further fit, that the others have been started.
+        # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
         if self.num_nodes * self.num_processes == 1:
             self._rank_variables.restore()
 
     def _flush(self) -> None:
-        """Closes all open windows, so that whoever looks at the weights or the optimizer states now sees the exact ones.
-
-        After a fit that ended with an exception there is nobody left to do that; weights are then evaluated as they are.
-        """
+        """Makes weights and optimizer states exact. After a fit that ended with an exception, weights stay as they are."""
         if self._optimizer is not None and not self._optimizer.closed:
             self._optimizer.flush()
 
@@ -370,16 +351,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
 
 def register() -> None:
-    """Makes ``Trainer(strategy="zenflow")`` known to Lightning; further calls change nothing."""
+    """Registers ``Trainer(strategy="zenflow")`` with Lightning; idempotent."""
     if "zenflow" not in StrategyRegistry:
         ZenFlowStrategy.register_strategies(StrategyRegistry)
 
 
 class ExactWeights(pl.Callback):
-    """The first of the trainer's callbacks, since Lightning calls the strategy's hooks after everybody else's.
+    """Makes weights exact before the user's callbacks read them.
 
-    What callbacks do to the weights at the end of training (`WeightAveraging` puts the mean there) then stays, and what they export there
-    is the result of all steps.
+    Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that replace
+    the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
 
     Args:
         flush: makes the weights exact; called on every rank.

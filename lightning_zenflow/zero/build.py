@@ -38,6 +38,7 @@ from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.worker.topology import numa_nodes
+from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.host_state import HostState
 
 
@@ -61,16 +62,6 @@ class ZeroPartition:
     """Columns of each parameter's [out, rest] view."""
     group: dist.ProcessGroup
     """Data-parallel ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankResources:
-    """Host resources of one rank."""
-
-    cores: WorkerCores
-    """Cores of the worker."""
-    ranks_on_host: int
-    """Ranks that share the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The way into DeepSpeed: while the engine is built, it finds our optimizer where it looks for its own."""
+"""Substitution of ZenFlow's optimizer for DeepSpeed's while the engine is built."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -16,15 +16,15 @@ _OVERRIDDEN = tuple(
     for name, member in vars(ZenFlowZeroOptimizer).items()
     if inspect.isfunction(member) and getattr(member, "__override__", False)
 )
-"""Methods of `DeepSpeedZeroOptimizer` that ours replaces: they must exist there, or DeepSpeed would never call them."""
+"""Overridden methods of `DeepSpeedZeroOptimizer`. They must exist there, or DeepSpeed would never call them."""
 
 
 @contextmanager
 def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[None]:
-    """Lets ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in this context destroys what was built.
+    """Makes ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in the context destroys the optimizer.
 
-    The engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other way in;
-    the name is replaced only inside this context.
+    Private: the engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other
+    extension point. The name is replaced inside this context only.
 
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
@@ -44,7 +44,7 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
     try:
         yield
     except BaseException:
-        # The engine fails after it has built its optimizer, and nobody else knows that there is a worker.
+        # The engine failed after it had built its optimizer; no other component holds the worker.
         for unused in built:
             unused.destroy()
             unused.close(keep_state=False)
@@ -54,10 +54,10 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
 
 
 def optimizer_of(engine: Any) -> ZenFlowZeroOptimizer:
-    """The engine's optimizer.
+    """Optimizer of an engine that was initialised in `zenflow_optimizer`.
 
     Raises:
-        RuntimeError: the engine built another one.
+        RuntimeError: the engine built another optimizer.
     """
     optimizer = engine.optimizer
     if not isinstance(optimizer, ZenFlowZeroOptimizer):

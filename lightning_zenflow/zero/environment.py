@@ -1,13 +1,47 @@
-"""What Lightning and DeepSpeed need to be told where the model trains on the CPU."""
+"""Environment of a rank: accelerator, devices, cores, and the variables by which ranks find each other."""
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.worker.cores import WorkerCores, worker_cores
+from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResources:
+    """Host resources of one rank."""
+
+    cores: WorkerCores
+    """Cores of the worker."""
+    ranks_on_host: int
+    """Ranks that share the host's memory."""
+
+
+def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int) -> RankResources:
+    """Chooses the worker's cores; all ranks of a host call it together.
+
+    Args:
+        config: configuration.
+        device: training device of the rank.
+        ranks_on_host: ranks that share the host.
+    """
+    places, index = places_on_this_host(read_place(device))
+    cores = worker_cores(
+        config.worker_cores,
+        places=places,
+        index=index,
+        siblings=core_siblings(places[index].allowed),
+        reserved_share=config.pt_reserved_cores_perc,
+    )
+    return RankResources(cores=cores, ranks_on_host=ranks_on_host)
+
 
 def use_deepspeed_on_cpu() -> None:
-    """DeepSpeed chooses one accelerator per process, and CUDA where there is any; training on the CPU needs its CPU accelerator."""
+    """Selects DeepSpeed's CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -16,9 +50,9 @@ def use_deepspeed_on_cpu() -> None:
 
 
 def with_local_ranks(devices: Sequence[torch.device]) -> list[torch.device]:
-    """The devices of a host's ranks, those on the CPU with the local rank as index.
+    """Devices of a host's ranks; CPU devices get the local rank as index.
 
-    Lightning leaves CPU devices without index; its check, like DeepSpeed's, wants the local rank there.
+    Lightning leaves CPU devices without index; its check, like DeepSpeed's, expects the local rank there.
     """
     if all(device.type == "cpu" for device in devices):
         return [torch.device("cpu", rank) for rank in range(len(devices))]
@@ -29,13 +63,13 @@ _NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORL
 
 
 class RankVariables:
-    """What the environment says about ranks when this is made."""
+    """Snapshot of the environment variables that Lightning's launcher and DeepSpeed set for a training and leave behind."""
 
     def __init__(self) -> None:
         self._values = {name: os.environ.get(name) for name in _NAMES}
 
     def restore(self) -> None:
-        """Makes the environment say that again: whoever inherits it afterwards would take itself for a rank of the former training."""
+        """Restores the snapshot, so that child processes do not take themselves for ranks of the former training."""
         for name, value in self._values.items():
             if value is None:
                 os.environ.pop(name, None)

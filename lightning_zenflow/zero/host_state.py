@@ -1,4 +1,4 @@
-"""DeepSpeed's view of the arena: its fp32 partitions and AdamW's moments are tensors there, and so its checkpoint code sees them."""
+"""Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,15 @@ from lightning_zenflow.worker.arena import Arena
 
 
 class HostState:
-    """Links the user's optimizer, whose parameters are DeepSpeed's flat fp32 partitions, with the arena.
+    """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code reads
+    and writes the arena.
 
     Args:
-        optimizer: the user's; its state is created here.
-        flats: for each parameter group, DeepSpeed's flat fp32 partition; its values move into the arena.
-        partition: the rank's partition.
+        optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
+        flats: for each parameter group, DeepSpeed's flat fp32 partition; its values are copied into the arena.
+        partition: partition of the rank.
         partition_sizes: elements of each flat partition, padding included.
-        arena: where the state lives from now on.
+        arena: memory of the state from now on.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class HostState:
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master
-            # DeepSpeed links fragments of `.grad`; gradients live in the slots, so one zero stands for all elements.
+            # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = torch.zeros(1).expand(numel)
             self._moments.append(
                 {
@@ -49,23 +50,23 @@ class HostState:
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
-        """AdamW's `step`, as the user's optimizer writes it into checkpoints."""
+        """Writes the number of applied steps as AdamW's `step`, in the form that the user's optimizer has in checkpoints."""
         is_tensor = isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW)
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = torch.tensor(float(count)) if is_tensor else count
 
     def clear(self) -> None:
-        """Leaves the user's optimizer without weights and state, rather than with memory that has been given back."""
+        """Removes weights and state from the user's optimizer, before their memory is released."""
         for flat in self._flats:
             flat.grad = None
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
     def take_back(self) -> int:
-        """After loading, which may have replaced tensors: their values go to the arena, and its tensors to their place.
+        """Copies tensors that loading has put in place of the arena's into the arena, and links the arena's again.
 
         Returns:
-            The loaded step count.
+            Loaded number of applied steps.
         """
         count = 0
         for flat, moments in zip(self._flats, self._moments, strict=True):
@@ -75,6 +76,6 @@ class HostState:
                 if state[key] is not ours:
                     ours.copy_(state[key])
                     state[key] = ours
-        # The loaded one may be a part of a mapped file, which it would hold.
+        # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count

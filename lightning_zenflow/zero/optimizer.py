@@ -22,7 +22,8 @@ from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from lightning_zenflow.zero.build import RankResources, ZeroPartition, build
+from lightning_zenflow.zero.build import ZeroPartition, build
+from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.slices import parameters_in_order, read_slices
 from lightning_zenflow.zero.supported import refuse_unsupported
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters

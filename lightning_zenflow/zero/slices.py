@@ -1,4 +1,4 @@
-"""DeepSpeed's bookkeeping of parameters and partitions in our words. Reads `DeepSpeedZeroOptimizer`, changes nothing."""
+"""Slices of a rank's partition, read from DeepSpeed's bookkeeping."""
 
 from typing import Any
 
@@ -8,10 +8,11 @@ from lightning_zenflow.core.partition import Slice, group_begins, row_length
 
 
 def read_slices(zero_optimizer: Any) -> list[Slice]:
-    """The slices of this rank's partition, ascending.
+    """Slices of this rank's partition, ascending.
 
-    Read from `params_in_partition` and `grad_position`, which holds for each of these parameters its group, where its part in the
-    partition starts in the parameter and in the group's partition, and how many elements it has.
+    Private attributes of `DeepSpeedZeroOptimizer`: `params_in_partition` (parameters with a part in the partition, by group) and
+    `grad_position` (for each of them its group, the first element of the part in the parameter and in the group's partition, and its
+    number of elements).
     """
     begins = group_begins(zero_optimizer.partition_size)
     slices = []
@@ -36,11 +37,11 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
 
 
 def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
-    """All trained parameters of the model, in the order in which `Slice.parameter` counts them."""
+    """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
     return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
 
 
 def shapes_by_name(zero_optimizer: Any) -> list[dict[str, tuple[int, ...]]]:
-    """For each parameter group the shapes of its parameters by name, in the order in which they are trained and saved."""
+    """For each parameter group the shapes of its parameters by name, in the order of training and of checkpoints."""
     names = zero_optimizer.param_names
     return [{names[p]: tuple(p.shape) for p in group} for group in zero_optimizer.bit16_groups]
