@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 
+from lightning_zenflow.checkpoint.upgrade import upgrade
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -158,8 +159,8 @@ class SavedCheckpoint:
                 f"a newer lightning-zenflow wrote it (its layout is {ours['version']}, this version reads up to {VERSION}):"
                 " upgrade lightning-zenflow",
             )
-        # Small, and kept: not to hold the file for as long as the run lasts.
-        return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
+        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+        return {**state, CHECKPOINT_KEY: None if ours is None else upgrade(copy.deepcopy(ours))}
 
     def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int, bf16: bool) -> dict[str, Any]:
         """The optimizer state that a rank of this run continues from.

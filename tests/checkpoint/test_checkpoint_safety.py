@@ -229,7 +229,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a newer layout": (
         edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1000)),
-        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 2.: upgrade lightning-zenflow",
+        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 3.: upgrade lightning-zenflow",
     ),
 }
 
@@ -251,7 +251,7 @@ def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, ca
     with caplog.at_level(logging.INFO):
         resumed = run_here(Case(steps=4, checkpoint=str(path)))
     assert (
-        "an older lightning-zenflow wrote it (its layout is 1, now it is 2): columns are selected anew" in caplog.text
+        "an older lightning-zenflow wrote it (its layout is 1, now it is 3): columns are selected anew" in caplog.text
     )
     whole = run_here(Case(steps=4))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
