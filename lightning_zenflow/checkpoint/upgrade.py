@@ -18,7 +18,7 @@ def upgrade(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Layout 2, written up to commit 01ec44d, has other names; values are the same."""
+    """Layout 2, written up to commit 01ec44d, has other names for the same values; `n_updates` is no longer needed."""
     config = {_CONFIG_KEYS_OF_2.get(key, key): value for key, value in state["layout"]["config"].items()}
     if config["deferred_update"] == "replay":
         # The only rule now. A run with the other one cannot continue bit for bit: its key remains, and `difference` names it.
@@ -27,6 +27,7 @@ def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:
     if planner["schedule"] is not None:
         planner["schedule"] = _renamed(planner["schedule"], {"deferral": "max_interval_by_gradients"})
     converted = _renamed(state, {"stand_in": "provisional"})
+    del converted["n_updates"]
     if converted["provisional"] is not None:
         converted["provisional"] = _renamed(converted["provisional"], {"bodies": "second_moments"})
     return {**converted, "version": 3, "layout": {**state["layout"], "config": config}, "planner": planner}
