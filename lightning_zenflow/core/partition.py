@@ -10,7 +10,7 @@
 * *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -80,15 +80,10 @@ class Range:
     begin: int
     end: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Intersection of a block with a range."""
-
-    index: int
-    """Index of the parameter group."""
-    begin: int
-    numel: int
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +167,7 @@ def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_b
         slices=tuple(slices),
         tiles=tuple(tiles),
         blocks=tuple(blocks),
-        ranges=merge_ranges(slices),
+        ranges=tuple(merge_ranges(slices)),
         group_begins=begins,
         numel=begins[-1] + align(partition_sizes[-1]) if begins else 0,
     )
@@ -222,16 +217,19 @@ def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
     return head, Tile(slice=tile.slice, begin=head.end, rows=tile.rows - rows, first_column=0, width=tile.width)
 
 
-def merge_ranges(slices: Sequence[Slice]) -> tuple[Range, ...]:
-    """Merges adjacent slices of a parameter group into ranges, ascending."""
+def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
+    """Merges ascending slices or ranges that are adjacent in one parameter group."""
     merged: list[Range] = []
-    for s in slices:
-        last = merged[-1] if merged else None
-        if last is not None and last.param_group == s.param_group and last.end == s.begin:
-            merged[-1] = Range(param_group=s.param_group, begin=last.begin, end=s.end)
-        else:
-            merged.append(Range(param_group=s.param_group, begin=s.begin, end=s.end))
-    return tuple(merged)
+    group = begin = end = -1
+    for part in parts:
+        if part.param_group != group or part.begin != end:
+            if group >= 0:
+                merged.append(Range(param_group=group, begin=begin, end=end))
+            group, begin = part.param_group, part.begin
+        end = part.end
+    if group >= 0:
+        merged.append(Range(param_group=group, begin=begin, end=end))
+    return merged
 
 
 def blocks_of_tiles(partition: Partition) -> dict[int, int]:
@@ -239,14 +237,10 @@ def blocks_of_tiles(partition: Partition) -> dict[int, int]:
     return {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
 
 
-def ranges_of_block(partition: Partition, block: Block) -> tuple[Piece, ...]:
+def ranges_of_block(partition: Partition, block: Block) -> list[Range]:
     """Elements of a block without padding."""
-    return tuple(
-        Piece(
-            index=r.param_group,
-            begin=max(r.begin, block.begin),
-            numel=min(r.end, block.end) - max(r.begin, block.begin),
-        )
+    return [
+        Range(param_group=r.param_group, begin=max(r.begin, block.begin), end=min(r.end, block.end))
         for r in partition.ranges
         if r.begin < block.end and block.begin < r.end
-    )
+    ]
