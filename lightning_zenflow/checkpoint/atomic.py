@@ -1,9 +1,9 @@
-"""A checkpoint directory that appears under its name complete or not at all, whatever happens to the process that writes it.
+"""Atomic creation and replacement of checkpoint directories, safe against a kill of the writing process.
 
-It is written beside its place, under another name, and renamed when it is complete. Names of what is on its way begin with a dot and do not
-end with those of checkpoints, so that nobody takes it for one:
+A checkpoint is written under a staging name in the same folder and renamed when it is complete. The names of incomplete directories begin
+with a dot and do not end like those of checkpoints:
 
-* ``.NAME.saving``: being written, or already replaced; the next save of NAME deletes it.
+* ``.NAME.saving``: being written, or replaced; the next save of NAME deletes it.
 * ``.NAME.removed``: being deleted; the next save in the same folder deletes it.
 """
 
@@ -13,16 +13,15 @@ import os
 import shutil
 from pathlib import Path
 
-_AT_FDCWD = -100
-
-_RENAME_EXCHANGE = 2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of renameat2(2)."""
 
 
 def begin_save(path: Path) -> None:
-    """Makes the empty folder `staging_path` that is to become `path`, and clears away what killed processes left.
+    """Creates the empty directory `staging_path`, and deletes remains of killed processes.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     staging = staging_path(path)
     for leftover in (staging, *path.parent.glob(".*.removed")):
@@ -31,13 +30,13 @@ def begin_save(path: Path) -> None:
 
 
 def commit_save(path: Path) -> None:
-    """Gives the folder of `begin_save` its name; what had the name is deleted.
+    """Renames the directory of `begin_save` to `path`; deletes a previous checkpoint of this name.
 
-    Atomic where the file system can exchange two names (`renameat2`: ext4, xfs, btrfs, tmpfs, overlayfs). Elsewhere a process that is
-    killed between two renames leaves the old checkpoint as ``.NAME.removed`` and the new one as ``.NAME.saving``, both complete.
+    Atomic on file systems that can exchange two names (`renameat2`: ext4, xfs, btrfs, tmpfs, overlayfs). On others, a kill between two
+    renames leaves the old checkpoint as ``.NAME.removed`` and the new one as ``.NAME.saving``, both complete.
 
     Raises:
-        OSError: it cannot be renamed; `path` is as it was.
+        OSError: the directory cannot be renamed; `path` is unchanged.
     """
     staging = staging_path(path)
     if not os.path.lexists(path):
@@ -51,18 +50,18 @@ def commit_save(path: Path) -> None:
 
 
 def abandon_save(path: Path) -> None:
-    """Deletes what `begin_save` made and whatever is in it."""
+    """Deletes the directory of `begin_save` with its content."""
     _delete(staging_path(path))
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint. Killed half-way, it leaves nothing under its name that looks like one."""
+    """Deletes a checkpoint; a kill on the way leaves nothing under its name."""
     if os.path.lexists(path):
         _delete(_set_aside(path))
 
 
 def staging_path(path: Path) -> Path:
-    """Where a checkpoint is written before it is renamed to `path`."""
+    """Directory that is renamed to `path` when the checkpoint is complete."""
     return path.with_name(f".{path.name}.saving")
 
 
@@ -74,7 +73,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a file, a link or a folder; one that is not there, or that cannot be deleted, is no error."""
+    """Deletes a file, link or directory; ignores a missing one and one that cannot be deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
@@ -82,7 +81,7 @@ def _delete(path: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Has two files or folders change names at once; False where the file system or the C library cannot do that."""
+    """Exchanges two names atomically; False if the file system or the C library does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

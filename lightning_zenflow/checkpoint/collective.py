@@ -1,11 +1,11 @@
-"""How all ranks together save a checkpoint and continue from one: every rank succeeds, or every rank has an error."""
+"""Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm as dist
+import torch.distributed as dist
 
 from lightning_zenflow.checkpoint.atomic import abandon_save, begin_save, commit_save, staging_path
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
@@ -15,28 +15,28 @@ from lightning_zenflow.zero.slices import shapes_by_name
 
 
 def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: bool) -> None:
-    """Has all ranks write a checkpoint, and gives it its name when all of them have. Called on all ranks.
+    """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
-        path: of the checkpoint, the same on every rank; one that is there already is replaced.
-        write: writes this rank's files into an existing folder, by DeepSpeed's `save_checkpoint`.
-        is_global_zero: whether this rank makes, renames and deletes folders.
+        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
+        write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`.
+        is_global_zero: whether this rank creates, renames and deletes directories.
 
     Raises:
-        OSError: it could not be written; names the path. What was under `path` is as it was, and nothing of the new one is left.
+        OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
     """
 
-    def write_or_meet() -> None:
+    def write_files() -> None:
         try:
             write(staging_path(path))
         except (OSError, RuntimeError):
-            # `save_checkpoint` ends with a barrier, in which the other ranks wait by now.
+            # `save_checkpoint` ends with a barrier, where the other ranks wait.
             dist.barrier()
             raise
 
     try:
         _attempt(path, lambda: begin_save(path) if is_global_zero else None)
-        _attempt(path, write_or_meet)
+        _attempt(path, write_files)
         _attempt(path, lambda: commit_save(path) if is_global_zero else None)
     except BaseException:
         if is_global_zero:
@@ -49,17 +49,17 @@ def _attempt(path: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except (OSError, RuntimeError) as reason:
-        # A full disk is a RuntimeError of torch's file writer.
-        error = OSError(f"checkpoint {path} could not be saved: {reason}; training can go on, and save elsewhere")
+        # torch's file writer raises RuntimeError on a full disk.
+        error = OSError(f"checkpoint {path} could not be saved: {reason}; training can continue, save to another path")
         error.__cause__ = reason
     raise_together(error, OSError)
 
 
 def open_together(path: Path) -> SavedCheckpoint:
-    """A checkpoint whose files are there and readable, as far as that is the same for every rank. Called on all ranks.
+    """Opens a checkpoint and reads its model file. A collective: all ranks must call it.
 
     Raises:
-        CheckpointError: names what is wrong.
+        CheckpointError: a rank cannot read it.
     """
     saved, error = None, None
     try:
@@ -73,27 +73,28 @@ def open_together(path: Path) -> SavedCheckpoint:
 
 
 def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, strict: bool) -> dict[str, Any]:
-    """Continues from a checkpoint, whatever number of ranks saved it. Called on all ranks.
+    """Loads model and optimizer from a checkpoint of any number of ranks. A collective: all ranks must call it.
 
-    DeepSpeed's engine loads the model; it would refuse the optimizer state of another number of ranks, so that is read here.
+    The engine loads the model. It refuses optimizer state of another number of ranks, so `SavedCheckpoint` reads that.
 
     Args:
-        engine: DeepSpeed's.
-        optimizer: the engine's.
-        path: of the checkpoint.
+        engine: DeepSpeed's engine.
+        optimizer: optimizer of the engine.
+        path: path of the checkpoint.
         strict: whether the model must have exactly the saved weights and buffers.
 
     Returns:
-        What Lightning had saved.
+        The client state, as Lightning saved it.
 
     Raises:
-        CheckpointError: names what is wrong; nothing has been loaded then.
+        CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
     """
     saved = open_together(path)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state, error = None, None
     try:
         saved.refuse_other_model(shapes_by_name(optimizer))
+        # `partition_size` (elements of each group's flat partition) and `bfloat16_enabled` are DeepSpeed's, undocumented.
         state = saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=engine.bfloat16_enabled())
     except CheckpointError as reason:
         error = reason
@@ -102,6 +103,8 @@ def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, s
         _, client_state = engine.load_checkpoint(
             str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False
         )
+    # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
+    # undocumented getter of a key of the config.
     states = [state if r == rank else None for r in range(world_size)]
     optimizer.load_state_dict(states, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
     return dict(client_state)
@@ -109,14 +112,14 @@ def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, s
 
 @contextmanager
 def refusing_other_models(path: Path) -> Iterator[None]:
-    """Says which checkpoint it is of which torch cannot load the weights.
+    """Converts torch's error about the keys or shapes of a state dict.
 
     Raises:
-        CheckpointError: the model has others than those that were saved.
+        CheckpointError: the model does not have the saved weights.
     """
     try:
         yield
     except RuntimeError as error:
         if "loading state_dict" not in str(error):
             raise
-        raise CheckpointError(f"checkpoint {path}: it is of another model: {error}") from error
+        raise CheckpointError(f"checkpoint {path}: the model must be the saved one: {error}") from error

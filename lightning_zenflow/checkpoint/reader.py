@@ -1,6 +1,6 @@
-"""Reads DeepSpeed's ZeRO-2 checkpoints, and says what is wrong with those that cannot be continued from.
+"""Reader of DeepSpeed's ZeRO-2 checkpoints: validation, and redistribution of the optimizer state to another number of ranks.
 
-Files are mapped, not read: looking at one costs little, and only what is used of it is ever in memory.
+Files are memory-mapped, so that opening one is cheap and only the parts in use are read.
 """
 
 import copy
@@ -22,6 +22,7 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 
+from lightning_zenflow.checkpoint.upgrade import upgrade
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -29,44 +30,47 @@ Shapes = Sequence[Mapping[str, Sequence[int]]]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or is not one of this model; the message names it, or the file in it, and what is wrong."""
+    """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint directory: ``latest`` names the folder in it that holds one file of the model and one of each rank.
+    """A checkpoint directory. Its file ``latest`` names the folder with one file of the model and one file per rank.
 
     Raises:
-        CheckpointError: there is something else at `path`, or less.
+        CheckpointError: `path` is not a complete checkpoint of ZeRO stage 1 or 2.
     """
 
     path: Path
 
     def __post_init__(self) -> None:
-        """Refuses what has not the form of a checkpoint."""
+        """Checks the structure of the directory."""
         if not self.path.exists():
-            raise _refusal(self.path, "there is nothing under this name")
+            raise _refusal(self.path, "the path must exist")
         for parent in (self.path.parent, self.path.parent.parent):
             if not (self.path / "latest").is_file() and (parent / "latest").is_file():
-                raise _refusal(self.path, f"this is a part of a checkpoint; allowed is the whole: {parent}")
+                raise _refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")
         if self.path.is_file():
             raise _refusal(
                 self.path,
-                "this is a file; allowed is a directory as ZenFlowStrategy and DeepSpeedStrategy save it. Of a checkpoint of"
-                " another strategy the weights can be taken: `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
+                "the path must be a directory saved by ZenFlowStrategy or DeepSpeedStrategy, got a file. To take the weights from a"
+                " checkpoint of another strategy, use `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
             )
         if not (self.path / "latest").is_file():
-            raise _refusal(self.path, "no file `latest` is in this directory: it is not a checkpoint of DeepSpeed")
+            raise _refusal(
+                self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
+            )
         if not self.folder.is_dir():
-            raise _refusal(self.path, f"there is no folder {self.folder.name!r}, which its file `latest` names")
+            raise _refusal(self.path, f"the folder {self.folder.name!r}, named by its file `latest`, is missing")
         if not self._model_file.is_file():
             stage_3 = (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file()
-            what = "it is of ZeRO stage 3; allowed is stage 1 or 2" if stage_3 else "it is incomplete"
-            raise _refusal(self.path, f"there is no file {self._model_file.name}: {what}")
+            if stage_3:
+                raise _refusal(self.path, "the ZeRO stage must be 1 or 2, got 3")
+            raise _refusal(self.path, f"the file {self._model_file.name} is missing: the checkpoint is incomplete")
 
     @cached_property
     def folder(self) -> Path:
-        """Where its files are."""
+        """Folder with the files."""
         return self.path / (self.path / "latest").read_text(errors="replace").strip()
 
     @property
@@ -75,99 +79,104 @@ class SavedCheckpoint:
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
-        """The file of the model: weights, and what is the same on every rank."""
+        """Content of the model file: weights, and state that all ranks share."""
         states = _read(self._model_file)
+        # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
         if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-            raise _refusal(self._model_file, "this file was not written by DeepSpeed's engine")
+            raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
         return states
 
     @property
     def world_size(self) -> int:
-        """Ranks that the optimizer state is spread over."""
+        """Number of ranks that saved the optimizer state."""
         return int(self.model_states["dp_world_size"])
 
     def refuse_other_model(self, ours: Shapes) -> None:
-        """Refuses a checkpoint of parameters other than these.
+        """Compares the saved parameters with those of the model.
 
         Raises:
-            CheckpointError: names the first difference.
+            CheckpointError: they differ; the message names the first difference.
         """
         theirs = self.model_states.get(PARAM_SHAPES)
         if theirs is None:
-            raise _refusal(self.path, "it has no optimizer state: it was saved where nothing was trained")
+            raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
         if len(theirs) != len(ours):
             raise _refusal(
-                self.path, f"it has {len(theirs)} parameter groups, but configure_optimizers returned {len(ours)}"
+                self.path,
+                f"configure_optimizers must return the saved number of parameter groups, {len(theirs)}, got {len(ours)}",
             )
         for group, (saved, present) in enumerate(zip(theirs, ours, strict=True)):
             if len(saved) != len(present):
-                # Which one is missing says more than that all those after it have moved.
-                unknown = [*(f"{n} only there" for n in saved if n not in present)]
-                unknown += [f"{n} only here" for n in present if n not in saved]
+                # The missing names tell more than the first pair that differs.
+                unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
+                unknown += [f"{n} only in the model" for n in present if n not in saved]
                 raise _refusal(
                     self.path,
-                    f"parameter group {group} has {len(saved)} parameters there and {len(present)} here: {', '.join(unknown[:4])}",
+                    f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
                 )
             for (their_name, their_shape), (name, shape) in zip(saved.items(), present.items(), strict=True):
                 if their_name != name or tuple(their_shape) != tuple(shape):
                     raise _refusal(
                         self.path,
-                        f"it is of another model: parameter group {group} has {their_name} {list(their_shape)} where this model has"
+                        f"the model must be the saved one: parameter group {group} must have {their_name} {list(their_shape)}, got"
                         f" {name} {list(shape)}",
                     )
 
     def optimizer_state(self, rank: int, *, bf16: bool) -> dict[str, Any]:
-        """DeepSpeed's optimizer state of one rank; its large tensors are mapped.
+        """Optimizer state of one rank, in DeepSpeed's layout; large tensors are memory-mapped.
 
         Args:
-            rank: of the run that saved.
-            bf16: whether this run's model is in bfloat16, which the file's name says.
+            rank: rank of the run that saved.
+            bf16: whether this run's model is in bfloat16.
 
         Raises:
-            CheckpointError: it is missing, damaged, or not of AdamW under ZeRO stage 1 or 2.
+            CheckpointError: the state is missing, damaged, or not that of AdamW under ZeRO stage 1 or 2.
         """
+        # As `DeepSpeedEngine._get_rank_zero_ckpt_name`, which has no public counterpart.
         name, other = (f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_"))
         if bf16:
             name, other = other, name
         file = self.folder / name
         if not file.is_file():
             if (self.folder / other).is_file():
-                there, here = ("another precision", "bf16") if bf16 else ("bf16", "another precision")
-                raise _refusal(self.path, f"it was saved with precision {there}, this run has {here}")
+                saved, present = ("one without bf16", "bf16") if bf16 else ("bf16", "another")
+                raise _refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
             raise _refusal(
-                self.path, f"rank {rank} of {self.world_size} is missing: there is no file {self.folder.name}/{name}"
+                self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{name}"
             )
         content = _read(file)
         state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
         if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-            raise _refusal(file, "this file has no state of a ZeRO stage 1 or 2 optimizer")
+            raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
         base = state[BASE_OPTIMIZER_STATE]
         if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-            raise _refusal(file, "allowed is ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
+            raise _refusal(
+                file,
+                "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False",
+            )
         for group, param_group in enumerate(base["param_groups"]):
             of_group = base["state"].get(param_group["params"][0], {})
             missing = [key for key in ("step", *MOMENTS) if key not in of_group]
             if missing:
                 raise _refusal(
-                    file, f"parameter group {group} has no {missing[0]}: it is not the complete state of AdamW or Adam"
+                    file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
                 )
         ours = state.get(CHECKPOINT_KEY)
         if ours is not None and ours["version"] > VERSION:
             raise _refusal(
                 file,
-                f"a newer lightning-zenflow wrote it (its layout is {ours['version']}, this version reads up to {VERSION}):"
-                " upgrade lightning-zenflow",
+                f"the layout must be at most {VERSION}, got {ours['version']}, of a newer version: upgrade lightning-zenflow",
             )
-        # Small, and kept: not to hold the file for as long as the run lasts.
-        return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
+        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+        return {**state, CHECKPOINT_KEY: None if ours is None else upgrade(copy.deepcopy(ours))}
 
     def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int, bf16: bool) -> dict[str, Any]:
-        """The optimizer state that a rank of this run continues from.
+        """Optimizer state of one rank of this run, redistributed if the number of ranks has changed.
 
         Args:
-            rank: of this run.
-            partition_sizes: elements of each parameter group's flat partition in this run, padding included.
-            world_size: ranks of this run.
+            rank: rank of this run.
+            partition_sizes: elements of each parameter group's flat partition in this run, including padding.
+            world_size: number of ranks of this run.
             bf16: see `optimizer_state`.
 
         Raises:
@@ -184,42 +193,42 @@ def _refusal(path: Path, message: str) -> CheckpointError:
 
 
 def _read(file: Path) -> Any:
-    """The content of a file that torch wrote.
+    """Content of a file written by torch.
 
     Raises:
-        CheckpointError: it is not one, or not complete.
+        CheckpointError: the file is truncated or damaged.
     """
     try:
-        # What is no archive was written in the format that torch had before, which cannot be mapped, or is not complete.
+        # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
         return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
         raise _refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's, in the state of each flat partition."""
+"""Keys of AdamW's moments in the state of a flat partition."""
 
 
 def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[int], rank: int) -> dict[str, Any]:
-    """One rank's part of an optimizer state that was saved by another number of ranks.
+    """Redistributes an optimizer state that another number of ranks saved.
 
-    A parameter group is one flat tensor over all ranks, cut into equal parts, with padding at its end only. So the parts without padding,
-    one after the other, are the same for every number of ranks.
+    A parameter group is one flat tensor over all ranks, divided into equal partitions, with padding at its end only. The concatenation
+    of the partitions without padding is the same for every number of ranks.
 
     Args:
-        saved: the states of all ranks that saved, in their order.
-        partition_sizes: elements of each parameter group's part on the rank, padding included.
-        rank: whose state is wanted.
+        saved: states of all ranks that saved, in rank order.
+        partition_sizes: elements of each parameter group's new partition, including padding.
+        rank: rank of the new partition.
 
     Returns:
-        As an element of `saved`; tensors are copies. What is not AdamW's is the first rank's.
+        State in the layout of `saved`, with copied tensors. All but AdamW's state is that of the first rank.
     """
     base = saved[0][BASE_OPTIMIZER_STATE]
     keys = [param_group["params"][0] for param_group in base["param_groups"]]
     masters, states = [], {}
     for group, (key, size) in enumerate(zip(keys, partition_sizes, strict=True)):
         first = base["state"][key]
-        # Neither master weights nor moments of padding are ever read.
+        # Padding stays 0; it is never read.
         master, *moments = (torch.zeros(size) for _ in range(1 + len(MOMENTS)))
         begin = rank * size
         offset = 0

@@ -1,4 +1,4 @@
-"""An error on one rank becomes an error on all of them, so that none waits for one that has left."""
+"""Collective error handling: an error on one rank is raised on all ranks, so that none waits for a rank that has left."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ import torch.distributed as dist
 
 
 def raise_together(error: Exception | None, kind: Callable[[str], Exception]) -> None:
-    """Ends a part of the work that may fail on some ranks only. All ranks call it, and all of them wait for each other.
+    """Raises an exception on every rank if any rank has an error. A collective: all ranks must call it.
 
     Args:
-        error: this rank's, if it has one.
-        kind: makes what is raised on ranks that have none, from the message of the first that has one.
+        error: error of this rank, if any.
+        kind: makes the exception of ranks without an error from the message of the first rank with one.
 
     Raises:
-        Exception: `error`, or one of `kind`.
+        Exception: `error`, or one made by `kind`.
     """
     messages: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(messages, None if error is None else str(error))

@@ -1,30 +1,28 @@
-"""How the model's parameters lie in this rank's ZeRO partition, and how the partition is cut for hand-over. Pure functions.
+"""Geometry of a rank's ZeRO partition: slices, tiles, and the blocks that the worker updates. Pure functions.
 
-Words used here and everywhere else:
-
-* *partition*: the elements whose optimizer state this rank holds. DeepSpeed keeps one flat partition per parameter group; we
-  lay them one after the other and count elements from the start of the first.
-* *slice*: the part of one parameter that lies in the partition. ZeRO cuts parameters wherever the arithmetic falls, so a slice may
-  begin and end in mid-row.
+* *partition*: the elements whose optimizer state a rank holds. DeepSpeed keeps one flat partition per parameter group; here they are
+  concatenated, and elements are counted from the start of the first.
+* *slice*: the part of one parameter that lies in the partition. ZeRO cuts parameters at arbitrary elements, so a slice may begin and end
+  inside a row.
 * *column*: a parameter of n dimensions is viewed as [out, rest], its first dimension against all others; column j is ``w[:, j]``, the
-  weights that multiply input j. Parameters of fewer than two dimensions have no columns to choose from.
-* *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: either full rows, or a piece of a single row.
-* *block*: a contiguous run of tiles that is handed to the worker as one; all blocks hold about the same number of elements.
+  weights that multiply input j. Parameters of fewer than two dimensions have no columns to select.
+* *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: full rows, or a part of a single row.
+* *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 
 def row_length(parameter: Tensor) -> int:
-    """Elements in a row of the parameter's [out, rest] view; 0 if it has no columns: fewer than two dimensions, or no elements."""
+    """Elements in a row of the parameter's [out, rest] view; 0 for fewer than two dimensions, or without elements."""
     return parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() > 0 else 0
 
 
 ALIGNMENT = 64
-"""Elements; parameter groups start at multiples of it, so that every state array starts on a cache line."""
+"""In elements. Parameter groups start at multiples of it, so that every state array starts on a cache line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +30,17 @@ class Slice:
     """The part of one parameter that lies in this rank's partition."""
 
     parameter: int
-    """Number of the parameter, counted over all parameter groups in DeepSpeed's order; the same on every rank."""
+    """Index of the parameter over all parameter groups, in DeepSpeed's order; the same on every rank."""
     param_group: int
     begin: int
     """First element in the partition."""
     start: int
-    """The same element's offset in the flattened parameter."""
+    """Offset of that element in the flattened parameter."""
     numel: int
     columns: int
     """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
     is_matrix: bool
-    """Whether the parameter has at least two dimensions, and so columns to choose from."""
+    """Whether the parameter has columns to select."""
 
     @property
     def end(self) -> int:
@@ -52,7 +50,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A rectangle of one slice, contiguous in the partition: full rows, or a piece of one row."""
+    """A rectangle of one slice, contiguous in the partition: full rows, or a part of one row."""
 
     slice: int
     """Index into `Partition.slices`."""
@@ -60,12 +58,12 @@ class Tile:
     """First element in the partition."""
     rows: int
     first_column: int
-    """Column of the parameter's [out, rest] view at which the rectangle begins; 0 if it holds full rows."""
+    """First column of the rectangle in the [out, rest] view; 0 for full rows."""
     width: int
 
     @property
     def numel(self) -> int:
-        """Elements in the rectangle."""
+        """Number of elements."""
         return self.rows * self.width
 
     @property
@@ -76,26 +74,21 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """A run of elements of one parameter group without padding."""
+    """Consecutive elements of one parameter group, without padding."""
 
     param_group: int
     begin: int
     end: int
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What a block and a slice (or range) have in common: where it starts in the partition, and how long it is."""
-
-    index: int
-    """Which block, or which parameter group: the function that returns the piece says."""
-    begin: int
-    numel: int
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Elements [begin, end) that are handed to the worker together; alignment padding may lie between its tiles."""
+    """Elements [begin, end) of one update job; alignment padding may lie between its tiles."""
 
     begin: int
     end: int
@@ -114,11 +107,11 @@ class Partition:
     group_begins: tuple[int, ...]
     """First element of each parameter group."""
     numel: int
-    """Elements including padding: the length of the state arrays."""
+    """Length of the state arrays: elements including padding."""
 
     @property
     def block_numel(self) -> int:
-        """Elements of the largest block, padding within it included, rounded up to `ALIGNMENT`."""
+        """Elements of the largest block, including padding, rounded up to `ALIGNMENT`."""
         return align(max((block.end - block.begin for block in self.blocks), default=0))
 
 
@@ -137,12 +130,12 @@ def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int) -> Partition:
-    """Cuts a rank's slices into at most `n_blocks` blocks of nearly equal size.
+    """Cuts a rank's slices into blocks of nearly equal size.
 
     Args:
-        slices: this rank's slices, ascending and disjoint.
-        partition_sizes: elements of DeepSpeed's flat partition of each parameter group, padding included.
-        n_blocks: blocks wanted; fewer come back where the partition has fewer elements than that.
+        slices: slices of the rank, ascending and disjoint.
+        partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
+        n_blocks: number of blocks, >= 1; a partition with fewer elements gets fewer.
     """
     begins = group_begins(partition_sizes)
     total = sum(s.numel for s in slices)
@@ -174,14 +167,14 @@ def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_b
         slices=tuple(slices),
         tiles=tuple(tiles),
         blocks=tuple(blocks),
-        ranges=merge_ranges(slices),
+        ranges=tuple(merge_ranges(slices)),
         group_begins=begins,
         numel=begins[-1] + align(partition_sizes[-1]) if begins else 0,
     )
 
 
 def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
-    """At most three rectangles that cover the slice: the rest of a row, full rows, the start of a row."""
+    """Covers a slice by at most three tiles: the rest of a row, full rows, the start of a row."""
     tiles: list[Tile] = []
     offset = 0
 
@@ -200,9 +193,10 @@ def tiles_of_slice(index: int, s: Slice) -> list[Tile]:
 
 
 def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
-    """The first `numel` elements of a tile and the rest: cut between rows, a single row anywhere.
+    """Splits a tile after nearly `numel` elements: between rows, or inside a single row.
 
-    The first part has at least one element, and at least one row where the tile has several.
+    Returns:
+        The first part, of at least one element and, if the tile has several rows, one row; and the rest, if any.
     """
     if numel >= tile.numel:
         return tile, None
@@ -223,31 +217,30 @@ def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
     return head, Tile(slice=tile.slice, begin=head.end, rows=tile.rows - rows, first_column=0, width=tile.width)
 
 
-def merge_ranges(slices: Sequence[Slice]) -> tuple[Range, ...]:
-    """The slices' elements by parameter group, neighbours merged; what is left out is padding."""
+def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
+    """Merges ascending slices or ranges that are adjacent in one parameter group."""
     merged: list[Range] = []
-    for s in slices:
-        last = merged[-1] if merged else None
-        if last is not None and last.param_group == s.param_group and last.end == s.begin:
-            merged[-1] = Range(param_group=s.param_group, begin=last.begin, end=s.end)
-        else:
-            merged.append(Range(param_group=s.param_group, begin=s.begin, end=s.end))
-    return tuple(merged)
+    group = begin = end = -1
+    for part in parts:
+        if part.param_group != group or part.begin != end:
+            if group >= 0:
+                merged.append(Range(param_group=group, begin=begin, end=end))
+            group, begin = part.param_group, part.begin
+        end = part.end
+    if group >= 0:
+        merged.append(Range(param_group=group, begin=begin, end=end))
+    return merged
 
 
 def blocks_of_tiles(partition: Partition) -> dict[int, int]:
-    """For each tile's index the number of the block that it lies in."""
+    """Maps the index of each tile to the index of its block."""
     return {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
 
 
-def ranges_of_block(partition: Partition, block: Block) -> tuple[Piece, ...]:
-    """The runs of elements of a block without padding; `Piece.index` is the parameter group."""
-    return tuple(
-        Piece(
-            index=r.param_group,
-            begin=max(r.begin, block.begin),
-            numel=min(r.end, block.end) - max(r.begin, block.begin),
-        )
+def ranges_of_block(partition: Partition, block: Block) -> list[Range]:
+    """Elements of a block without padding."""
+    return [
+        Range(param_group=r.param_group, begin=max(r.begin, block.begin), end=min(r.end, block.end))
         for r in partition.ranges
         if r.begin < block.end and block.begin < r.end
-    )
+    ]

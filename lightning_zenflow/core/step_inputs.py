@@ -1,4 +1,4 @@
-"""The factor of a step: clip coefficient over loss scale, as 0-D tensors that never leave the device. Pure functions."""
+"""Inputs of an AdamW step besides the gradient: hyperparameters, and the factor of clipping and loss scale. Pure functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,49 +10,49 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class GroupHyperparameters:
-    """What a step of one parameter group needs besides the gradient; a scheduler may change any of it at any step."""
+    """Hyperparameters of one parameter group in one step; a scheduler may change any of them at any step."""
 
     lr: float
     """Learning rate, >= 0."""
     beta1: float
-    """Decay of the first moment per step, 0 <= beta1 < 1."""
+    """Decay of the first moment, 0 <= beta1 < 1."""
     beta2: float
-    """Decay of the second moment per step, 0 <= beta2 < 1."""
+    """Decay of the second moment, 0 <= beta2 < 1."""
     eps: float
-    """Added to the root of the second moment, >= 0."""
+    """Added to the square root of the second moment, >= 0."""
     weight_decay: float
-    """Coefficient of the decay, >= 0."""
+    """Coefficient of the weight decay, >= 0."""
     decoupled: bool
-    """True: AdamW, the decay acts on the weight; False: Adam, it is added to the gradient."""
+    """True for AdamW: the decay acts on the weight. False for Adam: it is added to the gradient."""
 
 
 def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:
-    """Decay of the first moment, where one number must do for all groups."""
+    """Mean decay of the first moment over parameter groups."""
     return fmean(group.beta1 for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScale:
-    """What the global gradient norm says about a step; all 0-D tensors on the gradients' device."""
+    """Scale of a step by the global gradient norm; 0-D tensors on the gradients' device, so that the host never waits for them."""
 
     factor: Tensor
-    """float32; the step's gradients are multiplied by it; NaN if the step is not applied, and then nothing may change."""
+    """float32; multiplies the gradients; NaN if the step is skipped, which then changes no state."""
     finite: Tensor
-    """bool; whether the step is applied: whether the norm's square is finite in float32, as the second moment must be."""
+    """bool; whether the step is applied, that is, whether the squared norm is finite in float32, as the second moment must be."""
     norm: Tensor
-    """float32; norm of the whole gradient, loss scale removed, before clipping."""
+    """float32; norm of the whole gradient, without loss scale, before clipping."""
 
 
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) -> StepScale:
-    """Clips by the norm of the whole gradient, as ``gradient_clip_val`` promises.
+    """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
 
-    The arithmetic is DeepSpeed's (``DeepSpeedZeroOptimizer.unscale_and_clip_grads``): gradients are divided by
-    ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, which is where DeepSpeed sees one in float32 too.
+    The arithmetic is that of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
+    ``max(1, (norm + 1e-6) / max_norm)``. A norm above 1.8e19 counts as overflow, as in DeepSpeed with float32.
 
     Args:
-        sum_of_squares: 0-D float64, of all gradients of all ranks, loss scale included.
-        max_norm: largest norm after clipping; 0 means no clipping.
-        loss_scale: factor that the loss was multiplied by before backward.
+        sum_of_squares: 0-D float64; squared norm of the gradients of all ranks, with loss scale.
+        max_norm: largest norm after clipping; 0 for no clipping.
+        loss_scale: factor of the loss in backward.
     """
     norm = (sum_of_squares.sqrt() / loss_scale).float()
     finite = torch.isfinite(sum_of_squares.float())

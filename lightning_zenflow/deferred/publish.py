@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lightning_zenflow.core.partition import Partition, Piece, blocks_of_tiles, ranges_of_block
+from lightning_zenflow.core.partition import Partition, Range, blocks_of_tiles, merge_ranges, ranges_of_block
 from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.rank_state import RankState
 
@@ -36,18 +36,19 @@ class Publisher:
 
     def use(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
-        self._pieces: list[dict[int, list[Piece]]] = [{} for _ in partition.blocks]
+        # For each block its trained ranges by slice, divided at tiles.
+        self._ranges: list[dict[int, list[Range]]] = [{} for _ in partition.blocks]
         for number, block in enumerate(partition.blocks):
-            for piece in ranges_of_block(partition, block):
+            for r in ranges_of_block(partition, block):
                 for tile in (partition.tiles[index] for index in block.tiles):
-                    begin, end = max(piece.begin, tile.begin), min(piece.begin + piece.numel, tile.end)
+                    begin, end = max(r.begin, tile.begin), min(r.end, tile.end)
                     if begin < end:
-                        part = dataclasses.replace(piece, begin=begin, numel=end - begin)
-                        self._pieces[number].setdefault(tile.slice, []).append(part)
+                        part = dataclasses.replace(r, begin=begin, end=end)
+                        self._ranges[number].setdefault(tile.slice, []).append(part)
 
     def trained_slices(self, block: int) -> Set[int]:
         """Slices that have a trained part in a block."""
-        return self._pieces[block].keys()
+        return self._ranges[block].keys()
 
     def age(self, tile_index: int, step: int) -> int:
         """Number of gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
@@ -79,9 +80,9 @@ class Publisher:
         Returns:
             Bytes copied.
         """
-        pieces = (piece for index in sorted(slices) for piece in self._pieces[job.block][index])
+        ranges = (r for index in sorted(slices) for r in self._ranges[job.block][index])
         with self._beside():
-            n_bytes = self._copy(job, _joined(pieces), "h2d copies, in backward")
+            n_bytes = self._copy(job, ranges, "h2d copies, in backward")
         job.uploaded.update(slices)
         return n_bytes
 
@@ -92,14 +93,12 @@ class Publisher:
         """
         if job.uploaded:
             self._wait()
-        rest = (
-            piece for index, pieces in self._pieces[job.block].items() if index not in job.uploaded for piece in pieces
-        )
+        rest = (r for index, ranges in self._ranges[job.block].items() if index not in job.uploaded for r in ranges)
         if job.filled is None:
-            self._copy(job, _joined(rest), EXPOSED_COPIES)
+            self._copy(job, rest, EXPOSED_COPIES)
         else:
             with self._beside(job.filled):
-                self._copy(job, _joined(rest), EXPOSED_COPIES)
+                self._copy(job, rest, EXPOSED_COPIES)
             self._wait()
         self._exact_for[job.block] = job.window.last_step
 
@@ -118,32 +117,17 @@ class Publisher:
             self._stream.wait_event(after)
         return torch.cuda.stream(self._stream)
 
-    def _copy(self, job: UpdateJob, pieces: Iterable[Piece], name: str) -> int:
+    def _copy(self, job: UpdateJob, ranges: Iterable[Range], name: str) -> int:
         first = self._rank.partition.blocks[job.block].begin
         new_weights = self._rank.arena.publish[job.publish_buffer]
         targets, sources, numel = [], [], 0
-        for piece in pieces:
-            targets.append(self._rank.weights_at(piece.index, piece.begin, piece.numel))
-            sources.append(new_weights.narrow(0, piece.begin - first, piece.numel))
-            numel += piece.numel
+        for r in merge_ranges(ranges):
+            targets.append(self._rank.weights_at(r.param_group, r.begin, r.numel))
+            sources.append(new_weights.narrow(0, r.begin - first, r.numel))
+            numel += r.numel
         n_bytes = numel * new_weights.element_size()
         if targets:
             with self._rank.telemetry.tracer.span("h2d copies", name, n_bytes=n_bytes):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
         self._rank.telemetry.traffic.h2d_bytes += n_bytes
         return n_bytes
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merges ascending pieces that follow on one another in one parameter group."""
-    result: list[Piece] = []
-    index = begin = end = -1
-    for piece in pieces:
-        if piece.index != index or piece.begin != end:
-            if index >= 0:
-                result.append(Piece(index=index, begin=begin, numel=end - begin))
-            index, begin = piece.index, piece.begin
-        end = piece.begin + piece.numel
-    if index >= 0:
-        result.append(Piece(index=index, begin=begin, numel=end - begin))
-    return result

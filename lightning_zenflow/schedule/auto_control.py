@@ -1,38 +1,84 @@
-"""`update_interval: auto` and `publish_lag: auto` in training: measures, lets the ranks agree, and says when the schedule changes."""
+"""Measurements for `update_interval: auto` and `publish_lag: auto` in training, and agreement of the ranks on the next schedule."""
 
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.schedule.auto_policy import Decision, Observation, SchedulePolicy, observation_step
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.telemetry.counters import AsyncHostCopy
 from lightning_zenflow.telemetry.stalls import StallClock
 
+_SHORTEST_OBSERVATION = 16
+"""In steps."""
 
-@dataclass(frozen=True, kw_only=True)
-class _Exchange:
-    """An observation on its way: the largest of the ranks' numbers arrives in host memory behind the device's work."""
 
-    read_step: int
-    values: Tensor
-    """[load, stall, max_interval_by_gradients], float64 on the CPU; page-locked for a CUDA device. A max_interval_by_gradients of 0 is not known."""
-    arrived: torch.cuda.Event | None
+class ScheduleObserver:
+    """Collects times of steps until they make an observation.
+
+    Leaves out the steps right after a change of schedule, whose windows still have the old length, and the steps around an
+    interruption such as a validation. Takes medians, since a single slow step (of the data loader, say) does not depend on the schedule.
+
+    Args:
+        schedule: the current one.
+    """
+
+    def __init__(self, schedule: UpdateSchedule) -> None:
+        self._steps: list[tuple[float, float, float]] = []
+        """[(device_s, worker_s, stall_s)]."""
+        self.restart(schedule, schedule)
+
+    def restart(self, before: UpdateSchedule, after: UpdateSchedule) -> None:
+        """Begins a new observation after a change of schedule or an interruption."""
+        self._length = max(_SHORTEST_OBSERVATION, after.update_interval)
+        # One step more: the time of the first step after an interruption includes the interruption.
+        self._left_out = 1 + max(before.update_interval, after.update_interval) + after.publish_lag
+        self._steps.clear()
+
+    @property
+    def completes_next(self) -> bool:
+        """Whether the next step completes an observation."""
+        return self._left_out == 0 and len(self._steps) + 1 == self._length
+
+    def add(self, *, device_s: float, worker_s: float, stall_s: float) -> tuple[float, float] | None:
+        """Adds the times of one step.
+
+        Args:
+            device_s: seconds of the step without stall.
+            worker_s: seconds that the worker computed for the jobs published in the step.
+            stall_s: seconds spent waiting for the worker.
+
+        Returns:
+            `Observation.load` and `Observation.stall` once there are enough steps, else None.
+        """
+        if self._left_out > 0:
+            self._left_out -= 1
+            return None
+        self._steps.append((device_s, worker_s, stall_s))
+        if len(self._steps) < self._length:
+            return None
+        device, worker, stalls = zip(*self._steps, strict=True)
+        self._steps.clear()
+        load = statistics.median(worker) / max(statistics.median(device), 1e-9)
+        return load, sum(stalls) / max(sum(device) + sum(stalls), 1e-9)
 
 
 class ScheduleControl:
-    """Belongs to one rank's training thread; all ranks come to the same decisions at the same steps.
+    """Observes steps, reduces observations over the ranks, and lets the policy decide.
+
+    All ranks decide alike at the same steps. Used by one rank's training thread only. Never waits for the device: a reduced observation is
+    read some steps later.
 
     Args:
-        auto: what decides.
-        stalls: where waiting and the worker's time are counted.
-        group: the ranks that must agree.
-        device: where the exchange happens.
+        auto: the policy.
+        stalls: clock of stall and of the worker's time.
+        group: ranks that must agree.
+        device: where observations are reduced.
     """
 
     def __init__(
@@ -43,56 +89,64 @@ class ScheduleControl:
         self._group = group
         self._device = device
         self._observer = ScheduleObserver(auto.schedule)
-        self._exchange: _Exchange | None = None
+        self._sent: tuple[int, AsyncHostCopy] | None = None
+        """Step at whose end the reduced observation can be read, and the observation: see `_reduce`."""
         self.waits = False
-        """Whether a decision is due that had to wait because the schedule might not change."""
+        """Whether a decision is overdue because the schedule was not allowed to change."""
         self._last = self._clocks()
 
     @property
     def schedule(self) -> UpdateSchedule:
-        """In force."""
+        """The current schedule."""
         return self._auto.schedule
 
     @property
     def observes_next(self) -> bool:
-        """Whether the next step completes an observation, for which the gradient rule's part is to be measured in it."""
-        return self._exchange is None and self._observer.completes_next
+        """Whether the next step completes an observation, so that it should measure the gradient rule."""
+        return self._sent is None and self._observer.completes_next
 
     def state_dict(self) -> dict[str, Any]:
-        """Of `SchedulePolicy`. What is being observed is not part of it: a checkpoint comes with a flush, which interrupts."""
+        """State of the policy. Excludes unfinished observations: the flush before a checkpoint interrupts them."""
         return self._auto.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Restores `state_dict`."""
         self._auto.load_state_dict(state)
-        self._exchange = None
+        self._sent = None
         self.waits = False
         self.interrupt()
 
     def interrupt(self) -> None:
-        """The steps before and after this call have nothing to do with each other: a synchronous step, a flush."""
+        """Discards the unfinished observation, at a synchronous step or a flush."""
         self._observer.restart(self.schedule, self.schedule)
         self._last = self._clocks()
 
     def end_step(self, step: int, *, max_interval_by_gradients: Tensor | None, may_change: bool) -> Decision | None:
-        """Counts a step; now and then the ranks exchange what they saw, and some steps later decide.
+        """Adds a step to the observation; reduces a complete one, or reads a reduced one and decides.
 
         Args:
             step: number of the step.
-            max_interval_by_gradients: 0-D on the device, the same on every rank (`selection.max_interval_by_gradients`); None if it was not measured.
+            max_interval_by_gradients: 0-D on the device, the same on every rank; None if it was not measured.
             may_change: whether the schedule may change after this step; the same on every rank.
+
+        Returns:
+            A change of schedule, or None.
         """
         last, self._last = self._last, self._clocks()
         duration, stall, worker = (now - before for now, before in zip(self._last, last, strict=True))
         seen = self._observer.add(device_s=max(0.0, duration - stall), worker_s=worker, stall_s=stall)
-        if seen is not None and self._exchange is None:
-            self._exchange = self._send(*seen, max_interval_by_gradients, observation_step(step, self.schedule))
-        self.waits = self._exchange is not None and step >= self._exchange.read_step and not may_change
-        if self._exchange is None or step < self._exchange.read_step or self.waits:
+        if seen is not None and self._sent is None:
+            self._sent = observation_step(step, self.schedule), self._reduce(*seen, max_interval_by_gradients)
+        if self._sent is None or step < self._sent[0]:
+            self.waits = False
             return None
+        self.waits = not may_change
+        if self.waits:
+            return None
+        load, stall, interval = self._sent[1].read().tolist()
+        self._sent = None
         before = self.schedule
-        decision = self._auto.observe(_read(self._exchange))
-        self._exchange = None
+        decision = self._auto.observe(Observation(load=load, stall=stall, max_interval_by_gradients=interval or None))
         if decision is not None:
             self._observer.restart(before, decision.schedule)
         return decision
@@ -100,85 +154,11 @@ class ScheduleControl:
     def _clocks(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._stalls.device_s, self._stalls.worker_busy_s
 
-    def _send(self, load: float, stall: float, max_interval_by_gradients: Tensor | None, read_step: int) -> _Exchange:
-        on_cuda = self._device.type == "cuda"
-        values = torch.tensor([load, stall, 0.0], dtype=torch.float64, pin_memory=on_cuda)
-        message = values.to(self._device, non_blocking=True, copy=True)
+    def _reduce(self, load: float, stall: float, max_interval_by_gradients: Tensor | None) -> AsyncHostCopy:
+        """[load, stall, max_interval_by_gradients], the largest of all ranks, float64; an unknown interval is 0."""
+        local = torch.tensor([load, stall, 0.0], dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        values = local.to(self._device, non_blocking=True, copy=True)
         if max_interval_by_gradients is not None:
-            message[2] = torch.nan_to_num(max_interval_by_gradients, nan=0.0, posinf=0.0, neginf=0.0)
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self._group)
-        values.copy_(message, non_blocking=True)
-        arrived = None
-        if on_cuda:
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-        return _Exchange(read_step=read_step, values=values, arrived=arrived)
-
-
-def _read(exchange: _Exchange) -> Observation:
-    if exchange.arrived is not None:
-        exchange.arrived.synchronize()  # long since, by `observation_step`
-    load, stall, max_interval_by_gradients = exchange.values.tolist()
-    return Observation(load=load, stall=stall, max_interval_by_gradients=max_interval_by_gradients or None)
-
-
-_SHORTEST_PERIOD = 16
-
-
-class ScheduleObserver:
-    """Collects times of steps until they make an observation.
-
-    The steps right after a change are left out: their windows still have the old length. So is everything around an interruption, such as a
-    validation. Medians, because a single slow step (a data loader that hiccups) says nothing about the schedule.
-
-    Args:
-        schedule: in force.
-    """
-
-    def __init__(self, schedule: UpdateSchedule) -> None:
-        self._device_s: list[float] = []
-        self._worker_s: list[float] = []
-        self._stall_s: list[float] = []
-        self._left_out = 0
-        self.restart(schedule, schedule)
-
-    def restart(self, before: UpdateSchedule, after: UpdateSchedule) -> None:
-        """Begins anew with the next step: the schedule has changed, or something has come between the steps."""
-        self._length = max(_SHORTEST_PERIOD, after.update_interval)
-        # One step more: the first one after an interruption counts the time of the interruption.
-        self._left_out = 1 + max(before.update_interval, after.update_interval) + after.publish_lag
-        self._clear()
-
-    @property
-    def completes_next(self) -> bool:
-        """Whether the next step completes an observation."""
-        return self._left_out == 0 and len(self._device_s) + 1 == self._length
-
-    def add(self, *, device_s: float, worker_s: float, stall_s: float) -> tuple[float, float] | None:
-        """Takes one step's times.
-
-        Args:
-            device_s: seconds that the step took without waiting for the worker.
-            worker_s: seconds that the worker computed for the jobs published in it.
-            stall_s: seconds spent waiting for the worker.
-
-        Returns:
-            Load and stall share (see `auto_schedule.Observation`) once there are enough steps, else None.
-        """
-        if self._left_out > 0:
-            self._left_out -= 1
-            return None
-        self._device_s.append(device_s)
-        self._worker_s.append(worker_s)
-        self._stall_s.append(stall_s)
-        if len(self._device_s) < self._length:
-            return None
-        load = statistics.median(self._worker_s) / max(statistics.median(self._device_s), 1e-9)
-        stall = sum(self._stall_s) / max(sum(self._device_s) + sum(self._stall_s), 1e-9)
-        self._clear()
-        return load, stall
-
-    def _clear(self) -> None:
-        self._device_s.clear()
-        self._worker_s.clear()
-        self._stall_s.clear()
+            values[2] = torch.nan_to_num(max_interval_by_gradients, nan=0.0, posinf=0.0, neginf=0.0)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return AsyncHostCopy(values)

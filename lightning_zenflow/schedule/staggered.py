@@ -1,9 +1,10 @@
-"""When windows close and jobs are due: functions of the step number alone, so that runs repeat bit for bit.
+"""Staggered update schedule: the steps at which windows close and update jobs are published. Pure functions of the step number.
 
-Steps count from 1. The *window* of a block is the run of steps whose gradients are kept until they are replayed together. Blocks have
-phases 0..S-1 (S = update_interval), and each step closes the windows of one phase: every step moves the same bytes and gives the
-CPU the same work. A *round* is a closed window on its way through the worker. Handed over at the end of step t, it is published
-before step t + 1 + d (d = publish_lag), ready or not: waiting for it is the stall that is measured.
+Steps count from 1. The *window* of a block holds the gradients of consecutive steps until the worker replays them together. Blocks have
+phases 0..S-1 (S = update_interval). Each step closes the windows of one phase, so that all steps copy the same number of bytes and
+give the worker the same work. A closed window becomes an *update job*. A job submitted at the end of step t is published before
+step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the trainer waits, and the wait counts as stall.
+The step number alone determines all of this, so that runs repeat bit for bit.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing_extensions import Self
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class UpdateSchedule:
-    """A schedule's two numbers; ordered by staleness."""
+    """S and d; ordered by staleness."""
 
     update_interval: int
     """S, in steps."""
@@ -22,23 +23,23 @@ class UpdateSchedule:
     """d, in steps."""
 
 
-_EARLY_BLOCKS = 16
-"""Blocks at least where they are handed over one by one in backward: what the last of them needs is not hidden."""
+_BLOCKS_IN_BACKWARD = 16
+"""Least number of blocks where each is submitted in backward: the worker's time for the last one is not hidden."""
 
 
 def blocks_wanted(update_intervals: Sequence[int], *, early: bool) -> int:
-    """Into how many blocks a partition is cut: as many as the largest S, so that each step has one to close.
+    """Number of blocks to cut a partition into: at least the largest S, so that every step closes a window.
 
     Args:
-        update_intervals: S that may be used.
-        early: whether blocks may be handed over in backward.
+        update_intervals: values of S that may be used.
+        early: whether blocks may be submitted in backward.
     """
-    return max(*update_intervals, _EARLY_BLOCKS if early else 1)
+    return max(*update_intervals, _BLOCKS_IN_BACKWARD if early else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaggeredSchedule:
-    """The staggered schedule of one run."""
+    """Closing and publish steps of all blocks, and the memory that they need."""
 
     n_blocks: int
     update_interval: int
@@ -56,26 +57,25 @@ class StaggeredSchedule:
         return range(step % self.update_interval, self.n_blocks, self.update_interval)
 
     def publish_step(self, step: int) -> int:
-        """The step at whose end a round handed over at the end of `step` is published."""
+        """Step at whose end a job submitted at the end of `step` is published."""
         return step + self.publish_lag
 
     @property
     def n_slots(self) -> int:
-        """Gradient slots (one block, one step) in use at most.
+        """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
 
-        Of the S blocks that have different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S
-        slots are in flight while the next step's gradients arrive. The first windows after all were closed at once are
-        shorter, never longer.
+        Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
+        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
         """
         s = self.update_interval
         return -(-self.n_blocks // s) * (s * (s + 1) // 2 + s * self.publish_lag)
 
     @property
     def n_publish_buffers(self) -> int:
-        """Publish buffers in use at most, once the schedule is staggered: the jobs of d + 1 steps."""
+        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps."""
         return -(-self.n_blocks // self.update_interval) * (self.publish_lag + 1)
 
     @property
     def n_step_records(self) -> int:
-        """Step records that must be kept: a round reaches back S steps, and as many may pass before any block closes."""
+        """Number of step records to keep: a job reaches back S steps, and its block may close up to S steps later."""
         return 2 * self.update_interval + self.publish_lag + 2

@@ -39,7 +39,7 @@ class Freezing:
     def trained_part(self) -> Partition:
         """Partition with the ranges of trained parameters only."""
         trained = [self._partition.slices[index] for index in self.trained_slices()]
-        return dataclasses.replace(self._partition, ranges=merge_ranges(trained))
+        return dataclasses.replace(self._partition, ranges=tuple(merge_ranges(trained)))
 
     def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.

@@ -1,7 +1,7 @@
-"""What a forked child, such as a data loader's process, must not keep of its parent: the arena's memory and the worker's connection.
+"""Releases the worker's socket and the arena's memory in forked children, such as the processes of a data loader.
 
-A descriptor that the child holds keeps the memory and hides the trainer's death from the worker. The mapping itself is left out of
-children by `MADV_DONTFORK`, and programs that a child executes inherit nothing by `O_CLOEXEC`; this is about the time in between.
+A descriptor in a child keeps the memory allocated and hides the trainer's death from the worker. `MADV_DONTFORK` excludes the mapping from
+children, and `O_CLOEXEC` closes descriptors in programs that a child executes; this module covers the time between fork and exec.
 """
 
 import contextlib
@@ -10,27 +10,27 @@ import socket
 import weakref
 
 MEMORY_PREFIX = "zenflow-"
-"""Of the names of all memfds of this package."""
+"""Prefix of the names of this package's memfds."""
 
 _connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def keep_from_children(connection: socket.socket) -> None:
-    """Closes a socket in every child that is forked from now on, as long as it exists."""
+    """Closes a socket in every child that is forked from now on, for the lifetime of the socket object."""
     _connections.add(connection)
 
 
-def _let_go() -> None:
+def _release() -> None:
     for connection in list(_connections):
         connection.close()
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
-        # The folder's own descriptor is gone by now.
+        # The descriptor of the listed folder itself no longer exists.
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{MEMORY_PREFIX}"):
-                # Not closed: Python's objects in the child still know the number, and would close what gets it next.
-                os.dup2(nothing, int(name), inheritable=False)
-    os.close(nothing)
+                # Replaced instead of closed: Python objects in the child would close the number again, after its reuse.
+                os.dup2(null, int(name), inheritable=False)
+    os.close(null)
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_release)

@@ -1,7 +1,7 @@
-"""Whether a host has room for the arenas of its ranks, found out before anything is trained.
+"""Free memory of host and device, and the check before training that the arenas of all ranks fit.
 
-Shared memory is handed out by the page, when it is first written: without this check a host that is too small would end the run later, by
-the kernel's killing something.
+The kernel allocates shared memory when a page is first written. Without the check, a host with too little memory would fail later, by the
+OOM killer.
 """
 
 import logging
@@ -11,95 +11,91 @@ from pathlib import Path
 
 import torch
 
-from lightning_zenflow.worker.topology import control_groups
+from lightning_zenflow.worker.topology import control_groups, read_file
 
 _log = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 
 _CGROUP_FILES = {
-    # limit, usage, and the page cache's lines of memory.stat, which the kernel takes back when memory is needed
+    # Limit, usage, and the lines of memory.stat for the page cache, which the kernel reclaims on demand.
     "v2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """Memory that can still be taken."""
+class FreeMemory:
+    """Host memory that can still be allocated."""
 
     n_bytes: int
     limit: str
-    """What limits it, for a message."""
+    """Name of the limit, for messages."""
 
 
-def available(root: Path | None = None) -> Room | None:
-    """The least of what the machine and this process' control groups have left; None where the system does not say.
+def free_host_memory(root: Path | None = None) -> FreeMemory | None:
+    """Least free memory of the machine and of this process' control groups; None if unknown.
 
     Args:
-        root: where the machine's files lie; None: where they do.
+        root: folder with ``proc`` and ``sys``; None for "/".
     """
-    return min(_rooms(root or _ROOT), key=lambda room: room.n_bytes, default=None)
+    return min(_free_memory(root or _ROOT), key=lambda free: free.n_bytes, default=None)
 
 
 def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: Path | None = None) -> str | None:
-    """What is wrong if the arenas of this host's ranks do not fit, or None; warns where they do not fit at their largest.
+    """Checks that the arenas of this host's ranks fit; warns if they fit only at first.
 
     Args:
         first: bytes of one rank's arena at the start.
-        largest: the same with the largest S and d that "auto" may take; what exceeds `first` is taken when it is needed.
-        ranks: on this host, each with an arena of its own.
-        keys: the keys that decide on these sizes, and their values, as "update_interval='auto', ...".
-        root: where the machine's files lie; None: where they do.
+        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it is needed.
+        ranks: number of ranks on this host.
+        keys: keys that determine the sizes, with their values, for messages.
+        root: folder with ``proc`` and ``sys``; None for "/".
+
+    Returns:
+        An error message, or None.
     """
-    room = available(root)
-    if room is None:
+    free = free_host_memory(root)
+    if free is None:
         return None
-    advice = f"; smaller values of {keys} need less, down to 12 bytes a parameter for master weights and moments; so do more hosts"
-    if ranks * first > room.n_bytes:
+    available = f"but {_gib(free.n_bytes)} are available ({free.limit})"
+    advice = (
+        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, or more hosts"
+    )
+    if ranks * first > free.n_bytes:
         return (
             f"ZenFlow needs {_gib(ranks * first)} of host memory for the optimizer states and gradients of {ranks} rank(s) on this host,"
-            f" but {_gib(room.n_bytes)} are available ({room.limit}){advice}"
+            f" {available}; {advice}"
         )
-    if ranks * largest > room.n_bytes:
-        _log.warning(
-            "ZenFlow may come to need %s of host memory for %d rank(s) on this host, of which %s are available (%s)%s",
-            _gib(ranks * largest),
-            ranks,
-            _gib(room.n_bytes),
-            room.limit,
-            advice,
-        )
+    if ranks * largest > free.n_bytes:
+        needs = f"ZenFlow may need {_gib(ranks * largest)} of host memory for {ranks} rank(s) on this host"
+        _log.warning("%s, %s; %s", needs, available, advice)
     return None
 
 
-def _rooms(root: Path) -> Iterator[Room]:
+def _free_memory(root: Path) -> Iterator[FreeMemory]:
     machine = _table(root / "proc/meminfo")
     if "MemAvailable:" in machine:
-        yield Room(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
+        yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
     for version, group in control_groups("memory", root):
         limit_name, usage_name, cache_names = _CGROUP_FILES[version]
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None:
             statistics = _table(group / "memory.stat")
             cache = sum(statistics.get(name, 0) for name in cache_names)
-            yield Room(n_bytes=max(0, limit - max(0, usage - cache)), limit=f"control group limit {group / limit_name}")
+            yield FreeMemory(
+                n_bytes=max(0, limit - max(0, usage - cache)), limit=f"control group limit {group / limit_name}"
+            )
 
 
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = read_file(path)
     return int(text) if text.isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    return {words[0]: int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[1].isdigit()}
+    rows = map(str.split, read_file(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _gib(n_bytes: int) -> str:
@@ -107,13 +103,13 @@ def _gib(n_bytes: int) -> str:
 
 
 _RESERVE = 0.05
-"""Share of the device's memory that is left alone: what the allocator loses between tensors, and batches that are longer."""
+"""Share of the device's memory that stays free, for fragmentation and longer batches."""
 
 
 def has_room(n_bytes: float, device: torch.device) -> bool:
-    """Whether so many bytes are free beside all that the device held at the same time so far; yes where the device is the host.
+    """Whether the device has `n_bytes` free beside its peak of allocated memory so far; True for the CPU.
 
-    To be asked in backward, when the device's memory has been as full as it gets.
+    Call it in backward, after the peak of a step.
     """
     if device.type != "cuda":
         return True

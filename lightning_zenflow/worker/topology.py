@@ -1,6 +1,6 @@
-"""What the machine says about its cores: which ones a rank may use, which are near its GPU, and how many CPUs' time it gets.
+"""CPU topology and control groups: cores that a rank may use, cores of its GPU's NUMA node, and limits on CPU time.
 
-Everything is read from files of the kernel. Where one is missing, as in some containers, nothing is known and nothing is limited.
+Read from the kernel's files in /proc and /sys. A missing file, as in some containers, means unknown and unlimited.
 """
 
 import os
@@ -18,54 +18,54 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A control group's limit on CPU time."""
+    """CPU time limit of a control group."""
 
     cpus: float
-    """How many CPUs' time its processes get together."""
+    """CPU time per time, of all processes of the group together."""
     group: int
-    """Which control group it is: the number of its folder, the same in all containers of a host."""
+    """Identity of the group: the inode of its folder, the same in all containers of a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank runs."""
+    """Cores and limits of a rank on its host."""
 
     host: str
-    """Which kernel: core numbers of ranks with the same one mean the same cores."""
+    """Identity of the kernel: core numbers are comparable between ranks with the same one."""
     allowed: tuple[int, ...]
-    """Logical cores that the rank may use, ascending."""
+    """Logical cores the rank may use, ascending."""
     gpu_numa_cores: tuple[int, ...]
-    """Those of the NUMA node that its GPU hangs on, allowed or not; empty where that is not known and where the model trains on the CPU."""
+    """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
     gpu_socket_cores: tuple[int, ...]
-    """Those of the socket that this node is a part of."""
+    """Cores of the socket of this node, allowed or not."""
     quotas: tuple[Quota, ...]
 
 
 def allowed_cores() -> list[int]:
-    """Cores this process may run on: respects ``taskset``, cgroup cpusets and DeepSpeed's core binding."""
+    """Logical cores this process may use, after ``taskset``, cgroup cpusets and DeepSpeed's core binding."""
     return sorted(os.sched_getaffinity(0))
 
 
 def read_place(device: torch.device, root: Path = _ROOT) -> Place:
-    """This rank's.
+    """Reads the place of this rank.
 
     Args:
-        device: where the model is.
-        root: where the machine's files lie.
+        device: device of the model.
+        root: folder with ``proc`` and ``sys``.
     """
     address = _pci_address(device)
-    near = () if address is None else gpu_numa_cores(address, root)
+    numa_cores = () if address is None else gpu_numa_cores(address, root)
     return Place(
-        host=_read(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
+        host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
-        gpu_numa_cores=near,
-        gpu_socket_cores=socket_cores(near[0], root) if near else (),
+        gpu_numa_cores=numa_cores,
+        gpu_socket_cores=socket_cores(numa_cores[0], root) if numa_cores else (),
         quotas=cpu_quotas(root),
     )
 
 
 def places_on_this_host(place: Place) -> tuple[list[Place], int]:
-    """Those of all ranks on this host in the order of their ranks, and which of them is this rank's. All ranks call it."""
+    """Gathers the places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
     places: list[Place | None] = [None] * dist.get_world_size()
     dist.all_gather_object(places, place)
     neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
@@ -73,34 +73,34 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
 
 
 def gpu_numa_cores(pci_address: str, root: Path = _ROOT) -> tuple[int, ...]:
-    """Cores of the NUMA node that a PCI device hangs on; none where the system does not know, as in most virtual machines.
+    """Cores of a PCI device's NUMA node; none if unknown, as in most virtual machines.
 
     Args:
-        pci_address: as "0000:3b:00.0".
-        root: where the machine's files lie.
+        pci_address: for example "0000:3b:00.0".
+        root: folder with ``sys``.
     """
     folder = root / "sys/bus/pci/devices" / pci_address
-    # Without a node the list of cores has all of them.
-    if _read(folder / "numa_node") in ("", "-1"):
+    # local_cpulist of a device without a node lists all cores.
+    if read_file(folder / "numa_node") in ("", "-1"):
         return ()
-    return tuple(parse_core_list(_read(folder / "local_cpulist")))
+    return tuple(parse_core_list(read_file(folder / "local_cpulist")))
 
 
 def socket_cores(core: int, root: Path = _ROOT) -> tuple[int, ...]:
-    """All cores of a core's socket, which may have several NUMA nodes; none where the system does not say."""
+    """All cores of a core's socket, which may have several NUMA nodes; none if unknown."""
     folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
-    # The second is the name before Linux 5.3.
-    return tuple(parse_core_list(_read(folder / "package_cpus_list") or _read(folder / "core_siblings_list")))
+    # core_siblings_list is the name before Linux 5.3.
+    return tuple(parse_core_list(read_file(folder / "package_cpus_list") or read_file(folder / "core_siblings_list")))
 
 
 @contextmanager
 def running_on(cores: Sequence[int]) -> Iterator[None]:
-    """Keeps this thread on the given cores, if any, so that memory that it is the first to touch belongs to their NUMA node."""
+    """Binds this thread to the given cores, if any, so that memory it touches first is allocated on their NUMA node."""
     if not cores:
         yield
         return
     before = os.sched_getaffinity(0)
-    # Where somebody has taken these cores from the process in the meantime, that is no reason to end training.
+    # The process may have lost these cores in the meantime; placement is an optimisation and not worth an error.
     with suppress(OSError):
         os.sched_setaffinity(0, cores)
     try:
@@ -111,34 +111,34 @@ def running_on(cores: Sequence[int]) -> Iterator[None]:
 
 
 def core_siblings(cores: Sequence[int], root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """For each core, the logical cores that share its physical core; itself alone where the system does not say."""
+    """For each core the logical cores of the same physical core; the core alone if unknown."""
     folder = root / "sys/devices/system/cpu"
-    texts = {core: _read(folder / f"cpu{core}/topology/thread_siblings_list") for core in cores}
+    texts = {core: read_file(folder / f"cpu{core}/topology/thread_siblings_list") for core in cores}
     return {core: tuple(parse_core_list(text or str(core))) for core, text in texts.items()}
 
 
 def numa_nodes(cores: Sequence[int], root: Path = _ROOT) -> list[int]:
-    """The NUMA nodes that these cores belong to, as far as the system says."""
+    """Known NUMA nodes of the given cores, ascending."""
     folders = [root / f"sys/devices/system/cpu/cpu{core}" for core in cores]
     return sorted({int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")})
 
 
 def cpu_quotas(root: Path = _ROOT) -> tuple[Quota, ...]:
-    """Limits on CPU time of this process' control groups."""
+    """CPU time limits of this process' control groups."""
     quotas = []
     for version, folder in control_groups("cpu", root):
         if version == "v2":
-            quota, _, period = _read(folder / "cpu.max").partition(" ")
+            quota, _, period = read_file(folder / "cpu.max").partition(" ")
         else:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        # Without a limit it is "max" or -1.
+            quota, period = read_file(folder / "cpu.cfs_quota_us"), read_file(folder / "cpu.cfs_period_us")
+        # "max" or -1 stands for no limit.
         if quota.isdigit() and period.isdigit():
             quotas.append(Quota(cpus=int(quota) / int(period), group=folder.stat().st_ino))
     return tuple(quotas)
 
 
 def parse_core_list(text: str) -> list[int]:
-    """Reads the kernel's lists, as "0-3,8"."""
+    """Parses the kernel's lists of cores, for example "0-3,8"."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -150,13 +150,13 @@ def _pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    # Not in older releases of torch.
+    # Older releases of torch lack these fields.
     numbers = [int(getattr(properties, f"pci_{field}_id", -1)) for field in ("domain", "bus", "device")]
     return None if min(numbers) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
-def _read(path: Path) -> str:
-    """A file without the white space around it; empty where it cannot be read."""
+def read_file(path: Path) -> str:
+    """Stripped content of a file; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -164,16 +164,16 @@ def _read(path: Path) -> str:
 
 
 def control_groups(controller: str, root: Path) -> Iterator[tuple[Literal["v1", "v2"], Path]]:
-    """Folders in which limits of this process may be written, its own group's before its ancestors'.
+    """Folders of this process' control groups, each group before its ancestors.
 
-    In a container the path that the kernel names may be the host's, and only its end or its root exist: a folder may be missing.
+    In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
 
     Args:
         controller: "memory" or "cpu".
-        root: where the machine's files lie, "/" but for tests.
+        root: folder with ``proc`` and ``sys``.
 
     Yields:
-        The version of control groups, which decides on the names of the files, and the folder.
+        Version of the control group, which determines the names of its files, and its folder.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text().splitlines()

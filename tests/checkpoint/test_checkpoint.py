@@ -85,7 +85,7 @@ def test_two_ranks(tmp_path: Path) -> None:
             assert_continues(whole, rest, 12)
 
 
-def test_the_pace_is_part_of_it(tmp_path: Path) -> None:
+def test_the_schedule_is_part_of_it(tmp_path: Path) -> None:
     options = {**EVERYTHING, "update_interval": "auto", "publish_lag": "auto"}
     case, path = Case(topk_ratio=0.3, strategy_options=options), tmp_path / "half.ckpt"
     with scripted(((5, 2, 2),)):

@@ -58,7 +58,7 @@ class SaveOnFullDisk(pl.Callback):
             return
         full, elsewhere = self._folder / "full.ckpt", self._folder / "elsewhere.ckpt"
         before = sorted(self._folder.rglob("*"))
-        with pytest.raises(OSError, match="full.ckpt could not be saved: .*training can go on") as caught:
+        with pytest.raises(OSError, match="full.ckpt could not be saved: .*training can continue") as caught:
             if trainer.global_rank in self._ranks:
                 with full_disk():
                     trainer.save_checkpoint(full)
@@ -204,15 +204,24 @@ def without_moments(content: dict[str, Any]) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "nothing there": (shutil.rmtree, "there is nothing under this name"),
-    "empty directory": (lambda p: (shutil.rmtree(p), p.mkdir()), "no file `latest` is in this directory"),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "this is a file; allowed is a directory"),
-    "no folder": (lambda p: (p / "latest").write_text("other"), "no folder 'other', which its file `latest` names"),
-    "no model": (lambda p: (p / MODEL_FILE).unlink(), "no file mp_rank_00_model_states.pt: it is incomplete"),
-    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"rank 0 of 1 is missing: there is no file {RANK_FILE}"),
+    "nothing there": (shutil.rmtree, "the path must exist"),
+    "empty directory": (
+        lambda p: (shutil.rmtree(p), p.mkdir()),
+        "must be a checkpoint of DeepSpeed, got one without the file `latest`",
+    ),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "the path must be a directory .*, got a file"),
+    "no folder": (
+        lambda p: (p / "latest").write_text("other"),
+        "the folder 'other', named by its file `latest`, is missing",
+    ),
+    "no model": (
+        lambda p: (p / MODEL_FILE).unlink(),
+        "the file mp_rank_00_model_states.pt is missing: the checkpoint is incomplete",
+    ),
+    "no rank": (lambda p: (p / RANK_FILE).unlink(), f"the file of rank 0 of 1 is missing: {RANK_FILE}"),
     "stage 3": (
         lambda p: (p / MODEL_FILE).rename(p / "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
-        "it is of ZeRO stage 3",
+        "the ZeRO stage must be 1 or 2, got 3",
     ),
     "empty model file": (truncate(MODEL_FILE, 0), f"{MODEL_FILE}: this file is truncated or damaged"),
     "half a model file": (truncate(MODEL_FILE, 0.5), f"{MODEL_FILE}: this file is truncated or damaged"),
@@ -220,16 +229,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "half a rank file": (truncate(RANK_FILE, 0.5), f"{RANK_FILE}: this file is truncated or damaged"),
     "nearly a rank file": (truncate(RANK_FILE, 0.9999), f"{RANK_FILE}: this file is truncated or damaged"),
     "text": (lambda p: (p / RANK_FILE).write_text("hello world"), f"{RANK_FILE}: this file is truncated or damaged"),
-    "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), "not written by DeepSpeed's engine"),
-    "another optimizer": (edit(RANK_FILE, without_moments), "parameter group 1 has no exp_avg_sq"),
-    "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), "no state of a ZeRO stage 1 or 2 optimizer"),
+    "another file of torch": (lambda p: torch.save([1], p / MODEL_FILE), "must be a model file of DeepSpeed's engine"),
+    "another optimizer": (
+        edit(RANK_FILE, without_moments),
+        "parameter group 1 must have the complete state of AdamW or Adam, got no exp_avg_sq",
+    ),
+    "no optimizer": (lambda p: torch.save({"a": 1}, p / RANK_FILE), "must be an optimizer state of ZeRO stage 1 or 2"),
     "another precision": (
         lambda p: (p / RANK_FILE).rename(p / RANK_FILE.replace("zero_", "bf16_zero_")),
-        "it was saved with precision bf16, this run has another",
+        "the precision must be that of the checkpoint, bf16, got another",
     ),
     "a newer layout": (
         edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1000)),
-        "a newer lightning-zenflow wrote it .its layout is 1000, this version reads up to 2.: upgrade lightning-zenflow",
+        "the layout must be at most 3, got 1000, of a newer version: upgrade lightning-zenflow",
     ),
 }
 
@@ -251,7 +263,7 @@ def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, ca
     with caplog.at_level(logging.INFO):
         resumed = run_here(Case(steps=4, checkpoint=str(path)))
     assert (
-        "an older lightning-zenflow wrote it (its layout is 1, now it is 2): columns are selected anew" in caplog.text
+        "an older lightning-zenflow wrote it (its layout is 1, now it is 3): columns are selected anew" in caplog.text
     )
     whole = run_here(Case(steps=4))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
@@ -260,7 +272,7 @@ def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, ca
 
 @pytest.mark.parametrize("part", ["checkpoint", RANK_FILE])
 def test_a_part_of_a_checkpoint_is_refused(part: str, saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"part of a checkpoint; allowed is the whole: {saved}$"):
+    with pytest.raises(CheckpointError, match=f"must be a whole checkpoint, got a part: use {saved}$"):
         SavedCheckpoint(saved / part)
 
 
@@ -275,15 +287,18 @@ def test_another_model_is_refused(saved: Path) -> None:
     shapes = {"shapes": ((31, 29), (8, 3, 3, 5), (53, 8), (37,), (3, 211), (1,), (5, 2, 2))}
     assert_refused(
         replace(here, model_options=shapes),
-        rf"checkpoint {saved}: it is of another model: parameter group 0 has weights.2 \[53, 7\] where this model has"
+        rf"checkpoint {saved}: the model must be the saved one: parameter group 0 must have weights.2 \[53, 7\], got"
         r" weights.2 \[53, 8\]",
     )
     fewer = {"shapes": ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,))}
     assert_refused(
         replace(here, model_options=fewer),
-        rf"checkpoint {saved}: parameter group 0 has 5 parameters there and 4 here: weights.6 only there",
+        rf"checkpoint {saved}: parameter group 0 must have 5 parameters, got 4: weights.6 only in the checkpoint",
     )
-    assert_refused(replace(here, model="OneGroup"), f"checkpoint {saved}: it has 2 parameter groups, but .* returned 1")
+    assert_refused(
+        replace(here, model="OneGroup"),
+        "configure_optimizers must return the saved number of parameter groups, 2, got 1",
+    )
 
 
 def test_a_single_file_is_refused(tmp_path: Path) -> None:
@@ -291,5 +306,6 @@ def test_a_single_file_is_refused(tmp_path: Path) -> None:
     trainer.fit(LinearLossModule())
     trainer.save_checkpoint(tmp_path / "single.ckpt")
     assert_refused(
-        Case(steps=4, checkpoint=str(tmp_path / "single.ckpt")), f"checkpoint {tmp_path}/single.ckpt: this is a file"
+        Case(steps=4, checkpoint=str(tmp_path / "single.ckpt")),
+        f"checkpoint {tmp_path}/single.ckpt: the path must be a directory .*, got a file",
     )

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,10 +15,8 @@ from typing_extensions import override
 
 from harness import Case, Run, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.schedule.auto_control import ScheduleObserver
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.topk.importance import max_interval_by_gradients
 from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
@@ -136,55 +133,3 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     ours, theirs = runs["measured"]
     assert ours.schedules == theirs.schedules
     assert len(ours.schedules) == 120
-
-
-class TestObserver:
-    def observe(self, observer: ScheduleObserver, n: int, **times: float) -> list[tuple[float, float]]:
-        full = {"device_s": 1.0, "worker_s": 0.5, "stall_s": 0.0, **times}
-        return [seen for seen in (observer.add(**full) for _ in range(n)) if seen is not None]
-
-    def test_medians_and_the_share_of_waiting(self) -> None:
-        observer = ScheduleObserver(UpdateSchedule(update_interval=2, publish_lag=1))
-        assert self.observe(observer, 4, device_s=100.0) == [], "left out"
-        assert self.observe(observer, 8) == []
-        assert self.observe(observer, 1, device_s=50.0, stall_s=2.0, worker_s=9.0) == []
-        assert self.observe(observer, 7) == [(0.5, 2.0 / 67.0)]
-
-    def test_says_which_step_completes(self) -> None:
-        observer = ScheduleObserver(UpdateSchedule(update_interval=4, publish_lag=1))
-        for _ in range(60):
-            announced = observer.completes_next
-            assert (len(self.observe(observer, 1)) == 1) == announced
-
-    def test_starts_anew_after_a_change(self) -> None:
-        observer = ScheduleObserver(UpdateSchedule(update_interval=4, publish_lag=1))
-        self.observe(observer, 15)
-        observer.restart(
-            UpdateSchedule(update_interval=4, publish_lag=1), UpdateSchedule(update_interval=16, publish_lag=2)
-        )
-        assert self.observe(observer, 1 + 16 + 2 + 15) == []
-        assert self.observe(observer, 1) == [(0.5, 0.0)]
-
-
-class TestDeferral:
-    def test_by_hand(self) -> None:
-        column_norms = [
-            torch.tensor([9.0, 9.0, 1.0, 1.0]),
-            torch.tensor([16.0, 1.0, 1.0]),
-            torch.ones(5),
-            torch.ones(2),
-        ]
-        owned = [torch.tensor([0, 1]), torch.tensor([0]), torch.empty(0, dtype=torch.int64), torch.arange(2)]
-        assert float(max_interval_by_gradients(column_norms, owned, 0.99)) == pytest.approx(4.0)
-        assert float(max_interval_by_gradients(column_norms, owned, 0.5)) == pytest.approx(3.0)
-        assert float(max_interval_by_gradients(column_norms, owned, 0.0)) == pytest.approx(3.0)
-
-    def test_nothing_to_compare(self) -> None:
-        assert max_interval_by_gradients([torch.ones(3)], [torch.empty(0, dtype=torch.int64)], 0.99) is None
-        assert max_interval_by_gradients([], [], 0.99) is None
-
-    def test_not_finite_where_the_gradient_is_not_or_nothing_waits(self) -> None:
-        owned = [torch.tensor([0])]
-        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.inf])], owned, 1.0)))
-        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.nan])], owned, 1.0)))
-        assert float(max_interval_by_gradients([torch.tensor([1.0, 0.0])], owned, 1.0)) == math.inf

@@ -88,10 +88,10 @@ def check(partition: Partition, n_blocks: int) -> None:
     # Ranges of blocks add up.
     group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
     found = [
-        (e, p.index)
+        (e, r.param_group)
         for block in partition.blocks
-        for p in ranges_of_block(partition, block)
-        for e in range(p.begin, p.begin + p.numel)
+        for r in ranges_of_block(partition, block)
+        for e in range(r.begin, r.end)
     ]
     assert found == list(group_of_element.items())
     for a, b in zip(partition.ranges, partition.ranges[1:], strict=False):

@@ -143,7 +143,7 @@ def test_start_and_end_are_told(caplog: pytest.LogCaptureFixture) -> None:
     start, end = messages(caplog, ZenFlowStrategy(worker_cores=1, publish_lag=1))
     pattern = (
         r"ZenFlow: [\d,]+ parameters on this rank in \d+ blocks; update_interval=4 \(auto, to begin with\), publish_lag=1;"
-        r" topk_ratio=0.05; worker on cores \[\d+\](?: of NUMA node \d+)? \(as many as worker_cores says\),"
+        r" topk_ratio=0.05; worker on cores \[\d+\](?: of NUMA node \d+)? \(number given by worker_cores\),"
         r" training with \d+ threads; \d+\.\d\d GiB of shared host memory"
     )
     assert re.fullmatch(pattern, start)

@@ -1,4 +1,4 @@
-"""`update_interval: auto` and `publish_lag: auto`, on simulated time lines."""
+"""Decisions of `update_interval: auto` and `publish_lag: auto` on simulated time lines."""
 
 import itertools
 import random
@@ -92,7 +92,7 @@ def test_adamw_itself_wherever_it_hides_behind_backward(full_update_s: float, ex
     assert stall_share(last) <= 0.02
 
 
-def test_what_nearly_hides_behind_backward_is_tried_less_and_less_often() -> None:
+def test_a_schedule_that_nearly_hides_behind_backward_is_tried_less_and_less_often() -> None:
     """Small enough to look hidden, but for the last block: a stall of 2.3 %."""
     steps = run(constant(1.0), jobs(0.37), early_share=0.6, n_steps=20_000)
     late = steps[10_000:]
@@ -101,9 +101,9 @@ def test_what_nearly_hides_behind_backward_is_tried_less_and_less_often() -> Non
 
 
 @pytest.mark.parametrize("early_share", [0.0, 0.6])
-@pytest.mark.parametrize("full_update_s", [0.01 * 1.3**i for i in range(24)])
+@pytest.mark.parametrize("full_update_s", [0.01 * 1.75**i for i in range(12)])
 def test_never_oscillates_whatever_the_speed(full_update_s: float, early_share: float) -> None:
-    steps = run(constant(1.0), jobs(full_update_s), n_steps=6000, early_share=early_share)
+    steps = run(constant(1.0), jobs(full_update_s), n_steps=4000, early_share=early_share)
     tries_in_backward = early_share > 0 and 0.02 * N_BLOCKS < full_update_s < 0.4
     assert changes(steps[1000:]) <= (20 if tries_in_backward else 0)
 
@@ -118,7 +118,7 @@ def test_a_cpu_that_becomes_slow_is_answered_at_once_and_one_that_recovers_after
     assert changes(steps) <= 6
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("full_update_s", [0.5, 1.0, 2.0])
 def test_jitter_of_both_sides(seed: int, full_update_s: float) -> None:
     device, worker = random.Random(seed), random.Random(seed + 100)

@@ -1,31 +1,25 @@
-"""What `weight_prediction` and `provisional_scale` mean when they are "auto": weights as near to AdamW's as their schedule allows."""
-
-import functools
-from dataclasses import replace
+"""Multiples of momentum and gradients for "auto": means of AdamW's own, and stability of training with them."""
 
 import numpy as np
 import pytest
-import torch
 
-from harness import Case, run_here
 from lightning_zenflow.schedule.compensation import StalenessCompensation, gradient_steps, momentum_steps
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from reference import AdamWState
 
 Multiples = tuple[float, list[float]]
-PACES = [(1, 1), (1, 2), (2, 1), (4, 0), (4, 1), (4, 2), (8, 1), (16, 1), (1024, 3)]
+SCHEDULES = [(1, 1), (1, 2), (2, 1), (4, 0), (4, 1), (4, 2), (8, 1), (16, 1)]
 
 
-def pace_of(s: int, d: int) -> UpdateSchedule:
+def schedule_of(s: int, d: int) -> UpdateSchedule:
     return UpdateSchedule(update_interval=s, publish_lag=d)
 
 
 def passes(s: int, d: int) -> range:
-    """Gradients since the window's end that are known at each of the forward passes that see a publish."""
+    """Number of gradients since the end of the window, at each forward pass that sees its weights."""
     return range(d, d + s)
 
 
-@pytest.mark.parametrize(("s", "d"), [schedule for schedule in PACES if schedule[0] < 100])
+@pytest.mark.parametrize(("s", "d"), SCHEDULES)
 @pytest.mark.parametrize("beta1", [0.0, 0.8, 0.9, 0.95])
 def test_the_multiples_are_means_of_adamws_own(s: int, d: int, beta1: float) -> None:
     momentum: list[float] = []
@@ -39,35 +33,35 @@ def test_the_multiples_are_means_of_adamws_own(s: int, d: int, beta1: float) -> 
         momentum.append(moved[0])
         for i in range(1, n + 1):
             gradients.setdefault(i, []).append(moved[i])
-    assert momentum_steps(pace_of(s, d), beta1) == pytest.approx(np.mean(momentum))
+    assert momentum_steps(schedule_of(s, d), beta1) == pytest.approx(np.mean(momentum))
     for age, multiples in gradients.items():
-        assert gradient_steps(pace_of(s, d), beta1, age) == pytest.approx(np.mean(multiples))
+        assert gradient_steps(schedule_of(s, d), beta1, age) == pytest.approx(np.mean(multiples))
 
 
-def test_what_no_regular_pass_sees() -> None:
-    schedule = pace_of(4, 1)
+def test_ages_that_no_regular_pass_sees() -> None:
+    schedule = schedule_of(4, 1)
     assert gradient_steps(schedule, 0.9, 100) == gradient_steps(schedule, 0.9, 4)
-    assert gradient_steps(pace_of(1, 0), 0.9, 1) == momentum_steps(pace_of(1, 0), 0.9) == 0
+    assert gradient_steps(schedule_of(1, 0), 0.9, 1) == momentum_steps(schedule_of(1, 0), 0.9) == 0
 
 
 def test_given_numbers_are_taken() -> None:
     given = StalenessCompensation(weight_prediction=2.5, provisional_scale=0.3)
-    assert given.steps_ahead(pace_of(4, 1), 0.9) == 2.5
-    assert {given.scale(pace_of(4, 1), 0.9, age) for age in (1, 2, 3)} == {0.3}
+    assert given.steps_ahead(schedule_of(4, 1), 0.9) == 2.5
+    assert {given.scale(schedule_of(4, 1), 0.9, age) for age in (1, 2, 3)} == {0.3}
 
 
 def multiples(schedule: UpdateSchedule, beta1: float) -> Multiples:
-    """AdamW's own, for a stand-in that knows the second moment."""
+    """AdamW's own, for a provisional update that knows the second moment."""
     return momentum_steps(schedule, beta1), [
         gradient_steps(schedule, beta1, age) for age in range(1, schedule.update_interval + schedule.publish_lag)
     ]
 
 
 def growth(multiples: Multiples, schedule: UpdateSchedule, *, beta1: float, curvature: float) -> float:
-    """By what a weight grows in a step, on a parabola.
+    """Growth of a weight per step, on a parabola.
 
     Args:
-        multiples: how weights run ahead: steps along the momentum, and along the gradients by their age.
+        multiples: steps along the momentum, and along the gradients by their age.
         schedule: the schedule.
         beta1: decay of the first moment.
         curvature: of the parabola, times learning rate over the root of the second moment.
@@ -89,11 +83,11 @@ def growth(multiples: Multiples, schedule: UpdateSchedule, *, beta1: float, curv
         end_weight, end_momentum = weight, momentum
         for gradient in new:
             end_momentum = beta1 * end_momentum + (1 - beta1) * gradient
-            end_weight -= end_momentum
+            end_weight = end_weight - end_momentum
         return np.array([end_weight, end_momentum, weight, momentum, *new])
 
-    matrix = np.stack([window(unit) for unit in np.eye(4 + s)], axis=1)
-    return float(np.abs(np.linalg.eigvals(matrix)).max() ** (1 / s))
+    # The window is linear: its matrix is the image of all unit states at once.
+    return float(np.abs(np.linalg.eigvals(window(np.eye(4 + s)))).max() ** (1 / s))
 
 
 def stable_up_to(multiples: Multiples, schedule: UpdateSchedule, beta1: float) -> float:
@@ -106,7 +100,7 @@ def stable_up_to(multiples: Multiples, schedule: UpdateSchedule, beta1: float) -
 @pytest.mark.parametrize("beta1", [0.8, 0.9, 0.95])
 @pytest.mark.parametrize(("s", "d"), [(1, 1), (2, 1), (4, 0), (4, 1), (8, 1), (16, 1)])
 def test_late_gradients_leave_training_stable(s: int, d: int, beta1: float) -> None:
-    schedule = pace_of(s, d)
+    schedule = schedule_of(s, d)
     adamw = 2 * (1 + beta1) / (1 - beta1)
     auto = stable_up_to(multiples(schedule, beta1), schedule, beta1)
     late = stable_up_to((0.0, []), schedule, beta1)
@@ -115,35 +109,3 @@ def test_late_gradients_leave_training_stable(s: int, d: int, beta1: float) -> N
     assert auto > max(4.0, 5 * late)
     fixed = stable_up_to((s + d - 1.0, [0.5] * (s + d - 1)), schedule, beta1)
     assert auto > 1.8 * fixed
-
-
-FIXED = Case(steps=24, topk_ratio=0)
-"""Its gradients do not depend on the weights, so that AdamW's weights are known for every step."""
-
-
-@functools.cache
-def distances(s: int, d: int, weight_prediction: float | str, provisional_scale: float | str) -> float:
-    """Of shown weights from AdamW's, root of the mean square over matrices and late steps."""
-    options = {"weight_prediction": weight_prediction, "provisional_scale": provisional_scale}
-    case = replace(FIXED, update_interval=s, publish_lag=d, strategy_options=options)
-    run = run_here(case)
-    weights, gradients, groups = case.fixed_gradients()
-    state = AdamWState.start(weights, torch.float64)
-    squares = []
-    for step in range(case.steps):
-        if step > 12:
-            squares += [
-                (shown.double() - w).square().flatten()
-                for shown, w in zip(run.shown[step], state.weights, strict=True)
-                if w.dim() > 1
-            ]
-        state.step(gradients[step], groups[step], max_norm=0.0)
-    return float(torch.cat(squares).mean().sqrt())
-
-
-@pytest.mark.parametrize(("s", "d"), [(1, 1), (4, 1)])
-def test_shown_weights_are_near_adamws(s: int, d: int) -> None:
-    auto = distances(s, d, "auto", "auto")
-    assert auto < 0.75 * distances(s, d, 0, 0)
-    assert auto < 0.75 * distances(s, d, s + d - 1, 0.5)
-    assert auto < distances(s, d, "auto", 0)

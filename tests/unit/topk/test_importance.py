@@ -1,11 +1,13 @@
-"""Selection of columns against brute force."""
+"""Selection of columns against brute force, and the gradient rule by hand."""
+
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zenflow.topk.importance import column_count, select_columns
+from lightning_zenflow.topk.importance import column_count, max_interval_by_gradients, select_columns
 from reference import owned_elements
 
 
@@ -43,3 +45,27 @@ def test_the_oracle_selects_the_same(ratio: float) -> None:
     owned = torch.zeros(6, 45, dtype=torch.bool)
     owned[:, select_columns(gradient.view(6, -1).square().sum(0), ratio)] = True
     assert torch.equal(owned.view_as(gradient), owned_elements(gradient, ratio))
+
+
+class TestMaxIntervalByGradients:
+    def test_by_hand(self) -> None:
+        column_norms = [
+            torch.tensor([9.0, 9.0, 1.0, 1.0]),
+            torch.tensor([16.0, 1.0, 1.0]),
+            torch.ones(5),
+            torch.ones(2),
+        ]
+        owned = [torch.tensor([0, 1]), torch.tensor([0]), torch.empty(0, dtype=torch.int64), torch.arange(2)]
+        assert float(max_interval_by_gradients(column_norms, owned, 0.99)) == pytest.approx(4.0)
+        assert float(max_interval_by_gradients(column_norms, owned, 0.5)) == pytest.approx(3.0)
+        assert float(max_interval_by_gradients(column_norms, owned, 0.0)) == pytest.approx(3.0)
+
+    def test_nothing_to_compare(self) -> None:
+        assert max_interval_by_gradients([torch.ones(3)], [torch.empty(0, dtype=torch.int64)], 0.99) is None
+        assert max_interval_by_gradients([], [], 0.99) is None
+
+    def test_not_finite_where_the_gradient_is_not_or_nothing_waits(self) -> None:
+        owned = [torch.tensor([0])]
+        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.inf])], owned, 1.0)))
+        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.nan])], owned, 1.0)))
+        assert float(max_interval_by_gradients([torch.tensor([1.0, 0.0])], owned, 1.0)) == math.inf

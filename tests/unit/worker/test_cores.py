@@ -139,12 +139,14 @@ def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, requ
 
 @pytest.mark.parametrize("request_", [[0, 9], [4]])
 def test_a_core_that_is_not_allowed(request_: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"worker_cores=\[.*\]: allowed are .*\[0, 1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"worker_cores must be cores this process may use, which are \[0, 1, 2, 3\], got"
+    ):
         cores_of(request_, alone(range(4)))
 
 
 def test_more_cores_than_there_are() -> None:
-    with pytest.raises(ValueError, match="worker_cores=5: allowed is a number from 1 to 4"):
+    with pytest.raises(ValueError, match="worker_cores must be at most 4, .*, got 5"):
         cores_of(5, alone(range(4)))
 
 
@@ -206,11 +208,11 @@ class TestTwoSockets:
         assert self.cores(places, reserved=reserved) == expected
 
     def test_the_reason(self) -> None:
-        assert choose("auto", TWO_SOCKETS, FOUR_GPUS, 3).reason == "near the GPU"
-        assert choose("auto", TWO_SOCKETS, [place(range(32))], 0).reason == "a share of those allowed"
-        assert choose("auto", TWO_SOCKETS, [place(range(8), SECOND)], 0).reason == "a share of those allowed"
-        assert choose([3], TWO_SOCKETS, FOUR_GPUS, 0).reason == "by worker_cores"
-        assert choose(3, TWO_SOCKETS, FOUR_GPUS, 0).reason == "as many as worker_cores says"
+        assert choose("auto", TWO_SOCKETS, FOUR_GPUS, 3).reason == "on the GPU's NUMA node"
+        assert choose("auto", TWO_SOCKETS, [place(range(32))], 0).reason == "a share of the allowed cores"
+        assert choose("auto", TWO_SOCKETS, [place(range(8), SECOND)], 0).reason == "a share of the allowed cores"
+        assert choose([3], TWO_SOCKETS, FOUR_GPUS, 0).reason == "given by worker_cores"
+        assert choose(3, TWO_SOCKETS, FOUR_GPUS, 0).reason == "number given by worker_cores"
 
 
 class TestQuota:
@@ -220,7 +222,7 @@ class TestQuota:
     def test_no_more_threads_than_a_control_group_allows(self) -> None:
         chosen = self.choose([[Quota(cpus=3.5, group=1), Quota(cpus=8, group=2)]])
         assert len(chosen.cores) == 3
-        assert chosen.reason == "a share of those allowed, limited by a control group to 3.5 CPUs for this rank"
+        assert chosen.reason == "a share of the allowed cores, limited by a control group to 3.5 CPUs for this rank"
 
     @pytest.mark.parametrize(("groups", "expected"), [((1, 1), 2), ((1, 2), 4)])
     def test_ranks_of_one_group_share_its_limit(self, groups: tuple[int, int], expected: int) -> None:
@@ -231,7 +233,7 @@ class TestQuota:
 
     def test_a_limit_above_the_share(self) -> None:
         chosen = self.choose([[Quota(cpus=16, group=1)]])
-        assert (len(chosen.cores), chosen.reason) == (16, "a share of those allowed")
+        assert (len(chosen.cores), chosen.reason) == (16, "a share of the allowed cores")
 
     def test_the_trainer_on_the_cpu_is_below_it_as_well(self) -> None:
         assert (

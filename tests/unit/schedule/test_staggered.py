@@ -1,4 +1,4 @@
-"""The schedule, and the slots, buffers and records that it promises to be enough, against a simulation of what training holds."""
+"""Closing and publish steps, and the numbers of slots, buffers and records, against a simulation of training."""
 
 import random
 from collections import deque
@@ -24,7 +24,7 @@ def test_steps_are_equally_heavy(update_interval: int) -> None:
 
 
 @pytest.mark.parametrize("publish_lag", [0, 1, 3])
-def test_rounds_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
+def test_jobs_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
     schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=publish_lag)
     assert [schedule.publish_step(step) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
 
@@ -32,12 +32,12 @@ def test_rounds_are_published_a_fixed_number_of_steps_later(publish_lag: int) ->
 def simulate(
     schedule: StaggeredSchedule, *, synchronous: int, flush_steps: set[int], steps: int
 ) -> tuple[int, int, int]:
-    """What training holds at most: slots, publish buffers of staggered steps, and step records.
+    """Largest numbers of slots, of publish buffers of staggered steps, and of step records in use.
 
-    A window is the steps whose gradients it holds; a round is a window that has been handed over.
+    A window is the list of steps whose gradients it holds; a job is a submitted window with its publish step.
     """
     windows: list[list[int]] = [[] for _ in range(schedule.n_blocks)]
-    jobs: deque[tuple[int, list[int]]] = deque()  # (due step, steps)
+    jobs: deque[tuple[int, list[int]]] = deque()  # (publish step, steps)
     slots = buffers = records = 0
     for step in range(1, steps + 1):
         for window in windows:
@@ -61,7 +61,7 @@ def simulate(
 
 @pytest.mark.parametrize("update_interval", [1, 2, 3, 4, 7, 16])
 @pytest.mark.parametrize("publish_lag", [0, 1, 3, 6])
-def test_pages_buffers_and_records_suffice(update_interval: int, publish_lag: int) -> None:
+def test_slots_buffers_and_records_suffice(update_interval: int, publish_lag: int) -> None:
     rng = random.Random(update_interval * 100 + publish_lag)
     for n_blocks in {1, max(1, update_interval - 1), update_interval, 2 * update_interval + 1}:
         schedule = StaggeredSchedule(n_blocks=n_blocks, update_interval=update_interval, publish_lag=publish_lag)
@@ -76,8 +76,8 @@ def test_pages_buffers_and_records_suffice(update_interval: int, publish_lag: in
 
 
 @pytest.mark.parametrize(("update_interval", "publish_lag"), [(1, 0), (1, 1), (4, 0), (4, 1), (7, 3)])
-def test_pages_and_buffers_are_not_wasted(update_interval: int, publish_lag: int) -> None:
-    """Undisturbed, a run of full windows needs all of them: they are gradients' host memory, S (S + 1) / 2 + S d of them."""
+def test_slots_and_buffers_are_not_wasted(update_interval: int, publish_lag: int) -> None:
+    """Undisturbed, a run of full windows needs all of them: S (S + 1) / 2 + S d slots of host memory."""
     schedule = StaggeredSchedule(n_blocks=update_interval, update_interval=update_interval, publish_lag=publish_lag)
     slots, buffers, _ = simulate(schedule, synchronous=0, flush_steps=set(), steps=100)
     assert (slots, buffers) == (schedule.n_slots, schedule.n_publish_buffers)

@@ -1,0 +1,37 @@
+"""Converts the run state of older checkpoints to the layout that `lightning_zenflow.step.run_state` reads. Pure functions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_CONFIG_KEYS_OF_2 = {"early_hand_over": "optimizer_in_backward", "look_ahead": "weight_prediction"}
+
+
+def upgrade(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Converts a run state to the present layout.
+
+    Layout 1 stays as it is: a run takes only AdamW's state from it.
+
+    Args:
+        state: as `RunState.state_dict` of this or an older version returned it.
+    """
+    return _from_2(state) if state["version"] == 2 else state
+
+
+def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Layout 2, written up to commit 01ec44d, has other names for the same values; `n_updates` is no longer needed."""
+    config = {_CONFIG_KEYS_OF_2.get(key, key): value for key, value in state["layout"]["config"].items()}
+    if config["deferred_update"] == "replay":
+        # The only rule now. A run with the other one cannot continue bit for bit: its key remains, and `difference` names it.
+        del config["deferred_update"]
+    planner = _renamed(state["planner"], {"pace": "schedule"})
+    if planner["schedule"] is not None:
+        planner["schedule"] = _renamed(planner["schedule"], {"deferral": "max_interval_by_gradients"})
+    converted = _renamed(state, {"stand_in": "provisional"})
+    del converted["n_updates"]
+    if converted["provisional"] is not None:
+        converted["provisional"] = _renamed(converted["provisional"], {"bodies": "second_moments"})
+    return {**converted, "version": 3, "layout": {**state["layout"], "config": config}, "planner": planner}
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in state.items()}

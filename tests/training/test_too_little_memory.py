@@ -1,0 +1,53 @@
+"""Training on a host with too little memory for the arenas is refused before anything starts, on all ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from harness import Case, fit, workers
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.worker import memory
+from machine_files import write
+from models import TINY, LinearLossModule
+from rank_processes import run_on_ranks
+
+
+def test_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine is made to look small, before anything of ours is started."""
+    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, {"proc/meminfo": "MemAvailable: 4 kB"}))
+    with pytest.raises(
+        MisconfigurationException, match="ZenFlow needs .*(4096 bytes).*update_interval=4, publish_lag='auto'"
+    ):
+        fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(update_interval=4))
+    assert workers() == []
+
+
+@dataclass
+class SmallHost(pl.Callback):
+    """Makes the machine look small to one rank."""
+
+    root: Path
+    rank: int
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.global_rank == self.rank:
+            memory._ROOT = self.root
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        memory._ROOT = Path("/")
+
+
+def test_all_ranks_are_refused_and_know_why(tmp_path: Path) -> None:
+    root = write(tmp_path, {"proc/meminfo": "MemAvailable: 4 kB"})
+    refused = Case(model_options={"shapes": TINY}, callbacks=(SmallHost(root, rank=1),), fails=True)
+    other, small = run_on_ranks({"refused": refused})["refused"]
+    assert other.error is not None and small.error is not None
+    assert "MisconfigurationException: ZenFlow needs" in small.error
+    assert "MisconfigurationException: rank 1: ZenFlow needs" in other.error
