@@ -13,18 +13,18 @@ from lightning_zenflow.estimate.cost import estimate
 from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.shapes import shapes_of_count
 
+ROOT = Path(__file__).parents[3]
 COMMAND = shlex.split("estimate --params 7e9 --gpus 4 --gpu-mem 80 --pcie 25 --cpu-bw 150 --step-ms 500")
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(COMMAND) == 0
     text = capsys.readouterr().out
-    assert "7 B trained parameters, on 4 GPUs of 80 GB" in text
+    assert text in (ROOT / "docs" / "estimate.md").read_text()
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["ZeRO-2, no offload"][-3:] == ["500", "100%", "yes"]
     assert rows["ZeRO-Offload"][-3:] == ["2600", "19%", "yes"]
     assert "ZenFlow settles at update_interval S = " in text
-    assert "limits" in text.splitlines()[-1]
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
