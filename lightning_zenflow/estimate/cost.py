@@ -33,21 +33,21 @@ class Cost:
     """From one GPU to the host in one step."""
     h2d_bytes: int
     """From the host to one GPU in one step."""
-    cpu_s: float
-    """CPU work for one rank in a step, while all ranks of the host work."""
-    copy_s: float
-    """Exposed copies across PCIe in a step."""
-    wait_s: float
-    """Waits for the CPU in a step."""
     step_s: float
     """Mean duration of a step."""
     fits_device: bool
     fits_host: bool | None
-    """None: the host's memory is unknown."""
+    """None if the host's memory is unknown."""
+    cpu_s: float = 0.0
+    """CPU work for one rank in a step, while all ranks of the host work."""
+    copy_s: float = 0.0
+    """Exposed copies across PCIe in a step."""
+    wait_s: float = 0.0
+    """Waits for the CPU in a step."""
 
     @property
     def fits(self) -> bool:
-        """Whether no memory is known to be too small."""
+        """True unless a memory is known to be too small."""
         return self.fits_device and self.fits_host is not False
 
 
@@ -170,13 +170,10 @@ def _cost(
     machine: Machine,
     *,
     device_bytes: float,
-    step_s: float,
     rank_host_bytes: float = 0.0,
     d2h_bytes: float = 0.0,
     h2d_bytes: float = 0.0,
-    cpu_s: float = 0.0,
-    copy_s: float = 0.0,
-    wait_s: float = 0.0,
+    **seconds: float,
 ) -> Cost:
     host_bytes = rank_host_bytes * machine.ranks_per_host
     return Cost(
@@ -184,12 +181,9 @@ def _cost(
         host_bytes=round(host_bytes),
         d2h_bytes=round(d2h_bytes),
         h2d_bytes=round(h2d_bytes),
-        cpu_s=cpu_s,
-        copy_s=copy_s,
-        wait_s=wait_s,
-        step_s=step_s,
         fits_device=device_bytes <= machine.gpu_mem * GB,
         fits_host=None if machine.host_mem is None else host_bytes <= machine.host_mem * GB,
+        **seconds,
     )
 
 

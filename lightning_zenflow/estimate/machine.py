@@ -73,7 +73,7 @@ class Workload:
     accumulate_grad_batches: int = 1
     """Micro-batches in an optimizer step, an integer >= 1."""
     clips: bool = True
-    """Whether gradients are clipped by norm, so that no gradient can be applied before the last one is known."""
+    """Gradients are clipped by norm, so that none can be applied before the last one is known."""
     reduce_bucket_size: int | None = None
     """Elements of one of DeepSpeed's two gradient buckets, an integer >= 1; None: the default of Lightning's DeepSpeedStrategy, and
     `buckets.bucket_size` for ZenFlow."""

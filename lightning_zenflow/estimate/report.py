@@ -82,7 +82,7 @@ def limit_sentence(comparison: CostComparison) -> str:
 
 
 def is_worth_fixing(comparison: CostComparison) -> bool:
-    """Whether `fastest_schedule` is more than 5 % faster than the schedule that `auto` settles at."""
+    """True if `fastest_schedule` is more than 5 % faster than the schedule that `auto` settles at."""
     return comparison.fastest.step_s < 0.95 * comparison.zenflow.step_s
 
 

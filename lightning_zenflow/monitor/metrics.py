@@ -58,12 +58,7 @@ class CopySample:
 
 
 def hidden_share(worker_busy_s: float, device_stall_s: Mapping[str, float]) -> float:
-    """Share of the worker's computation that the device did not wait for, 0 to 1; 1 for an idle worker.
-
-    Args:
-        worker_busy_s: seconds of computation.
-        device_stall_s: seconds of waits of the device, by cause.
-    """
+    """Share of the worker's computation that the device did not wait for, 0 to 1; 1 for an idle worker."""
     waited = sum(device_stall_s.get(cause, 0.0) for cause in ("publish_wait", "flush"))
     return max(0.0, 1.0 - waited / worker_busy_s) if worker_busy_s > 0 else 1.0
 

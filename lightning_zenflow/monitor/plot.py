@@ -24,7 +24,7 @@ _COLOURS = {
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

@@ -149,7 +149,7 @@ class StallMonitor(pl.Callback):
         return self._progress_bar and trainer.progress_bar_callback is not None
 
     def _logs(self, trainer: pl.Trainer) -> bool:
-        """Whether the trainer has a logger or a progress bar to log to."""
+        """True if the trainer has a logger or a progress bar to log to."""
         return _log_interval(trainer) > 0 and (bool(trainer.loggers) or self._shows_bar(trainer))
 
 

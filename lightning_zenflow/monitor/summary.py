@@ -93,12 +93,7 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least the given share of the values does not exceed.
-
-    Args:
-        values: at least one.
-        share: 0 to 1.
-    """
+    """The smallest value that at least the given share of the values, 0 to 1, does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 

@@ -5,11 +5,7 @@ from torch import Tensor
 
 
 def record_event(*, timing: bool = False) -> torch.cuda.Event:
-    """Records a new event on the current CUDA stream.
-
-    Args:
-        timing: whether `elapsed_time` between two such events is needed.
-    """
+    """Records a new event on the current CUDA stream, with a timestamp for `elapsed_time` if `timing`."""
     event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -32,7 +28,7 @@ class AsyncHostCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether `read` returns without waiting."""
+        """True if `read` returns without waiting."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Tensor:

@@ -89,11 +89,6 @@ class StallClock:
             self._tracer.add_wait(cause, begin_ns, end_ns, events)
 
     def add_job(self, block: int, completion: Completion) -> None:
-        """Adds the worker's acknowledgement of a job.
-
-        Args:
-            block: the job's block.
-            completion: the acknowledgement.
-        """
+        """Adds the worker's acknowledgement of a job."""
         self.worker_busy_s += 1e-9 * completion.busy_ns
         self._tracer.add_job(block, completion)

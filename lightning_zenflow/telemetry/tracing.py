@@ -49,7 +49,7 @@ class Span:
     n_bytes: int = 0
     """Bytes copied."""
     waits: bool = False
-    """Whether the thread or the device was idle."""
+    """True for idle time of the thread or the device."""
     threads: range = range(1)
     """Threads of the worker, for its lanes."""
 
@@ -94,7 +94,7 @@ class StepTrace:
 
     @property
     def complete(self) -> bool:
-        """Whether step and device have finished. Does not wait."""
+        """True once step and device have finished. Does not wait."""
         return self.end_ns is not None and all(span.after.query() for span in self.device_spans)  # type: ignore[no-untyped-call]
 
     def spans(self) -> list[Span]:
@@ -103,15 +103,7 @@ class StepTrace:
         return sorted(spans, key=lambda span: span.begin_ns)
 
     def copied(self, lane: Lane, name: str | None = None) -> tuple[int, float]:
-        """Sums a lane's spans in a complete step.
-
-        Args:
-            lane: the lane.
-            name: restricts the sum to spans of this name.
-
-        Returns:
-            (bytes, seconds).
-        """
+        """Bytes and seconds of a lane's spans in a complete step; those of one name if given."""
 
         def counts(span: Span | _DeviceSpan) -> bool:
             return span.lane == lane and name in (None, span.name)
@@ -146,7 +138,7 @@ class Recording:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are complete. Does not wait."""
+        """True once all steps are complete. Does not wait."""
         return len(self.steps) == self.last - self.first + 1 and all(step.complete for step in self.steps)
 
 
@@ -175,8 +167,8 @@ class Tracer:
         Args:
             skip: steps before the first recorded one; 0: the current step is the first.
             steps: number of recorded steps.
-            aligned: whether the device's spans are placed on the host's clock. This synchronises the device once, before the first recorded
-                step, so `skip` must be > 0.
+            aligned: place the device's spans on the host's clock. This synchronises the device once, before the first recorded step, so
+                `skip` must be > 0.
         """
         assert skip > 0 or not aligned
         first = self._step + skip
@@ -188,7 +180,7 @@ class Tracer:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether `align` must be called before the next step."""
+        """True if `align` must be called before the next step."""
         return self._on_cuda and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
 
     def align(self) -> None:
@@ -222,14 +214,7 @@ class Tracer:
     def add_wait(
         self, cause: str, begin_ns: int, end_ns: int, events: tuple[torch.cuda.Event, torch.cuda.Event] | None
     ) -> None:
-        """Records a wait of the training thread.
-
-        Args:
-            cause: name of the span.
-            begin_ns: begin on the host's clock.
-            end_ns: end on the host's clock.
-            events: CUDA events between which the device was idle; None on a CPU device.
-        """
+        """Records a wait of the training thread, on the host's clock, and the CUDA events between which the device was idle."""
         trace = self._current
         if trace is None:
             return
@@ -243,12 +228,7 @@ class Tracer:
             trace.device_spans.append(span)
 
     def add_job(self, block: int, completion: Completion) -> None:
-        """Records a job of the worker.
-
-        Args:
-            block: the job's block.
-            completion: the worker's acknowledgement.
-        """
+        """Records a job of the worker."""
         if self._current is None:
             return
         # The first thread polls for the gradients, the others sleep meanwhile.

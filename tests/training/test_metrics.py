@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def logged(
     folder: Path, strategy: ZenFlowStrategy, *, steps: int, every: int, **options: Any
 ) -> list[dict[str, float]]:
-    """What a run with a CSV logger wrote, one dict for each row of ours."""
+    """Rows with our metrics that a run with a CSV logger wrote."""
     model = options.pop("model", None) or SmallNet(length=steps * options.get("accumulate_grad_batches", 1))
     logger = CSVLogger(folder)
     fit(model, strategy, steps=steps, logger=logger, log_every_n_steps=every, **options)
