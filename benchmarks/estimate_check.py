@@ -27,8 +27,10 @@ from benchmarks.step_report import baseline_of, runs_by_method
 from benchmarks.step_run import StepResult, results_of
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import cpu_adamw_bytes, replay_bytes
-from lightning_zenflow.estimate.cost import Machine, Workload, estimate, replay_core_s
+from lightning_zenflow.estimate.cost import estimate
+from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.shapes import shapes_of_count
+from lightning_zenflow.estimate.zenflow_cost import replay_core_s
 
 _DTYPE_BYTES = 2
 _NO_LIMIT = 1e9

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from lightning_zenflow.estimate.cost import CostComparison, Machine, Workload, estimate
+from lightning_zenflow.estimate.cost import CostComparison, estimate
+from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.report import fits_text, is_worth_fixing
 from lightning_zenflow.estimate.shapes import shapes_of_count
 
@@ -63,7 +64,7 @@ HEADERS = (
 
 def row(prediction: CostComparison) -> list[str]:
     none, offload, zenflow = prediction.none, prediction.zero_offload, prediction.zenflow
-    schedule, best = prediction.schedule, prediction.fastest_pace
+    schedule, best = prediction.schedule, prediction.fastest_schedule
     return [
         f"{prediction.workload.model.numel / 1e9:g}B",
         str(prediction.machine.gpus),

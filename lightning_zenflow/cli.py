@@ -1,4 +1,4 @@
-"""The command `lightning-zenflow`."""
+"""The command `lightning-zenflow`: `estimate` and `timeline`."""
 
 import argparse
 import json
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate.cost import Machine, Workload, estimate
+from lightning_zenflow.estimate.cost import estimate
+from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.report import as_dict, as_text
 from lightning_zenflow.estimate.shapes import shapes_of_count, shapes_of_hugging_face_config
 from lightning_zenflow.monitor.plot import draw_to
@@ -17,13 +18,13 @@ _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; its result goes to standard output.
+    """Runs the command and writes its result to standard output.
 
     Args:
-        arguments: those of the command line if None.
+        arguments: command-line arguments; None: those of the process.
 
     Returns:
-        0. Wrong arguments end the process with status 2 and a message on standard error.
+        Exit status 0. Invalid arguments exit with status 2 and a message on standard error.
     """
     parser, estimate_parser, timeline_parser = _parsers()
     options = parser.parse_args(arguments)
@@ -32,13 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_to(read_trace(options.file), options.png)
         except (ModuleNotFoundError, OSError, ValueError) as error:
             timeline_parser.error(str(error))
-        return 0
-    try:
-        text = _estimate(options)
-    except ConfigValueError as error:
-        option = f"argument --{error.key.replace('_', '-')}: " if error.key else ""
-        estimate_parser.error(f"{option}{error}")
-    sys.stdout.write(text + "\n")
+    else:
+        try:
+            sys.stdout.write(_estimate(options) + "\n")
+        except ConfigValueError as error:
+            option = f"argument --{error.key.replace('_', '-')}: " if error.key else ""
+            estimate_parser.error(f"{option}{error}")
     return 0
 
 
@@ -67,15 +67,15 @@ def _estimate(options: argparse.Namespace) -> str:
         clips=not options.no_clipping,
         reduce_bucket_size=options.reduce_bucket_size,
     )
-    prediction = estimate(workload, machine, config)
-    return json.dumps(as_dict(prediction), indent=2) if options.json else as_text(prediction)
+    comparison = estimate(workload, machine, config)
+    return json.dumps(as_dict(comparison), indent=2) if options.json else as_text(comparison)
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The command's parser and those of `estimate` and `timeline`."""
+    """Parsers of the command, of `estimate` and of `timeline`."""
     parser = argparse.ArgumentParser(prog="lightning-zenflow", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="command")
-    summary = "predict memory, traffic and time of a step on a machine that is not at hand"
+    summary = "predict memory, traffic and duration of a step on a machine that is not at hand"
     command = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False)
 
     model = command.add_argument_group("model").add_mutually_exclusive_group(required=True)
@@ -89,7 +89,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
     machine = command.add_argument_group("machine")
     machine.add_argument("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     machine.add_argument("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
-    machine.add_argument("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s each way")
+    machine.add_argument("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s in each direction")
     machine.add_argument("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
     machine.add_argument(
         "--cpu-cores",
@@ -104,20 +104,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
         "--step-ms",
         type=float,
         required=True,
-        help="time of an optimizer step without offload, ms: all micro-batches, communication, AdamW",
+        help="duration of an optimizer step without offload, ms: all micro-batches, communication, AdamW",
     )
     training.add_argument(
-        "--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="the model's, default %(default)s"
+        "--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s"
     )
     training.add_argument("--accumulate-grad-batches", type=int, default=1, help="default %(default)s")
     training.add_argument(
-        "--no-clipping", action="store_true", help="gradients are not clipped: S = 1, d = 0 hides behind backward"
+        "--no-clipping", action="store_true", help="gradients are not clipped, so that S = 1, d = 0 hides in backward"
     )
     training.add_argument(
-        "--reduce-bucket-size", type=_whole_number, help="elements; default: that of each strategy for this model"
+        "--reduce-bucket-size", type=_whole_number, help="elements; default: that of each strategy for the model"
     )
 
-    zenflow = command.add_argument_group("ZenFlow", "as the keys of ZenFlowStrategy")
+    zenflow = command.add_argument_group("ZenFlow", "keys of ZenFlowStrategy")
     defaults = ZenFlowConfig()
     zenflow.add_argument("--topk-ratio", type=float, default=defaults.topk_ratio, help="default %(default)s")
     zenflow.add_argument("--update-interval", type=_integer_or_auto, default="auto", help="default %(default)s")
@@ -130,8 +130,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
 
     summary = "draw a timeline that ZenFlowStrategy(timeline=FILE) wrote"
     timeline = commands.add_parser("timeline", help=summary, description=f"{summary}.", allow_abbrev=False)
-    timeline.add_argument("file", type=Path, help="the timeline, JSON; ui.perfetto.dev opens it as well")
-    timeline.add_argument("--png", type=Path, required=True, metavar="OUT", help="file to write the drawing to")
+    timeline.add_argument("file", type=Path, help="timeline, JSON; ui.perfetto.dev opens it too")
+    timeline.add_argument("--png", type=Path, required=True, metavar="OUT", help="drawing to write")
     return parser, command, timeline
 
 
@@ -141,15 +141,15 @@ def _integer_or_auto(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is an integer or 'auto'") from None
+        raise argparse.ArgumentTypeError(f"must be an integer or 'auto', got {text!r}") from None
 
 
 def _whole_number(text: str) -> int:
-    """An integer, 5e8 included."""
+    """Parses an integer, which may be written as 5e8."""
     try:
         number = float(text)
         if number.is_integer():
             return int(number)
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r}: allowed is an integer >= 1")
+    raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")

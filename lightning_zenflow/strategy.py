@@ -22,8 +22,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.collective import load_together, open_together, refusing_other_models, save_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
-from lightning_zenflow.monitor.stall_monitor import StallMonitor
-from lightning_zenflow.monitor.timeline import TimelineWriter
+from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import resolve_config
@@ -132,13 +131,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-        monitored = any(isinstance(callback, StallMonitor) for callback in callbacks)
-        if self.zenflow_config.stall_monitor and not monitored:
-            # In front: checkpoint callbacks must stay behind all others.
-            callbacks.insert(0, StallMonitor())
-        if self.zenflow_config.timeline is not None and not any(isinstance(c, TimelineWriter) for c in callbacks):
-            first, last = self.zenflow_config.timeline_range
-            callbacks.insert(0, TimelineWriter(Path(self.zenflow_config.timeline), first=first, last=last))
+        attach_monitors(callbacks, self.zenflow_config)
 
     @override
     def _configure_launcher(self) -> None:
@@ -161,8 +154,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
-        if not any(isinstance(callback, ExactWeights) for callback in callbacks):
-            callbacks.insert(0, ExactWeights(self._flush))
+        insert_first(callbacks, ExactWeights(self._flush))
         super().setup(trainer)
 
     @override

@@ -1,4 +1,4 @@
-"""A prediction in words: the table, the sentence below it, and the same as JSON."""
+"""Report of a cost comparison: a table with the limit in a sentence, or JSON."""
 
 import dataclasses
 from typing import Any
@@ -7,71 +7,69 @@ from tabulate import tabulate
 
 from lightning_zenflow.estimate.cost import Cost, CostComparison
 
-_HEADERS = ("training", "GPU GB", "host GB", "down GB", "up GB", "CPU ms", "step ms", "speed", "fits")
+_HEADERS = ("training", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms", "step ms", "speed", "fits")
 
 _ALIGNMENT = ("left", *["right"] * 7, "left")
 
 
-def as_text(prediction: CostComparison) -> str:
-    """The table with its head, the S and d that were chosen, and what limits."""
-    machine, workload, schedule = prediction.machine, prediction.workload, prediction.schedule
-    rows = [_row(name, cost, prediction) for name, cost in _costs(prediction).items()]
+def as_text(comparison: CostComparison) -> str:
+    """The table, the S and d that `auto` chooses, and the limit."""
+    machine, workload, schedule = comparison.machine, comparison.workload, comparison.schedule
+    rows = [_row(name, cost, comparison) for name, cost in _costs(comparison).items()]
     head = (
         f"{workload.model.name}, {workload.model.numel / 1e9:.4g} B trained parameters, "
         f"on {_plural(machine.gpus, 'GPU')} of {machine.gpu_mem:g} GB, {machine.ranks_per_host} a host; "
         f"PCIe {machine.pcie:g} GB/s a GPU, memory {machine.cpu_bw:g} GB/s a host; "
         f"{workload.step_ms:g} ms a step without offload"
     )
-    legend = "GPU: one, without activations. Host: all ranks of one. Down, up, CPU: one rank, a step."
+    legend = "GPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step."
     table = tabulate(rows, headers=_HEADERS, tablefmt="simple", colalign=_ALIGNMENT, disable_numparse=True)
     chosen = (
         f"ZenFlow settles at update_interval S = {schedule.update_interval}, publish_lag d = {schedule.publish_lag}."
     )
-    lines = [head, "", table, "", legend, chosen, limit_sentence(prediction)]
-    if is_worth_fixing(prediction):
-        fastest = prediction.fastest_pace
+    lines = [head, "", table, "", legend, chosen, limit_sentence(comparison)]
+    if is_worth_fixing(comparison):
+        fastest = comparison.fastest_schedule
         lines.append(
             f"A fixed S = {fastest.update_interval}, d = {fastest.publish_lag} would be faster: fewer weights are copied a step."
         )
     return "\n".join(lines)
 
 
-def as_dict(prediction: CostComparison) -> dict[str, Any]:
-    """Plain numbers, in bytes and seconds, for JSON."""
-    workload = dataclasses.asdict(prediction.workload)
-    model = prediction.workload.model
+def as_dict(comparison: CostComparison) -> dict[str, Any]:
+    """Converts a comparison to plain numbers for JSON, in bytes and seconds."""
+    workload = dataclasses.asdict(comparison.workload)
+    model = comparison.workload.model
     workload["model"] = {"name": model.name, "numel": model.numel, "frozen_numel": model.frozen_numel}
     return {
-        "machine": dataclasses.asdict(prediction.machine),
+        "machine": dataclasses.asdict(comparison.machine),
         "workload": workload,
-        "update_interval": prediction.schedule.update_interval,
-        "publish_lag": prediction.schedule.publish_lag,
-        "limit": prediction.limit,
-        "none": dataclasses.asdict(prediction.none),
-        "zero_offload": dataclasses.asdict(prediction.zero_offload),
-        "zenflow": dataclasses.asdict(prediction.zenflow),
-        "fastest_update_interval": prediction.fastest_pace.update_interval,
-        "fastest_publish_lag": prediction.fastest_pace.publish_lag,
-        "fastest": dataclasses.asdict(prediction.fastest),
+        "update_interval": comparison.schedule.update_interval,
+        "publish_lag": comparison.schedule.publish_lag,
+        "limit": comparison.limit,
+        "none": dataclasses.asdict(comparison.none),
+        "zero_offload": dataclasses.asdict(comparison.zero_offload),
+        "zenflow": dataclasses.asdict(comparison.zenflow),
+        "fastest_update_interval": comparison.fastest_schedule.update_interval,
+        "fastest_publish_lag": comparison.fastest_schedule.publish_lag,
+        "fastest": dataclasses.asdict(comparison.fastest),
     }
 
 
-def limit_sentence(prediction: CostComparison) -> str:
-    """What keeps ZenFlow from the speed of training without offload, in one sentence."""
-    machine, cost, schedule = prediction.machine, prediction.zenflow, prediction.schedule
-    match prediction.limit:
+def limit_sentence(comparison: CostComparison) -> str:
+    """The reason why ZenFlow is slower than training without offload, in one sentence."""
+    machine, cost, schedule = comparison.machine, comparison.zenflow, comparison.schedule
+    match comparison.limit:
         case "device memory":
-            model = prediction.workload.model
-            weights = prediction.workload.dtype_bytes * (model.numel + model.frozen_numel)
             return (
                 f"GPU memory limits: {_gb(cost.device_bytes)} GB are needed before activations and there are {machine.gpu_mem:g}; "
-                f"{_gb(weights)} GB are the weights, which ZeRO-2 replicates."
+                f"{_gb(comparison.workload.weight_bytes)} GB are the weights, which ZeRO-2 replicates."
             )
         case "host memory":
             return f"Host memory limits: {_gb(cost.host_bytes)} GB are needed and there are {machine.host_mem or 0:g}."
         case "PCIe":
             return (
-                f"PCIe limits: {_ms(cost.copy_s)} ms of a step are copies that nothing hides; "
+                f"PCIe limits: {_ms(cost.copy_s)} ms of a step are exposed copies; "
                 f"the CPU's {_ms(cost.cpu_s)} ms {'hide' if cost.wait_s < 1e-4 else f'make it wait {_ms(cost.wait_s)} ms'}."
             )
         case "CPU":
@@ -83,25 +81,25 @@ def limit_sentence(prediction: CostComparison) -> str:
             return f"Nothing limits: the CPU's {_ms(cost.cpu_s)} ms a step hide, and copies add {_ms(cost.copy_s)} ms."
 
 
-def is_worth_fixing(prediction: CostComparison) -> bool:
-    """Whether a fixed S and d would be noticeably faster than what `auto` settles at."""
-    return prediction.fastest.step_s < 0.95 * prediction.zenflow.step_s
+def is_worth_fixing(comparison: CostComparison) -> bool:
+    """True if `fastest_schedule` is more than 5 % faster than the schedule that `auto` settles at."""
+    return comparison.fastest.step_s < 0.95 * comparison.zenflow.step_s
 
 
-def _costs(prediction: CostComparison) -> dict[str, Cost]:
-    schedule = prediction.fastest_pace
+def _costs(comparison: CostComparison) -> dict[str, Cost]:
+    schedule = comparison.fastest_schedule
     costs = {
-        "ZeRO-2, no offload": prediction.none,
-        "ZeRO-Offload": prediction.zero_offload,
-        "ZenFlow": prediction.zenflow,
+        "ZeRO-2, no offload": comparison.none,
+        "ZeRO-Offload": comparison.zero_offload,
+        "ZenFlow": comparison.zenflow,
     }
-    if is_worth_fixing(prediction):
-        costs[f"ZenFlow, S = {schedule.update_interval}, d = {schedule.publish_lag}"] = prediction.fastest
+    if is_worth_fixing(comparison):
+        costs[f"ZenFlow, S = {schedule.update_interval}, d = {schedule.publish_lag}"] = comparison.fastest
     return costs
 
 
-def _row(name: str, cost: Cost, prediction: CostComparison) -> list[str]:
-    speed = prediction.workload.step_ms / 1e3 / cost.step_s
+def _row(name: str, cost: Cost, comparison: CostComparison) -> list[str]:
+    speed = comparison.workload.step_ms / 1e3 / cost.step_s
     return [
         name,
         _gb(cost.device_bytes),
@@ -116,7 +114,7 @@ def _row(name: str, cost: Cost, prediction: CostComparison) -> list[str]:
 
 
 def fits_text(cost: Cost) -> str:
-    """Whether it fits: "yes", or what is too small."""
+    """Text of the column "fits": "yes", or "no" and the memories that are too small."""
     too_small = [name for name, fits in (("GPU", cost.fits_device), ("host", cost.fits_host)) if fits is False]
     return f"no: {' and '.join(too_small)}" if too_small else "yes"
 

@@ -1,7 +1,6 @@
-"""What the cost model needs to know of a model: the shapes of its trained parameters.
+"""Shapes of a model's trained parameters, for the cost model.
 
-Taken from an `nn.Module` (on the meta device too, where weights take no memory), from a Hugging Face config, or made up from a number of
-parameters alone.
+Their sources are an `nn.Module` (also on the meta device), a Hugging Face config, or the number of parameters alone.
 """
 
 import math
@@ -24,12 +23,12 @@ _MATRICES_PER_LAYER = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Equal parameters in their [out, rest] view."""
+    """Parameters of equal shape, in their [out, rest] view."""
 
     rows: int
     columns: int
     count: int = 1
-    """How many of them the model has."""
+    """Number of such parameters."""
 
     @property
     def numel(self) -> int:
@@ -44,13 +43,13 @@ class ModelShapes:
     name: str
     matrices: Sequence[Matrix]
     vector_numel: int = 0
-    """Elements of all trained parameters of fewer than two dimensions together."""
+    """Elements of all trained parameters of fewer than two dimensions."""
     frozen_numel: int = 0
-    """Elements of parameters that are not trained; they take device memory and nothing else."""
+    """Elements of frozen parameters, which take device memory only."""
 
     @property
     def numel(self) -> int:
-        """Trained parameters."""
+        """Elements of all trained parameters."""
         return self.vector_numel + sum(m.count * m.numel for m in self.matrices)
 
     @property
@@ -59,12 +58,12 @@ class ModelShapes:
         return max((m.numel for m in self.matrices), default=0)
 
     @property
-    def statistics_numel(self) -> int:
-        """Floats of the stand-in's factored second moments: one a row and one a column."""
+    def factor_numel(self) -> int:
+        """Elements of the factored second moments of the provisional update: one per row and one per column."""
         return sum(m.count * (m.rows + m.columns) for m in self.matrices)
 
     def device_owned_numel(self, topk_ratio: float) -> int:
-        """Entries that the device updates at once: the selected columns of each matrix, and all vectors unless nothing is selected."""
+        """Device-owned elements: the selected columns of each matrix, and all vectors unless `topk_ratio` is 0."""
         selected = sum(m.count * m.rows * column_count(m.columns, topk_ratio) for m in self.matrices)
         return selected + self.vector_numel if topk_ratio > 0 else 0
 
@@ -73,8 +72,8 @@ def shapes_of_module(module: nn.Module, name: str = "") -> ModelShapes:
     """Counts a module's parameters, shared ones once.
 
     Args:
-        module: on any device; a `LightningModule` too.
-        name: for the report; the class' name by default.
+        module: on any device.
+        name: for the report; the name of the class by default.
     """
     counts: dict[tuple[int, int], int] = {}
     vector_numel = frozen_numel = 0
@@ -96,19 +95,19 @@ def shapes_of_module(module: nn.Module, name: str = "") -> ModelShapes:
 
 
 def shapes_of_hugging_face_config(path_or_name: str) -> ModelShapes:
-    """Counts the parameters of a causal language model by its Hugging Face config, without its weights.
+    """Counts the parameters of a causal language model by its Hugging Face config.
 
     Args:
-        path_or_name: a folder with a config.json, such a file, or a name on the Hugging Face Hub (downloads the config alone).
+        path_or_name: a folder with a config.json, such a file, or a name on the Hugging Face Hub, which downloads the config only.
 
     Raises:
-        ConfigValueError: there is no such config, or no causal language model for it, or transformers is not installed.
+        ConfigValueError: the config is missing or is not that of a causal language model, or transformers is not installed.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
-        raise _refusal(
-            path_or_name, f"needs transformers ({error}); pip install 'lightning-zenflow[examples]'"
+        raise ConfigValueError(
+            f"hf_config needs transformers ({error}): pip install 'lightning-zenflow[examples]'", "hf_config"
         ) from error
     untyped: Any = AutoModelForCausalLM
     try:
@@ -116,19 +115,22 @@ def shapes_of_hugging_face_config(path_or_name: str) -> ModelShapes:
         with torch.device("meta"):
             model: nn.Module = untyped.from_config(config)
     except (OSError, ValueError, KeyError) as error:
-        allowed = "allowed is a folder with a config.json, such a file, or a causal language model's name on the Hugging Face Hub"
-        raise _refusal(path_or_name, f"{allowed}: {error}") from error
+        raise ConfigValueError(
+            "hf_config must be a folder with a config.json, such a file, or the name of a causal language model on the Hugging Face"
+            f" Hub, got {path_or_name!r}: {error}",
+            "hf_config",
+        ) from error
     path = Path(path_or_name)
     return shapes_of_module(model, path.parent.name if path.is_file() else path.name)
 
 
 def shapes_of_count(params: float) -> ModelShapes:
-    """Square matrices of a transformer's usual width, as many as make up the given number of parameters.
+    """Assumes a transformer of square matrices with the given number of parameters.
 
-    Usual: 128 times as wide as it has layers, 12 matrices of width x width in each (attention 4, MLP 8), as Llama-2 7B is.
+    Its width is 128 times the number of layers, with 12 matrices of width x width in each layer (attention 4, MLP 8), as in Llama-2 7B.
     """
     if not (math.isfinite(params) and params >= 1):
-        raise ConfigValueError(f"params={params!r}: allowed is a finite number >= 1", "params")
+        raise ConfigValueError(f"params must be a finite number >= 1, got {params!r}", "params")
     numel = round(params)
     width = max(1, round((numel * _WIDTH_PER_LAYER / _MATRICES_PER_LAYER) ** (1 / 3)))
     count, rest = divmod(numel, width * width)
@@ -137,7 +139,3 @@ def shapes_of_count(params: float) -> ModelShapes:
     return ModelShapes(
         name="Transformer", matrices=[m for m in matrices if m.count * m.rows], vector_numel=vector_numel
     )
-
-
-def _refusal(path_or_name: str, reason: str) -> ConfigValueError:
-    return ConfigValueError(f"hf_config={path_or_name!r}: {reason}", "hf_config")

@@ -1,7 +1,7 @@
-"""A run's time line without the run: what steps and jobs of given lengths lead to. Pure Python.
+"""Simulation of a run's schedule from the durations of steps and jobs. Pure Python.
 
-The trainer works for `device_s`, hands over what closes, waits for what is due; the worker does one round after the other. That is all of
-the protocol (`jobs.JobQueue`) that takes time.
+In each step the trainer works for `device_s`, submits the jobs that close and waits for those that are due. The worker executes one
+job after the other. That is the part of the protocol (`deferred.jobs`) that takes time.
 """
 
 from collections import deque
@@ -15,15 +15,15 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedu
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """One optimizer step."""
+    """One optimizer step, in seconds."""
 
     schedule: UpdateSchedule
     device_s: float
-    """Seconds the device worked."""
+    """Work of the device."""
     worker_s: float
-    """Seconds the worker computed for the jobs that were published in this step."""
+    """Computation of the worker for the jobs published in this step."""
     stall_s: float
-    """Seconds the trainer waited."""
+    """Wait of the trainer."""
 
 
 def simulate(
@@ -32,44 +32,44 @@ def simulate(
     n_steps: int,
     n_blocks: int,
     device_s: Callable[[int], float],
-    round_s: Callable[[int, int], float],
+    job_s: Callable[[int, int], float],
     max_interval_by_gradients: Callable[[int], float | None] = lambda step: None,
     early_share: float = 0.0,
     last_share: float = 0.0,
 ) -> list[SimulatedStep]:
-    """Runs the schedule on given times.
+    """Simulates the schedule with given durations.
 
     Args:
         auto: decides on the schedule.
-        n_steps: how many steps.
+        n_steps: number of steps.
         n_blocks: blocks of the partition.
-        device_s: step -> seconds the device needs for it.
-        round_s: (step, number of gradients) -> seconds the worker needs for one block's round that is handed over at the end of the step.
-        max_interval_by_gradients: step -> what the gradient rule sees at its end.
-        early_share: the last part of a step, in which its gradients arrive and, where S = 1, d = 0, go to the worker at once; 0: all at its
-            end.
-        last_share: share of the blocks whose gradients arrive together at the step's very end, as an embedding's.
+        device_s: step -> seconds of work of the device.
+        job_s: (step, number of gradients) -> seconds of computation of the worker for one job submitted at the end of the step.
+        max_interval_by_gradients: step -> bound of S by the gradient rule at its end.
+        early_share: last part of a step, in which gradients arrive and are submitted where S = 1, d = 0; 0: all are submitted at its end.
+        last_share: share of the blocks whose gradients arrive at the very end of the step, such as those of an embedding.
 
     Returns:
         The steps, counted from 1.
     """
     steps: list[SimulatedStep] = []
     observer = ScheduleObserver(auto.schedule)
-    observed: tuple[int, Observation] | None = None  # when it can be read without waiting, and what
-    opened = [0] * n_blocks  # steps whose gradients the block's last round has taken
-    in_flight: deque[tuple[int, float, float]] = deque()  # due step, seconds of work, time when done
+    observed: tuple[int, Observation] | None = None  # the step at which it is read, and the observation
+    opened = [0] * n_blocks  # last step of each block's last job
+    in_flight: deque[tuple[int, float, float]] = deque()  # due step, seconds of computation, time of completion
     now = worker_free = 0.0
     for step in range(1, n_steps + 1):
         schedule = auto.schedule
-        staggered = StaggeredSchedule(
-            n_blocks=n_blocks, update_interval=schedule.update_interval, publish_lag=schedule.publish_lag
-        )
+        if not steps or schedule != steps[-1].schedule:
+            staggered = StaggeredSchedule(
+                n_blocks=n_blocks, update_interval=schedule.update_interval, publish_lag=schedule.publish_lag
+            )
         work = device_s(step)
         now += work
         closing = staggered.closing_blocks(step)
         early_s = early_share * work if (schedule.update_interval, schedule.publish_lag) == (1, 0) else 0.0
         for number, block in enumerate(closing, start=1):
-            seconds = round_s(step, step - opened[block])
+            seconds = job_s(step, step - opened[block])
             arrived = min(1.0, number / (len(closing) * (1 - last_share)))
             worker_free = max(now - early_s * (1 - arrived), worker_free) + seconds
             in_flight.append((staggered.publish_step(step), seconds, worker_free))

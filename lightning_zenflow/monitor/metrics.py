@@ -1,6 +1,6 @@
-"""What `StallMonitor` logs: every metric by name, and how it follows from two readings of the counters. Pure Python.
+"""Metrics of `StallMonitor`: their names, and their values between two readings of the counters. Pure Python.
 
-docs/metrics.md has the same table for readers; a test compares both with what is really logged.
+docs/metrics.md repeats `METRICS`; a test compares both with what a training logs.
 """
 
 import math
@@ -11,90 +11,89 @@ from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.telemetry.stalls import CAUSES
 
 METRICS: dict[str, str] = {
-    "zenflow/stall/host_ms": "the training thread waited, per step",
-    "zenflow/stall/host_percent": "share of a step's time that this was",
-    "zenflow/stall/device_ms": "the device had nothing to do because of waiting, per step",
-    "zenflow/stall/device_percent": "share of a step's time that this was",
-    **{f"zenflow/stall/host_{cause}_ms": f"the training thread's waiting, cause `{cause}`" for cause in CAUSES},
-    **{f"zenflow/stall/device_{cause}_ms": f"the device's waiting, cause `{cause}`" for cause in CAUSES},
-    "zenflow/stall/device_copy_ms": "copying published weights to the model after backward, which nothing hides; of one step",
-    "zenflow/stall/skipped_steps": "steps since the start that changed nothing, their gradient norm not being finite",
-    "zenflow/stall/worker_restarts": "times since the start that a new worker took over from a dead one",
-    "zenflow/overlap/step_ms": "time of a step, waiting included, without validation",
-    "zenflow/overlap/worker_busy_ms": "the worker computed, per step",
-    "zenflow/overlap/worker_busy_percent": "share of a step's time that this was",
-    "zenflow/overlap/hidden_percent": "share of the worker's time for which the device did not wait",
+    "zenflow/stall/host_ms": "waits of the training thread, per step",
+    "zenflow/stall/host_percent": "the same as a share of the step time",
+    "zenflow/stall/device_ms": "idle time of the device caused by waits, per step",
+    "zenflow/stall/device_percent": "the same as a share of the step time",
+    **{f"zenflow/stall/host_{cause}_ms": f"waits of the training thread, cause `{cause}`" for cause in CAUSES},
+    **{f"zenflow/stall/device_{cause}_ms": f"idle time of the device, cause `{cause}`" for cause in CAUSES},
+    "zenflow/stall/device_copy_ms": "exposed copies of published weights, after backward; of one step",
+    "zenflow/stall/skipped_steps": "steps without an update since the start, because the gradient norm was not finite",
+    "zenflow/stall/worker_restarts": "restarts of a killed worker since the start",
+    "zenflow/overlap/step_ms": "step time, waits included, validation excluded",
+    "zenflow/overlap/worker_busy_ms": "computation of the worker, per step",
+    "zenflow/overlap/worker_busy_percent": "the same as a share of the step time",
+    "zenflow/overlap/hidden_percent": "share of the worker's computation that the device did not wait for",
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
-    "zenflow/overlap/weight_prediction_steps": "how far published weights run ahead of the exact ones",
-    "zenflow/overlap/staleness_steps": "age at which host-owned gradients became visible in the model, on average; 0: in their own step",
+    "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
+    "zenflow/overlap/staleness_steps": "mean age of host-owned gradients when they become visible in the model; 0: in their own step",
     "zenflow/traffic/d2h_bytes": "device to host, per step",
     "zenflow/traffic/h2d_bytes": "host to device, per step",
-    "zenflow/traffic/d2h_model_sizes": "the same over the bytes of this rank's weights",
-    "zenflow/traffic/h2d_model_sizes": "likewise",
-    "zenflow/traffic/d2h_GB_per_s": "speed of copying gradients (PCIe), with their sums, which the same pass takes; of one step",
-    "zenflow/traffic/h2d_GB_per_s": "speed of copying published weights, of one step",
-    "zenflow/selection/device_owned_percent": "share of the weights that the device owns",
-    "zenflow/selection/device_squared_norm_percent": "share of the gradient's energy (sum of squares, matrices) in device-owned columns",
-    "zenflow/selection/overlap_percent": "share of the columns chosen last that were chosen before as well",
+    "zenflow/traffic/d2h_model_sizes": "device to host, per step, in sizes of this rank's weights",
+    "zenflow/traffic/h2d_model_sizes": "host to device, per step, in sizes of this rank's weights",
+    "zenflow/traffic/d2h_GB_per_s": "rate of gradient copies (PCIe), squared norms of the same pass included; of one step",
+    "zenflow/traffic/h2d_GB_per_s": "rate of copies of published weights; of one step",
+    "zenflow/selection/device_owned_percent": "device-owned share of the weights",
+    "zenflow/selection/device_squared_norm_percent": "share of the squared norm of the matrices' gradients in device-owned columns",
+    "zenflow/selection/overlap_percent": "share of the last selected columns that were selected before",
     "zenflow/selection/selections": "selections since the start",
-    "zenflow/memory/trainer_GB": "resident memory of the training process, what it touched of the arena included",
-    "zenflow/memory/worker_GB": "resident memory of the worker process, likewise",
-    "zenflow/memory/arena_GB": "shared host memory reserved",
-    "zenflow/memory/device_GB": "allocated on the CUDA device by torch; 0 without one",
-    "zenflow/memory/device_peak_GB": "most that was allocated there",
+    "zenflow/memory/trainer_GB": "resident memory of the training process, touched pages of the arena included",
+    "zenflow/memory/worker_GB": "resident memory of the worker process, touched pages of the arena included",
+    "zenflow/memory/arena_GB": "reserved shared host memory",
+    "zenflow/memory/device_GB": "CUDA memory allocated by torch; 0 on a CPU device",
+    "zenflow/memory/device_peak_GB": "peak of the same",
 }
-"""Metric -> meaning. Milliseconds, percent, bytes, 1e9 bytes (GB), steps; a number without a unit is a count."""
+"""Metric -> meaning. Milliseconds, percent, bytes, 1e9 bytes (GB), steps; a metric without a unit is a count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopySample:
-    """Bytes and seconds of one step's copies."""
+    """Copies of one step: (bytes, seconds) in each direction."""
 
-    down: tuple[int, float]
-    up: tuple[int, float]
+    d2h: tuple[int, float]
+    h2d: tuple[int, float]
     exposed_h2d_s: float
-    """What of `up` is copied between the device's computations, not in backward beside them."""
+    """Part of the seconds of `h2d` that no computation hides."""
 
 
 def hidden_share(worker_busy_s: float, device_stall_s: Mapping[str, float]) -> float:
-    """Share of the worker's time for which the device did not wait; 1 if the worker did nothing."""
+    """Share of the worker's computation that the device did not wait for, 0 to 1; 1 for an idle worker."""
     waited = sum(device_stall_s.get(cause, 0.0) for cause in ("publish_wait", "flush"))
     return max(0.0, 1.0 - waited / worker_busy_s) if worker_busy_s > 0 else 1.0
 
 
 def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by cause between two readings; every cause is there."""
+    """Seconds between two readings, for every cause."""
     return {cause: now.get(cause, 0.0) - before.get(cause, 0.0) for cause in CAUSES}
 
 
 def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: CopySample | None) -> dict[str, float]:
-    """The metrics of the steps between two readings.
+    """Computes the metrics of the steps between two readings.
 
     Args:
-        before: the earlier reading.
-        now: the later one, at least a step later.
-        seconds: time of these steps.
-        copies: of one of the last steps; None if not known.
+        before: first reading.
+        now: second reading, at least one step later.
+        seconds: duration of these steps, > 0.
+        copies: copies of a recent step; None if unknown.
 
     Returns:
-        Keys of `METRICS`; those are missing that are not known yet.
+        Values by name in `METRICS`. Metrics that are not known yet are missing.
     """
     steps = now.steps - before.steps
     assert steps > 0 and seconds > 0
-    host, device = (
-        difference(now.host_stall_s, before.host_stall_s),
-        difference(now.device_stall_s, before.device_stall_s),
-    )
+    host = difference(now.host_stall_s, before.host_stall_s)
+    device = difference(now.device_stall_s, before.device_stall_s)
     busy_s = now.worker_busy_s - before.worker_busy_s
     gradients = now.gradients - before.gradients
-    down, up = (now.d2h_bytes - before.d2h_bytes) / steps, (now.h2d_bytes - before.h2d_bytes) / steps
+    d2h_bytes = (now.d2h_bytes - before.d2h_bytes) / steps
+    h2d_bytes = (now.h2d_bytes - before.h2d_bytes) / steps
     model_bytes = max(now.model_bytes, 1)
     optional = {
         "stall/device_copy_ms": 1e3 * copies.exposed_h2d_s if copies else None,
         "overlap/staleness_steps": (now.age_steps - before.age_steps) / gradients if gradients else None,
-        "traffic/d2h_GB_per_s": _speed(*copies.down) if copies else None,
-        "traffic/h2d_GB_per_s": _speed(*copies.up) if copies else None,
+        "traffic/d2h_GB_per_s": _gb_per_s(*copies.d2h) if copies else None,
+        "traffic/h2d_GB_per_s": _gb_per_s(*copies.h2d) if copies else None,
         "selection/device_squared_norm_percent": _percent(now.owned_norm_share),
         "selection/overlap_percent": _percent(now.selection_overlap),
     }
@@ -114,10 +113,10 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
         "overlap/update_interval_steps": now.update_interval,
         "overlap/publish_lag_steps": now.publish_lag,
         "overlap/weight_prediction_steps": now.prediction_steps,
-        "traffic/d2h_bytes": down,
-        "traffic/h2d_bytes": up,
-        "traffic/d2h_model_sizes": down / model_bytes,
-        "traffic/h2d_model_sizes": up / model_bytes,
+        "traffic/d2h_bytes": d2h_bytes,
+        "traffic/h2d_bytes": h2d_bytes,
+        "traffic/d2h_model_sizes": d2h_bytes / model_bytes,
+        "traffic/h2d_model_sizes": h2d_bytes / model_bytes,
         "selection/device_owned_percent": 100 * now.owned_share,
         "selection/selections": now.selections,
         "memory/trainer_GB": now.trainer_rss_bytes / 1e9,
@@ -130,7 +129,7 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
     return {f"zenflow/{name}": float(value) for name, value in {**metrics, **known}.items()}
 
 
-def _speed(n_bytes: int, seconds: float) -> float | None:
+def _gb_per_s(n_bytes: int, seconds: float) -> float | None:
     return n_bytes / seconds / 1e9 if n_bytes > 0 and seconds > 0 else None
 
 

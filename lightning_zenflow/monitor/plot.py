@@ -1,4 +1,4 @@
-"""Draws a timeline with matplotlib, which is not among the package's own dependencies."""
+"""Drawing of a timeline with matplotlib, an optional dependency."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -20,28 +20,28 @@ _COLOURS = {
     "h2d copies": "#bcbd22",
     "worker": "#2ca02c",
 }
-"""By category of event."""
+"""Colour by category of event."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw(trace: Mapping[str, Any]) -> "Figure":
-    """One row for each lane, time from left to right; waits are red.
+    """Draws a row for each lane, with time from left to right and waits in red.
 
     Args:
-        trace: see `timeline.chrome_trace`.
+        trace: as returned by `timeline.chrome_trace`.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     if not can_draw():
         raise ModuleNotFoundError(
             "drawing a timeline needs matplotlib: pip install 'lightning-zenflow[timeline]', or open the file in ui.perfetto.dev"
         )
-    # Not pyplot, which keeps figures and chooses a display.
+    # pyplot would keep a reference to the figure and choose a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 0.9 + 0.42 * len(lanes(trace))), layout="constrained")
@@ -52,12 +52,12 @@ def draw(trace: Mapping[str, Any]) -> "Figure":
 
 
 def lanes(trace: Mapping[str, Any]) -> dict[tuple[int, int], str]:
-    """Numbers of process and thread -> name of the lane, from top to bottom."""
+    """Names of the lanes by (process id, thread id), from top to bottom."""
     return {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
 
 
 def draw_lanes(axes: "Axes", trace: Mapping[str, Any]) -> None:
-    """Draws the rows and their names; times in milliseconds."""
+    """Draws the lanes and their names into axes, in milliseconds."""
     names = lanes(trace)
     for row, lane in enumerate(names):
         spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == lane]
@@ -77,5 +77,5 @@ def draw_lanes(axes: "Axes", trace: Mapping[str, Any]) -> None:
 
 
 def draw_to(trace: Mapping[str, Any], path: Path) -> None:
-    """Writes the drawing as PNG; see `draw`."""
+    """Writes the drawing (see `draw`) as a PNG file."""
     draw(trace).savefig(path, format="png", dpi=130)

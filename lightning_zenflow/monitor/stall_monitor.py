@@ -1,8 +1,8 @@
-"""The callback that shows, while training goes on and at its end, whether anybody waits, and for what."""
+"""Callback that logs stall metrics during training, and a summary at its end."""
 
 import time
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,16 +11,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_zenflow.deferred.publish import EXPOSED_COPIES
-from lightning_zenflow.monitor.attach import strategy_of
+from lightning_zenflow.monitor.interface import MonitoredOptimizer, monitored_strategy, rank_zero_optimizer
 from lightning_zenflow.monitor.metrics import CopySample, interval_metrics
 from lightning_zenflow.monitor.summary import Training, summary
 from lightning_zenflow.monitor.tensorboard import Dashboard
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.telemetry.tracing import Recording
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-
-if TYPE_CHECKING:
-    pass
 
 PROGRESS_BAR_KEY = "stall_%"
 
@@ -28,24 +24,23 @@ _PROGRESS_BAR_PERIOD_NS = 1_000_000_000
 
 
 class StallMonitor(pl.Callback):
-    """Logs stall, overlap, traffic, selection and memory through the trainer's loggers every `log_every_n_steps`; docs/metrics.md has all
-    metrics. `ZenFlowStrategy` adds one by itself unless it is told not to.
+    """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
-    Rank zero shows its own numbers; the other ranks do nothing. Nothing waits for the device: what happened there is read a step or more
-    later.
+    `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/metrics.md lists all metrics. They are those of rank zero; the callback
+    does nothing on other ranks. It never synchronises the device, whose times are read a step or more later.
 
     Args:
-        progress_bar: whether the progress bar shows the device's waiting in percent, anew every second at most.
-        summary: whether a table and a sentence of advice are logged at the end of fit.
-        figure_every_n_steps: how often TensorBoard gets a drawing of three steps, for which a CUDA device is waited for once; 0: never.
-            matplotlib must be installed.
+        progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
+        summary: log a table and a sentence of advice at the end of fit.
+        figure_every_n_steps: interval of drawings of three steps in TensorBoard, each of which synchronises a CUDA device once; 0: none.
+            Needs matplotlib.
     """
 
     def __init__(self, *, progress_bar: bool = True, summary: bool = True, figure_every_n_steps: int = 1000) -> None:
         self._progress_bar = progress_bar
         self._figure_every_n_steps = figure_every_n_steps
         self._summary = summary
-        self._optimizer: ZenFlowZeroOptimizer | None = None
+        self._optimizer: MonitoredOptimizer | None = None
         self._step_s = array("d")
         self._n_logged = 0
         self._recording: Recording | None = None
@@ -54,18 +49,18 @@ class StallMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy_of(trainer)
+        monitored_strategy(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._optimizer = strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
+        self._optimizer = rank_zero_optimizer(trainer)
         if self._optimizer is None:
             return
         self._step_s = array("d")
         self._n_logged = 0
         self._recording = self._copies = None
         self._global_step = trainer.global_step
-        self._logged = self._before = self._read(self._optimizer)
+        self._logged = self._before = _read(self._optimizer)
         self._sample_copies(trainer, self._optimizer)
         self._dashboards = [
             Dashboard(logger.experiment, self._optimizer, figure_every_n_steps=self._figure_every_n_steps)
@@ -83,8 +78,8 @@ class StallMonitor(pl.Callback):
         self._step_s.append(1e-9 * (now_ns - self._last_ns))
         self._last_ns = now_ns
         if len(self._step_s) == 1:
-            # The first step is synchronous and allocates: the summary is about those after it.
-            self._before = self._read(self._optimizer)
+            # The summary leaves out the first step, which is synchronous and allocates memory.
+            self._before = _read(self._optimizer)
         if self._logs(trainer) and self._global_step % _log_interval(trainer) == 0:
             self._log(trainer, pl_module, self._optimizer)
         for dashboard in self._dashboards:
@@ -99,7 +94,7 @@ class StallMonitor(pl.Callback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._optimizer is not None:
-            # Validation is no part of a step, but the flush before it is waiting that the worker has caused.
+            # A step's time excludes validation, but not the flush before it, which is a stall.
             waited_s = sum(self._optimizer.telemetry.stalls.seconds.values()) - self._waited_s
             self._last_ns += time.perf_counter_ns() - self._pause_ns - round(1e9 * waited_s)
 
@@ -110,44 +105,41 @@ class StallMonitor(pl.Callback):
         if self._summary and len(self._step_s) > 1:
             training = Training(
                 step_s=self._step_s[1:],
-                config=strategy_of(trainer).zenflow_config,
+                config=monitored_strategy(trainer).zenflow_config,
                 worker_cores=len(self._optimizer.worker_cores),
                 dtype_bytes=self._optimizer.dtype.itemsize,
                 accumulate_grad_batches=trainer.accumulate_grad_batches,
             )
-            rank_zero_info(summary(training, self._before, self._read(self._optimizer)))
+            rank_zero_info(summary(training, self._before, _read(self._optimizer)))
         self._optimizer = None
         self._dashboards = []
 
-    @staticmethod
-    def _read(optimizer: ZenFlowZeroOptimizer) -> Reading:
-        return optimizer.counters.read(worker_pid=optimizer.worker_pid)
-
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: ZenFlowZeroOptimizer) -> None:
-        before, self._logged = self._logged, self._read(optimizer)
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: MonitoredOptimizer) -> None:
+        before, self._logged = self._logged, _read(optimizer)
         if self._recording is not None and self._recording.complete:
             trace = self._recording.steps[0]
-            _, exposed_h2d_s = trace.copied("h2d copies", EXPOSED_COPIES)
             self._copies = CopySample(
-                down=trace.copied("d2h copies"), up=trace.copied("h2d copies"), exposed_h2d_s=exposed_h2d_s
+                d2h=trace.copied("d2h copies"),
+                h2d=trace.copied("h2d copies"),
+                exposed_h2d_s=trace.copied("h2d copies", EXPOSED_COPIES)[1],
             )
             self._recording = None
         seconds = sum(self._step_s[self._n_logged :])
         self._n_logged = len(self._step_s)
         metrics = interval_metrics(before, self._logged, seconds=seconds, copies=self._copies)
         for logger in trainer.loggers:
-            # Lightning logs what the model logs in this step under the same number, counted from 0.
+            # Lightning logs a step's own metrics under the same number, counted from 0.
             logger.log_metrics(metrics, step=self._global_step - 1)
         if self._shows_bar(trainer) and self._last_ns >= self._bar_due_ns:
-            # Costs Lightning as much as all metrics together, and nobody reads faster.
+            # This call costs as much as logging all metrics.
             self._bar_due_ns = self._last_ns + _PROGRESS_BAR_PERIOD_NS
-            # On the CPU: Lightning would wait for the device to read it back.
+            # A CPU tensor: Lightning would synchronise the device to read a CUDA tensor.
             percent = torch.tensor(metrics["zenflow/stall/device_percent"])
             pl_module.log(PROGRESS_BAR_KEY, percent, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         self._sample_copies(trainer, optimizer)
 
-    def _sample_copies(self, trainer: pl.Trainer, optimizer: ZenFlowZeroOptimizer) -> None:
-        """Has the copies of the step before the next one that is logged timed, unless the last sample is still on its way."""
+    def _sample_copies(self, trainer: pl.Trainer, optimizer: MonitoredOptimizer) -> None:
+        """Requests a recording of the step before the next logged one, unless the last recording is incomplete."""
         if self._recording is None and self._logs(trainer):
             interval = _log_interval(trainer)
             until_logged = interval - trainer.global_step % interval
@@ -157,8 +149,12 @@ class StallMonitor(pl.Callback):
         return self._progress_bar and trainer.progress_bar_callback is not None
 
     def _logs(self, trainer: pl.Trainer) -> bool:
-        """Whether there is anything to log to."""
+        """True if the trainer has a logger or a progress bar to log to."""
         return _log_interval(trainer) > 0 and (bool(trainer.loggers) or self._shows_bar(trainer))
+
+
+def _read(optimizer: MonitoredOptimizer) -> Reading:
+    return optimizer.counters.read(worker_pid=optimizer.worker_pid)
 
 
 def _log_interval(trainer: pl.Trainer) -> int:

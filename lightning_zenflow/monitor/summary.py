@@ -1,4 +1,4 @@
-"""What is said at the end of a training: a table and a sentence of advice. Pure Python."""
+"""Summary of a training: a table, and a sentence of advice on what limits it. Pure Python."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,84 +13,11 @@ from lightning_zenflow.schedule.auto_policy import relative_cost
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.counters import Reading
 
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What is known of a training besides its counters."""
-
-    step_s: Sequence[float]
-    """Time of each step between the readings."""
-    config: ZenFlowConfig
-    worker_cores: int
-    dtype_bytes: int
-    """Of a weight in the model's type."""
-    accumulate_grad_batches: int
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values (there is one) does not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def summary(training: Training, before: Reading, now: Reading) -> str:
-    """The table and, where something limits, the sentence.
-
-    Args:
-        training: what the readings do not say.
-        before: the reading before the first of the steps.
-        now: the one after the last.
-    """
-    n, seconds = len(training.step_s), sum(training.step_s)
-    host = sum(difference(now.host_stall_s, before.host_stall_s).values())
-    device = difference(now.device_stall_s, before.device_stall_s)
-    busy_s = now.worker_busy_s - before.worker_busy_s
-    schedule = UpdateSchedule(update_interval=now.update_interval, publish_lag=now.publish_lag)
-    down = (now.d2h_bytes - before.d2h_bytes) / n / max(now.model_bytes, 1)
-    up = (now.h2d_bytes - before.h2d_bytes) / n / max(now.model_bytes, 1)
-    theirs = zero_offload_traffic(
-        dtype_bytes=training.dtype_bytes, accumulate_grad_batches=training.accumulate_grad_batches
-    )
-    their_down, their_up = (x / training.dtype_bytes for x in theirs)
-    rows = [
-        (
-            "step, median and p99",
-            f"{_ms(quantile(training.step_s, 0.5))} and {_ms(quantile(training.step_s, 0.99))} ms",
-        ),
-        ("waiting", f"device {sum(device.values()) / seconds:.1%}, training thread {host / seconds:.1%} of the time"),
-        ("CPU work", f"{_ms(busy_s / n)} ms a step, {hidden_share(busy_s, device):.1%} hidden"),
-        (
-            "copied a step",
-            f"{down:.2f} model sizes down, {up:.2f} up (ZeRO-Offload: {their_down:.2f} and {their_up:.2f})",
-        ),
-        ("schedule at the end", f"update_interval={schedule.update_interval}, publish_lag={schedule.publish_lag}"),
-    ]
-    situation = Situation(
-        step_s=seconds / n,
-        stall_s={cause: s / n for cause, s in device.items()},
-        worker_busy_s=busy_s / n,
-        worker_cores=training.worker_cores,
-        schedule=schedule,
-        auto_interval=training.config.update_interval == "auto",
-        auto_lag=training.config.publish_lag == "auto",
-        max_update_interval=training.config.max_update_interval,
-        overlap_step=training.config.overlap_step,
-        skipped_share=(now.skipped_steps - before.skipped_steps) / n,
-    )
-    lines = [f"ZenFlow: {n} steps", tabulate(rows, tablefmt="plain", disable_numparse=True)]
-    sentence = advice(situation)
-    return "\n".join(lines if sentence is None else [*lines, sentence])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"
-
-
 NEGLIGIBLE_SHARE = 0.02
-"""Of a step's time: less waiting than this limits nothing; `update_interval: auto` stays with as much."""
+"""Share of a step's time below which waits are not reported as a limit; the target of `update_interval: auto`."""
 
 _HIDDEN, _LIKELY_HIDDEN = 0.95, 0.85
-"""Share of a step up to which the worker's time hides; the one to aim at."""
+"""Share of a step up to which the worker's computation hides, and the share that advice aims at."""
 
 _MANY_SKIPPED = 0.02
 
@@ -98,33 +25,84 @@ _LONGEST_WINDOW = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
-    """What a training looked like, on average over its steps."""
+class Training:
+    """A training, apart from its counters."""
 
-    step_s: float
-    """Time of a step, waiting included."""
-    stall_s: Mapping[str, float]
-    """What the device waited in a step, by cause (`stalls.CAUSES`)."""
-    worker_busy_s: float
-    """What the worker computed for a step."""
+    step_s: Sequence[float]
+    """Duration of each step between the readings."""
+    config: ZenFlowConfig
     worker_cores: int
+    dtype_bytes: int
+    """Bytes of a weight in the model's dtype."""
+    accumulate_grad_batches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Averages over the steps of a training."""
+
+    config: ZenFlowConfig
     schedule: UpdateSchedule
-    """At the end."""
-    auto_interval: bool
-    """Whether `update_interval` is "auto"."""
-    auto_lag: bool
-    """Whether `publish_lag` is "auto"."""
-    max_update_interval: int
-    overlap_step: bool
+    """S and d at the end."""
+    step_s: float
+    """Duration of a step, waits included."""
+    stall_s: Mapping[str, float]
+    """Waits of the device in a step, by cause (`stalls.CAUSES`)."""
+    worker_busy_s: float
+    """Computation of the worker in a step."""
+    worker_cores: int
     skipped_share: float
-    """Share of the steps whose gradient norm was not finite."""
+    """Share of the steps that were skipped because the gradient norm was not finite."""
+
+
+def summary(training: Training, before: Reading, now: Reading) -> str:
+    """Formats the table and, where something limits, the advice.
+
+    Args:
+        training: the training.
+        before: reading before its first step.
+        now: reading after its last step.
+    """
+    n, seconds = len(training.step_s), sum(training.step_s)
+    host = sum(difference(now.host_stall_s, before.host_stall_s).values())
+    device = difference(now.device_stall_s, before.device_stall_s)
+    busy_s = now.worker_busy_s - before.worker_busy_s
+    model_bytes = n * max(now.model_bytes, 1)
+    d2h, h2d = (now.d2h_bytes - before.d2h_bytes) / model_bytes, (now.h2d_bytes - before.h2d_bytes) / model_bytes
+    b, n_batches = training.dtype_bytes, training.accumulate_grad_batches
+    their_d2h, their_h2d = (x / b for x in zero_offload_traffic(dtype_bytes=b, accumulate_grad_batches=n_batches))
+    rows = {
+        "step, median and p99": f"{_ms(quantile(training.step_s, 0.5))} and {_ms(quantile(training.step_s, 0.99))} ms",
+        "waits": f"device {sum(device.values()) / seconds:.1%}, training thread {host / seconds:.1%} of the time",
+        "CPU work": f"{_ms(busy_s / n)} ms a step, {hidden_share(busy_s, device):.1%} hidden",
+        "copies a step": f"d2h {d2h:.2f}, h2d {h2d:.2f} model sizes (ZeRO-Offload: {their_d2h:.2f} and {their_h2d:.2f})",
+        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
+    }
+    situation = Situation(
+        config=training.config,
+        schedule=UpdateSchedule(update_interval=now.update_interval, publish_lag=now.publish_lag),
+        step_s=seconds / n,
+        stall_s={cause: s / n for cause, s in device.items()},
+        worker_busy_s=busy_s / n,
+        worker_cores=training.worker_cores,
+        skipped_share=(now.skipped_steps - before.skipped_steps) / n,
+    )
+    lines = [f"ZenFlow: {n} steps", tabulate(rows.items(), tablefmt="plain", disable_numparse=True)]
+    sentence = advice(situation)
+    return "\n".join(lines if sentence is None else [*lines, sentence])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least the given share of the values, 0 to 1, does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def advice(situation: Situation) -> str | None:
-    """What limits most and what to change; None if nothing limits noticeably."""
+    """The largest limit and its remedy in a sentence; None if waits are negligible."""
     if situation.skipped_share > _MANY_SKIPPED:
         return (
-            f"{situation.skipped_share:.0%} of the steps changed nothing because their gradient was not finite:"
+            f"{situation.skipped_share:.0%} of the steps were skipped because their gradient was not finite:"
             " lower the learning rate or train in bf16."
         )
     if sum(situation.stall_s.values()) < NEGLIGIBLE_SHARE * situation.step_s:
@@ -133,7 +111,7 @@ def advice(situation: Situation) -> str | None:
     share = f"{situation.stall_s[cause] / situation.step_s:.0%} of the time"
     match cause:
         case "publish_wait":
-            return _for_a_slow_worker(situation, share)
+            return _advice_on_worker(situation, share)
         case "publish_buffer":
             return f"{share} is spent in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often."
         case "select":
@@ -144,24 +122,24 @@ def advice(situation: Situation) -> str | None:
             return None
 
 
-def _for_a_slow_worker(situation: Situation, share: str) -> str:
-    """The worker's results come too late."""
-    schedule = situation.schedule
+def _advice_on_worker(situation: Situation, share: str) -> str:
+    """Advice on jobs that are done too late."""
+    config, schedule = situation.config, situation.schedule
     load = situation.worker_busy_s / max(situation.step_s - sum(situation.stall_s.values()), 1e-9)
-    if not situation.overlap_step:
+    if not config.overlap_step:
         return f"{share} is spent waiting for the CPU, since overlap_step is false: set it to true."
-    if schedule.publish_lag == 0 and not situation.auto_lag:
+    if schedule.publish_lag == 0 and config.publish_lag != "auto":
         return f"{share} is spent waiting for the CPU, since publish_lag is 0: set it to 1 or auto."
     if load <= _HIDDEN:
-        lag = "" if situation.auto_lag else f"raise publish_lag to {schedule.publish_lag + 1} or "
+        lag = "" if config.publish_lag == "auto" else f"raise publish_lag to {schedule.publish_lag + 1} or "
         return (
-            f"{share} is spent waiting although the CPU needs only {load:.1f} steps per update:"
+            f"{share} is spent waiting for the CPU, although it needs only {load:.1f} steps per update:"
             f" {lag}keep other processes off the worker's cores."
         )
     remedies = []
     interval = _hiding_interval(load, situation)
     if interval is not None:
-        key = "max_update_interval" if situation.auto_interval else "update_interval"
+        key = "max_update_interval" if config.update_interval == "auto" else "update_interval"
         remedies.append(f"raise {key} to {interval}")
     more = math.ceil(situation.worker_cores * (load / _LIKELY_HIDDEN - 1))
     remedies.append(f"give the worker {more} more core{'' if more == 1 else 's'}")
@@ -169,11 +147,11 @@ def _for_a_slow_worker(situation: Situation, share: str) -> str:
 
 
 def _hiding_interval(load: float, situation: Situation) -> int | None:
-    """The smallest longer S whose work hides; None if there is none, or if `auto` may take it by itself."""
+    """The smallest larger S whose work hides; None if there is none, or if `auto` is free to choose it."""
     present = situation.schedule.update_interval
-    if situation.auto_interval:
-        # What it has not taken although it was allowed to, the gradient rule forbids or time did not suffice for.
-        if 2 * present <= situation.max_update_interval:
+    if situation.config.update_interval == "auto":
+        # `auto` has not chosen an allowed S: the gradient rule forbids it, or training was too short.
+        if 2 * present <= situation.config.max_update_interval:
             return None
         candidates = [present << i for i in range(1, 7)]
     else:
@@ -183,3 +161,7 @@ def _hiding_interval(load: float, situation: Situation) -> int | None:
         if interval <= _LONGEST_WINDOW and scaled <= _LIKELY_HIDDEN:
             return interval
     return None
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.1f}"

@@ -1,4 +1,4 @@
-"""Recorded steps as a file in the Chrome trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Pure Python."""
+"""Timeline of recorded steps in the Chrome trace format (for ui.perfetto.dev and chrome://tracing), and the callback that writes it."""
 
 import json
 import logging
@@ -10,9 +10,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.monitor.attach import strategy_of
+from lightning_zenflow.monitor.interface import MonitoredOptimizer, rank_zero_optimizer
 from lightning_zenflow.telemetry.tracing import LANES, Recording, Span, StepTrace
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 STEP_LANE = "steps"
 
@@ -21,18 +20,21 @@ _TRAINING, _WORKER = 1, 2
 _WAIT_COLOUR = "terrible"
 """The format's name for red."""
 
+_log = logging.getLogger(__name__)
 
-def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[str, Any]:
-    """The trace of complete steps.
+
+def chrome_trace(steps: Sequence[StepTrace], *, worker_cores: Sequence[int] = ()) -> dict[str, Any]:
+    """Converts the traces of complete steps.
 
     Args:
         steps: in order.
-        worker: what to call the worker process.
+        worker_cores: logical cores of the worker, for the name of its process.
 
     Returns:
-        The JSON object: one lane ("thread") for each of `tracing.LANES` that has spans, several for the worker's threads, and one for the
-        steps; times in microseconds from the beginning of the first. Waits have the category "wait" and are red.
+        A JSON object with one lane ("thread") for the steps, one for each of `tracing.LANES` that has spans, and several for the worker's
+        threads. Times are in microseconds since the beginning of the first step. Waits have the category "wait" and are red.
     """
+    worker = f"worker on cores {list(worker_cores)}" if worker_cores else "worker"
     spans = [(step.step, span) for step in steps for span in step.spans()]
     begin_ns = min([step.begin_ns for step in steps] + [span.begin_ns for _, span in spans], default=0)
     events: list[dict[str, Any]] = [
@@ -47,7 +49,7 @@ def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[
         events.append({**sort_index, "args": {"sort_index": number}})
     timed = [_event(step, span, begin_ns, lanes.index(_lane_name(span)) + 1) for step, span in spans]
     for step in steps:
-        assert step.end_ns is not None, "only complete steps can be written"
+        assert step.end_ns is not None, "steps must be complete"
         timed.append(
             {
                 "name": f"step {step.step}",
@@ -65,23 +67,23 @@ def chrome_trace(steps: Sequence[StepTrace], *, worker: str = "worker") -> dict[
 
 
 def write_trace(trace: dict[str, Any], path: Path) -> None:
-    """Writes a trace, its folder included."""
+    """Writes a trace as JSON and creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace))
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Reads what `write_trace` wrote.
+    """Reads a trace.
 
     Raises:
-        ValueError: it is no trace in the Chrome format.
+        ValueError: the file is not in the Chrome trace format.
     """
     try:
         trace = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: no JSON: {error}") from error
+        raise ValueError(f"{path} must be a JSON file, got: {error}") from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError(f"{path}: no trace in the Chrome format: `traceEvents` is missing")
+        raise ValueError(f"{path} must be a trace in the Chrome format, got JSON without a list `traceEvents`")
     return trace
 
 
@@ -117,16 +119,13 @@ def _event(step: int, span: Span, begin_ns: int, tid: int) -> dict[str, Any]:
     return {**event, "cname": _WAIT_COLOUR} if span.waits else event
 
 
-_log = logging.getLogger(__name__)
-
-
 class TimelineWriter(pl.Callback):
-    """Writes the timeline of rank zero as soon as its steps are over.
+    """Writes the timeline of rank zero once its steps are complete.
 
     Args:
-        path: the file, JSON.
-        first: first step, counted from 1 where the fit starts; not the first one, before which a CUDA device could not be waited for.
-        last: last step.
+        path: JSON file to write.
+        first: first recorded step, counted from 1 at the start of fit; > 1, since the device is synchronised before it.
+        last: last recorded step.
     """
 
     def __init__(self, path: Path, *, first: int, last: int) -> None:
@@ -134,13 +133,13 @@ class TimelineWriter(pl.Callback):
         self._path = path
         self._first = first
         self._last = last
-        self._optimizer: ZenFlowZeroOptimizer | None = None
+        self._optimizer: MonitoredOptimizer | None = None
         self._recording: Recording | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._recording = None
-        self._optimizer = strategy_of(trainer).zenflow_optimizer if trainer.is_global_zero else None
+        self._optimizer = rank_zero_optimizer(trainer)
         if self._optimizer is not None:
             n_steps = self._last - self._first + 1
             self._recording = self._optimizer.telemetry.tracer.record(skip=self._first - 1, steps=n_steps, aligned=True)
@@ -163,11 +162,10 @@ class TimelineWriter(pl.Callback):
         if not steps:
             _log.warning("ZenFlow: timeline=%r: training ended before step %d", str(self._path), self._first)
             return
-        worker = f"worker on cores {self._optimizer.worker_cores}"
         try:
-            write_trace(chrome_trace(steps, worker=worker), self._path)
+            write_trace(chrome_trace(steps, worker_cores=self._optimizer.worker_cores), self._path)
         except OSError as error:
-            # No reason to end a training.
-            _log.warning("ZenFlow: timeline=%r cannot be written: %s", str(self._path), error)
+            # Training goes on without the file.
+            _log.warning("ZenFlow: timeline=%r could not be written: %s", str(self._path), error)
             return
         rank_zero_info(f"ZenFlow: timeline of steps {steps[0].step} to {steps[-1].step} in {self._path}")

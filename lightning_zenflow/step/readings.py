@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.telemetry.counters import AsyncHostCopy, Reading
+from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.worker.rank_state import RankState

@@ -1,4 +1,4 @@
-"""Clocks and counters: where the training thread and the device waited, and what the worker did meanwhile."""
+"""Stall clock: time that the training thread and the device spend waiting, by cause."""
 
 import time
 from collections import defaultdict, deque
@@ -9,26 +9,33 @@ from typing import Literal, get_args
 import torch
 
 from lightning_zenflow.telemetry.counters import Completion
+from lightning_zenflow.telemetry.events import record_event
 from lightning_zenflow.telemetry.tracing import Tracer
 
 Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "timeline"]
-"""Why the training thread waited: for a round that is due; for the device before a buffer is reused; for the proxies of a selection and the
-state of the selected columns; for everything, in a flush; for a new worker, when the one before was found dead at a hand-over; for the
-device, before a timeline is recorded."""
+"""Cause of a wait of the training thread:
+
+* "publish_wait": a job that is due is not done;
+* "publish_buffer": the device still reads a buffer that is about to be reused;
+* "select": the proxies of a selection and the state of the selected columns are read;
+* "flush": all open windows are completed;
+* "restart": a killed worker is replaced, found at a submission;
+* "timeline": the clocks of device and host are aligned before a recording.
+"""
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class StallClock:
-    """Adds up seconds by cause. Belongs to one rank's training thread.
+    """Sums of waiting times by cause. Used by the training thread of one rank only.
 
-    On a CUDA device the training thread runs ahead, so its waiting need not be the device's. What the device waited is the time between an
-    event before the wait and one after it: the first is reached when the work enqueued so far is done, the second is enqueued only
-    when the wait is over. Such times are added once the device has reached them, a step or so later; nothing waits for them.
+    A CUDA device executes asynchronously, so a wait of the training thread is not always a wait of the device. The device's share is the
+    time between two events: the first is recorded before the wait and reached when the work enqueued so far is done, the second is
+    recorded after the wait. Elapsed times are read without synchronisation, once the device has reached both.
 
     Args:
-        device: what trains.
-        tracer: is told of every wait and of the worker's jobs.
+        device: the training device.
+        tracer: records every wait and every job.
     """
 
     def __init__(self, device: torch.device, tracer: Tracer) -> None:
@@ -36,21 +43,22 @@ class StallClock:
         self._tracer = tracer
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._device_seconds: defaultdict[str, float] = defaultdict(float)
-        self._worker_busy_s = 0.0
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self.worker_busy_s = 0.0
+        """Seconds of computation of the worker since the start."""
         self.steps = 0
-        """Optimizer steps counted."""
+        """Optimizer steps."""
         self.worker_restarts = 0
-        """Workers that were started in place of one that a signal had ended."""
+        """Restarts of a worker that a signal had killed."""
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds that the training thread waited since the start, by cause."""
+        """Seconds of waiting of the training thread since the start, by cause."""
         return dict(self._seconds)
 
     @property
     def device_seconds(self) -> dict[str, float]:
-        """Seconds since the start that the device had nothing to do because of waiting, by cause."""
+        """Seconds since the start that the device was idle because of a wait, by cause."""
         while self._events and self._events[0][2].query():  # type: ignore[no-untyped-call]
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
@@ -58,18 +66,13 @@ class StallClock:
 
     @property
     def device_s(self) -> float:
-        """Seconds since the start that the device had nothing to do because of waiting, whatever the cause."""
+        """Sum of `device_seconds`."""
         return sum(self.device_seconds.values())
-
-    @property
-    def worker_busy_s(self) -> float:
-        """Seconds the worker computed since the start."""
-        return self._worker_busy_s
 
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
-        """Counts the time spent inside as waiting."""
-        before = self._event()
+        """Adds the time spent in the context to a cause."""
+        before = record_event(timing=True) if self._on_cuda else None
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -77,22 +80,15 @@ class StallClock:
             end_ns = time.perf_counter_ns()
             seconds = 1e-9 * (end_ns - begin_ns)
             self._seconds[cause] += seconds
-            after = self._event()
-            if before is None or after is None:
+            events = None
+            if before is None:
                 self._device_seconds[cause] += seconds
-                self._tracer.add_wait(cause, begin_ns, end_ns, None)
             else:
-                self._events.append((cause, before, after))
-                self._tracer.add_wait(cause, begin_ns, end_ns, (before, after))
+                events = before, record_event(timing=True)
+                self._events.append((cause, *events))
+            self._tracer.add_wait(cause, begin_ns, end_ns, events)
 
     def add_job(self, block: int, completion: Completion) -> None:
-        """Counts what the worker reported of one round."""
-        self._worker_busy_s += 1e-9 * completion.busy_ns
+        """Adds the worker's acknowledgement of a job."""
+        self.worker_busy_s += 1e-9 * completion.busy_ns
         self._tracer.add_job(block, completion)
-
-    def _event(self) -> torch.cuda.Event | None:
-        if not self._on_cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event

@@ -1,6 +1,6 @@
-"""What happened when, in the steps that somebody asked to see: spans of the training thread, of the device and of the worker.
+"""Spans of the training thread, of the device and of the worker, recorded in selected steps.
 
-Nothing is recorded, and next to nothing spent, in all other steps.
+In all other steps a span costs one comparison.
 """
 
 import time
@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 
 from lightning_zenflow.telemetry.counters import Completion
+from lightning_zenflow.telemetry.events import record_event
 
 Lane = Literal[
     "forward",
@@ -25,20 +26,20 @@ Lane = Literal[
     "waits of the device",
     "worker",
 ]
-"""Where a span is drawn. On a CUDA device those of the first six are the device's own times."""
+"""Row of a timeline. On a CUDA device the first six have the device's own times."""
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 
 MAX_WORKER_LANES = 16
-"""More threads than that share lanes."""
+"""Lanes of the worker; more threads than that share lanes."""
 
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something that took time, by the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads as well). Spans of one lane, of the
-    same threads, do not overlap.
+    """An interval on the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads too). Spans of one lane and the same threads do
+    not overlap.
     """
 
     lane: Lane
@@ -46,21 +47,21 @@ class Span:
     begin_ns: int
     end_ns: int
     n_bytes: int = 0
-    """What was copied, if anything."""
+    """Bytes copied."""
     waits: bool = False
-    """Whether somebody had nothing to do."""
+    """True for idle time of the thread or the device."""
     threads: range = range(1)
-    """Which of the worker's, in its lanes."""
+    """Threads of the worker, for its lanes."""
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Length in seconds."""
         return 1e-9 * (self.end_ns - self.begin_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DeviceSpan:
-    """A span between two events of a CUDA stream; its times are known once the device has reached them."""
+    """A span between two CUDA events, whose times are known once the device has reached them."""
 
     lane: Lane
     name: str
@@ -72,7 +73,7 @@ class _DeviceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """A CUDA event and the host's time when the device reached it."""
+    """A CUDA event and the time on the host's clock at which the device reached it."""
 
     event: torch.cuda.Event
     host_ns: int
@@ -80,29 +81,29 @@ class Anchor:
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """One optimizer step, from the end of the one before to its own."""
+    """Spans of one optimizer step, from the end of the previous step to its own."""
 
     step: int
     begin_ns: int
     end_ns: int | None = None
-    """None while the step goes on."""
+    """None until the step ends."""
     anchor: Anchor | None = None
-    """How the device's times become the host's; None where nobody needs to know when things happened, but only how long they took."""
+    """Converts the device's times to the host's clock; None in recordings that only need durations."""
     host_spans: list[Span] = field(default_factory=list)
     device_spans: list[_DeviceSpan] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """Whether the step has ended and the device is through with it. Does not wait."""
+        """True once step and device have finished. Does not wait."""
         return self.end_ns is not None and all(span.after.query() for span in self.device_spans)  # type: ignore[no-untyped-call]
 
     def spans(self) -> list[Span]:
-        """All spans of a complete step, in order of their beginning."""
+        """All spans of a complete step, ordered by their beginning."""
         spans = [*self.host_spans, *map(self._on_host_clock, self.device_spans)]
         return sorted(spans, key=lambda span: span.begin_ns)
 
     def copied(self, lane: Lane, name: str | None = None) -> tuple[int, float]:
-        """Bytes and seconds of one lane's spans, or of those with a name, in a complete step."""
+        """Bytes and seconds of a lane's spans in a complete step; those of one name if given."""
 
         def counts(span: Span | _DeviceSpan) -> bool:
             return span.lane == lane and name in (None, span.name)
@@ -114,7 +115,7 @@ class StepTrace:
         return sum(n for n, _ in bytes_and_seconds), sum(s for _, s in bytes_and_seconds)
 
     def _on_host_clock(self, span: _DeviceSpan) -> Span:
-        assert self.anchor is not None, "only aligned recordings know when the device did something"
+        assert self.anchor is not None, "the recording must be aligned"
         begin_ns = self.anchor.host_ns + round(1e6 * self.anchor.event.elapsed_time(span.before))
         return Span(
             lane=span.lane,
@@ -128,7 +129,7 @@ class StepTrace:
 
 @dataclass(kw_only=True)
 class Recording:
-    """What somebody asked to see: steps `first` to `last`, which fill up while training goes on."""
+    """Traces of steps `first` to `last`, filled while training goes on."""
 
     first: int
     last: int
@@ -137,16 +138,16 @@ class Recording:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps have ended and the device is through with them. Does not wait."""
+        """True once all steps are complete. Does not wait."""
         return len(self.steps) == self.last - self.first + 1 and all(step.complete for step in self.steps)
 
 
 class Tracer:
-    """Records the steps that were asked for. Belongs to one rank's training thread.
+    """Records spans in requested steps. Used by the training thread of one rank only.
 
     Args:
-        device: what trains.
-        worker_threads: how many threads the worker has.
+        device: the training device.
+        worker_threads: number of threads of the worker.
     """
 
     def __init__(self, device: torch.device, *, worker_threads: int) -> None:
@@ -161,13 +162,13 @@ class Tracer:
         self._anchor: Anchor | None = None
 
     def record(self, *, skip: int, steps: int, aligned: bool = False) -> Recording:
-        """Asks for a recording.
+        """Requests a recording.
 
         Args:
-            skip: steps left out before it; 0: the one that has just begun is the first.
-            steps: how many.
-            aligned: whether it matters when the device did something, and not only for how long. For that the device is waited for before
-                the first step, which cannot have begun already.
+            skip: steps before the first recorded one; 0: the current step is the first.
+            steps: number of recorded steps.
+            aligned: place the device's spans on the host's clock. This synchronises the device once, before the first recorded step, so
+                `skip` must be > 0.
         """
         assert skip > 0 or not aligned
         first = self._step + skip
@@ -179,17 +180,17 @@ class Tracer:
 
     @property
     def needs_alignment(self) -> bool:
-        """Whether the device must be waited for before the next step (`align`)."""
+        """True if `align` must be called before the next step."""
         return self._on_cuda and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
 
     def align(self) -> None:
-        """Finds out how the device's times become the host's. Waits for the device."""
-        event = _event()
+        """Measures the offset of the device's clock to the host's. Synchronises the device."""
+        event = record_event(timing=True)
         event.synchronize()
         self._anchor = Anchor(event=event, host_ns=time.perf_counter_ns())
 
     def begin_step(self, step: int) -> None:
-        """Ends the step before and begins the next one; the same number again changes nothing."""
+        """Ends the previous step and begins the given one; idempotent."""
         if step == self._step:
             return
         if self._current is not None:
@@ -201,13 +202,19 @@ class Tracer:
             self._resume()
 
     def span(self, lane: Lane, name: str = "", *, n_bytes: int = 0) -> AbstractContextManager[None]:
-        """Records what is done inside, on the device's clock where it is enqueued there."""
+        """Records the context as a span: on a CUDA device the work enqueued in it, on a CPU device its execution.
+
+        Args:
+            lane: the lane.
+            name: the lane's name by default.
+            n_bytes: bytes copied.
+        """
         return _NOTHING if self._current is None else self._span(self._current, lane, name or lane, n_bytes)
 
     def add_wait(
         self, cause: str, begin_ns: int, end_ns: int, events: tuple[torch.cuda.Event, torch.cuda.Event] | None
     ) -> None:
-        """Notes a wait of the training thread, and the events between which the device may have had nothing to do."""
+        """Records a wait of the training thread, on the host's clock, and the CUDA events between which the device was idle."""
         trace = self._current
         if trace is None:
             return
@@ -221,9 +228,10 @@ class Tracer:
             trace.device_spans.append(span)
 
     def add_job(self, block: int, completion: Completion) -> None:
-        """Notes what the worker reported of one round. Its first thread waits for the gradients, the others sleep meanwhile."""
+        """Records a job of the worker."""
         if self._current is None:
             return
+        # The first thread polls for the gradients, the others sleep meanwhile.
         begin_ns = completion.start_ns
         wait = Span(
             lane="worker",
@@ -235,7 +243,7 @@ class Tracer:
         )
         self._current.host_spans.append(wait)
         for threads in self._worker_lanes:
-            # Small blocks are for some of the threads only.
+            # A small block occupies only some of the threads.
             if worked := completion.threads[threads.start : threads.stop]:
                 busy = Span(
                     lane="worker",
@@ -247,31 +255,26 @@ class Tracer:
                 self._current.host_spans.append(busy)
 
     def _resume(self) -> None:
-        """Begins to record the present step if anybody wants it."""
-        wanting = [r for r in self._recordings if r.first <= self._step <= r.last]
-        if not wanting:
+        """Records the current step from now on if it is part of a recording."""
+        requested = [r for r in self._recordings if r.first <= self._step <= r.last]
+        if not requested:
             return
         if self._current is None:
             self._current = StepTrace(step=self._step, begin_ns=time.perf_counter_ns(), anchor=self._anchor)
-        for recording in wanting:
+        for recording in requested:
             if self._current not in recording.steps:
                 recording.steps.append(self._current)
 
     @contextmanager
     def _span(self, trace: StepTrace, lane: Lane, name: str, n_bytes: int) -> Iterator[None]:
         if self._on_cuda:
-            before = _event()
+            before = record_event(timing=True)
             yield
-            span = _DeviceSpan(lane=lane, name=name, before=before, after=_event(), n_bytes=n_bytes, waits=False)
+            after = record_event(timing=True)
+            span = _DeviceSpan(lane=lane, name=name, before=before, after=after, n_bytes=n_bytes, waits=False)
             trace.device_spans.append(span)
         else:
             begin_ns = time.perf_counter_ns()
             yield
             end_ns = time.perf_counter_ns()
             trace.host_spans.append(Span(lane=lane, name=name, begin_ns=begin_ns, end_ns=end_ns, n_bytes=n_bytes))
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_zenflow.config import check_keys
+from lightning_zenflow.core.buckets import bucket_size
 
 # Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
 _SET_BY_LIGHTNING = (
@@ -97,12 +98,6 @@ _GRADIENT_DTYPES = {
     "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
 }
 
-_BUCKETS = 32
-"""Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
-
-SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
-"""Elements. Below the smallest, calls cost more than copies; the largest is the default of Lightning's `DeepSpeedStrategy`."""
-
 
 def prepare_deepspeed_config(
     config: Mapping[str, Any] | None,
@@ -153,11 +148,6 @@ def set_bucket_size(config: dict[str, Any], model: Module) -> None:
 def says_bucket_size(config: Mapping[str, Any] | None) -> bool:
     """Whether a DeepSpeed config sets `zero_optimization.reduce_bucket_size`."""
     return _get(config or {}, "zero_optimization.reduce_bucket_size") is not None
-
-
-def bucket_size(numel: int) -> int:
-    """Elements per bucket of reduced gradients, for a model with `numel` trained parameters."""
-    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def _refusal(key: str, value: object, allowed: str) -> MisconfigurationException:

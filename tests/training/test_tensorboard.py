@@ -1,4 +1,4 @@
-"""TensorBoard: the layout of charts and the drawing of the timeline, in the event file and in a real browser."""
+"""TensorBoard: the layout of charts and the drawings of the timeline, in the event file and in a browser."""
 
 import re
 import shutil
@@ -15,7 +15,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from benchmarks.accelerator import SimulatedAccelerator
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
-from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.tensorboard import CHARTS, TIMELINE_TAG
 from networks import SmallNet
 from rank_processes import free_port
@@ -25,12 +24,6 @@ _TIMEOUT_S = 120
 
 def fixed(**keys: Any) -> ZenFlowStrategy:
     return ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=1, **keys)
-
-
-def test_charts_show_metrics() -> None:
-    names = [f"zenflow/{name}" for charts in CHARTS.values() for names in charts.values() for name in names]
-    assert set(names) <= set(METRICS)
-    assert len(names) == len(set(names))
 
 
 @pytest.fixture(scope="module")

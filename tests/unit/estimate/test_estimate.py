@@ -1,10 +1,9 @@
-"""The cost model: by hand, against the arena that training allocates, and what is counted of a model for it."""
+"""The cost model: against calculations by hand, and against the arena that training allocates."""
 
 import contextlib
 import dataclasses
 import itertools
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,13 @@ from torch import nn
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.estimate.byte_counts import arena_bytes_of, cpu_adamw_bytes, replay_bytes
-from lightning_zenflow.estimate.cost import CostComparison, Machine, Workload, estimate, replay_core_s
+from lightning_zenflow.estimate.cost import CostComparison, estimate
+from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.report import as_text
-from lightning_zenflow.estimate.shapes import (
-    Matrix,
-    ModelShapes,
-    shapes_of_count,
-    shapes_of_hugging_face_config,
-    shapes_of_module,
-)
+from lightning_zenflow.estimate.shapes import Matrix, ModelShapes, shapes_of_count, shapes_of_module
+from lightning_zenflow.estimate.zenflow_cost import replay_core_s
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
-from networks import SmallNet
 
 ROOT = Path(__file__).parents[3]
 MACHINE = Machine(gpus=4, gpu_mem=80, pcie=25, cpu_bw=150)
@@ -81,7 +75,7 @@ def test_traffic_and_time_by_hand() -> None:
     assert zenflow.wait_s == 0
     assert zenflow.step_s == pytest.approx(0.5 + 2 * partition / 25e9 / 4)
     assert prediction.schedule == UpdateSchedule(update_interval=4, publish_lag=1)
-    assert (prediction.fastest, prediction.fastest_pace) == (zenflow, prediction.schedule)
+    assert (prediction.fastest, prediction.fastest_schedule) == (zenflow, prediction.schedule)
 
 
 def test_without_lag_the_worker_is_waited_for() -> None:
@@ -120,7 +114,7 @@ def test_accumulation() -> None:
 
 
 def test_accumulation_on_the_host() -> None:
-    """Three sums go down and come up; the device holds the largest matrix' while it is there."""
+    """Three sums cross PCIe in both directions; the device holds that of the largest matrix only."""
     partition, matrix = 4.001e9 / 4, 1e9
     keys = {"update_interval": 4, "publish_lag": 1}
     device, host = (
@@ -133,7 +127,7 @@ def test_accumulation_on_the_host() -> None:
     assert host.step_s > device.step_s
 
 
-def test_cost_of_a_round() -> None:
+def test_cost_of_a_job() -> None:
     assert [replay_bytes(s, 2) for s in (1, 2, 4)] == [28, 30, 34]
     assert replay_bytes(1, 4) == 32
     # What was measured for the design on two cores with 40 GB/s, in ns a parameter.
@@ -144,7 +138,7 @@ def test_cost_of_a_round() -> None:
 
 
 def test_few_cores_take_longer_than_memory() -> None:
-    """One rank; 1 + 0.2 S ns a parameter and round of a core, of which the worker has half."""
+    """One rank; 1 + 0.2 S ns a parameter and job of a core, of which the worker has half."""
     many = predict(gpus=1, config=FIXED).zenflow
     assert predict(gpus=1, config=FIXED, cpu_cores=64).zenflow == many
     # Eight cores: 0.45 ns a parameter, where 44 bytes take 0.29.
@@ -157,9 +151,9 @@ def test_few_cores_take_longer_than_memory() -> None:
 
 
 @pytest.mark.parametrize("key", ["pcie", "cpu_bw"])
-@pytest.mark.parametrize("step_ms", [100, 500, 3000])
+@pytest.mark.parametrize("step_ms", [100, 3000])
 def test_more_bandwidth_is_never_slower(key: str, step_ms: float) -> None:
-    values = [10 * 1.5**i for i in range(14)]
+    values = [10 * 2.0**i for i in range(8)]
     predictions = [predict(step_ms=step_ms, **{key: value}) for value in values]
     for costs in ([p.zero_offload for p in predictions], [p.fastest for p in predictions]):
         times = [c.step_s for c in costs]
@@ -244,20 +238,6 @@ def test_host_memory_stays_when_auto_turns_to_a_shorter_window() -> None:
     assert 20 * 4.001e9 <= prediction.zenflow.host_bytes <= 23 * 4.001e9
 
 
-def test_counts_a_module() -> None:
-    model = SmallNet()
-    shapes = shapes_of_module(model)
-    assert shapes.name == "SmallNet"
-    assert shapes.numel == sum(p.numel() for p in model.parameters())
-    assert shapes.largest_numel == 11 * 5 * 7 * 13
-    assert shapes.vector_numel == 5 + 11 + 11 + 11 + 3
-    # Columns: 13 of the embedding, 9 of the convolution, 455 and 11 of the linear layers; a tenth of each.
-    assert shapes.device_owned_numel(0.1) == 23 * 1 + 5 * 1 + 11 * 46 + 3 * 1 + shapes.vector_numel
-    assert shapes.device_owned_numel(0) == 0
-    assert shapes.device_owned_numel(1) == shapes.numel
-    assert shapes.statistics_numel == (23 + 13) + (5 + 9) + (11 + 455) + (3 + 11)
-
-
 def test_shared_parameters_count_once_and_frozen_ones_only_on_the_device() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(5, 3))
     model[1].weight = model[0].weight
@@ -267,43 +247,6 @@ def test_shared_parameters_count_once_and_frozen_ones_only_on_the_device() -> No
     frozen = dataclasses.replace(MODEL, frozen_numel=10**9)
     assert predict(frozen).zenflow.device_bytes == predict().zenflow.device_bytes + 2 * 10**9
     assert predict(frozen).zenflow.step_s == predict().zenflow.step_s
-
-
-@pytest.mark.parametrize("params", [1, 2, 1000, 12345, 124e6, 7e9, 70e9, 1e12])
-def test_a_number_of_parameters_becomes_matrices(params: float) -> None:
-    shapes = shapes_of_count(params)
-    assert shapes.numel == params
-    if params >= 1e6:
-        assert shapes.device_owned_numel(0.05) == pytest.approx(0.05 * params, rel=0.02)
-    if params == 7e9:
-        assert 4000 <= shapes.matrices[0].columns <= 4300
-
-
-def test_counts_by_a_hugging_face_config(gpt2_config: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(gpt2_config))
-    expected = sum(p.numel() for p in model.parameters())
-    for path in (gpt2_config, gpt2_config / "config.json"):
-        shapes = shapes_of_hugging_face_config(str(path))
-        assert (shapes.name, shapes.numel) == ("small-gpt2", expected)
-    assert shapes == shapes_of_module(model, "small-gpt2")
-
-
-def test_a_hugging_face_config_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "config.json").write_text('{"model_type": "no such model"}')
-    for path in (str(tmp_path), str(tmp_path / "missing" / "config.json")):
-        with pytest.raises(ConfigValueError, match="allowed is a folder with a config.json") as caught:
-            shapes_of_hugging_face_config(path)
-        assert caught.value.key == "hf_config"
-        assert path in str(caught.value)
-
-
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigValueError, match="pip install"):
-        shapes_of_hugging_face_config("gpt2")
 
 
 @pytest.mark.parametrize(
@@ -319,8 +262,8 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"host_mem": 0.0}, "host_mem"),
     ],
 )
-def test_machines_that_are_none(change: dict[str, float], key: str) -> None:
-    with pytest.raises(ValueError, match=f"^{key}={change[key]!r}: allowed is") as caught:
+def test_invalid_machines(change: dict[str, float], key: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key} must be .*, got {change[key]!r}$") as caught:
         dataclasses.replace(MACHINE, **change)
     assert isinstance(caught.value, ConfigValueError)
     assert caught.value.key == key
@@ -329,14 +272,14 @@ def test_machines_that_are_none(change: dict[str, float], key: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"step_ms": 0}, {"dtype_bytes": 1}, {"accumulate_grad_batches": 0}, {"reduce_bucket_size": 0}]
 )
-def test_workloads_that_are_none(change: dict[str, float]) -> None:
+def test_invalid_workloads(change: dict[str, float]) -> None:
     ((key, value),) = change.items()
-    with pytest.raises(ValueError, match=f"^{key}={value!r}: allowed is"):
+    with pytest.raises(ValueError, match=f"^{key} must be .*, got {value!r}$"):
         dataclasses.replace(Workload(model=MODEL, step_ms=1), **change)
 
 
 def test_more_gpus_than_parameters() -> None:
-    with pytest.raises(ValueError, match="gpus=4: allowed is an integer from 1 to the number of parameters, 3"):
+    with pytest.raises(ValueError, match="gpus must be at most the number of parameters, 3, got 4"):
         predict(shapes_of_count(3))
 
 

@@ -1,44 +1,30 @@
-"""The cost model as a command: its table, its JSON and its errors."""
+"""The command `lightning-zenflow estimate`: table, JSON and errors."""
 
 import dataclasses
 import json
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate.cost import Machine, Workload, estimate
+from lightning_zenflow.estimate.cost import estimate
+from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.shapes import shapes_of_count
 
-COMMAND = [
-    "estimate",
-    "--params",
-    "7e9",
-    "--gpus",
-    "4",
-    "--gpu-mem",
-    "80",
-    "--pcie",
-    "25",
-    "--cpu-bw",
-    "150",
-    "--step-ms",
-    "500",
-]
+ROOT = Path(__file__).parents[3]
+COMMAND = shlex.split("estimate --params 7e9 --gpus 4 --gpu-mem 80 --pcie 25 --cpu-bw 150 --step-ms 500")
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(COMMAND) == 0
     text = capsys.readouterr().out
-    assert "7 B trained parameters, on 4 GPUs of 80 GB" in text
+    assert text in (ROOT / "docs" / "estimate.md").read_text()
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows["ZeRO-2, no offload"][-3:] == ["500", "100%", "yes"]
     assert rows["ZeRO-Offload"][-3:] == ["2600", "19%", "yes"]
     assert "ZenFlow settles at update_interval S = " in text
-    assert "limits" in text.splitlines()[-1]
 
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,17 +46,14 @@ def test_the_command_takes_a_hugging_face_config(gpt2_config: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu-mem", "0"], "argument --gpu-mem: gpu_mem=0.0: allowed is a finite number > 0"),
+        (["--gpu-mem", "0"], "argument --gpu-mem: gpu_mem must be a finite number > 0, got 0.0"),
         (["--gpus", "two"], "argument --gpus: invalid int value: 'two'"),
-        (
-            ["--topk-ratio", "2"],
-            "argument --topk-ratio: ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 2.0",
-        ),
-        (["--update-interval", "some"], "argument --update-interval: 'some': allowed is an integer or 'auto'"),
+        (["--topk-ratio", "2"], "argument --topk-ratio: ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 2.0"),
+        (["--update-interval", "some"], "argument --update-interval: must be an integer or 'auto', got 'some'"),
         (["--update-interval", "32"], "update_interval must be an integer from 1 to max_update_interval=16, got 32"),
-        (["--params", "nan"], "argument --params: params=nan: allowed is a finite number >= 1"),
+        (["--params", "nan"], "argument --params: params must be a finite number >= 1, got nan"),
         (["--hf-config", "gpt2"], "argument --hf-config: not allowed with argument --params"),
-        (["--reduce-bucket-size", "1.5"], "argument --reduce-bucket-size: '1.5': allowed is an integer >= 1"),
+        (["--reduce-bucket-size", "1.5"], "argument --reduce-bucket-size: must be an integer >= 1, got '1.5'"),
     ],
 )
 def test_errors_of_the_command(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,9 +64,3 @@ def test_errors_of_the_command(arguments: list[str], message: str, capsys: pytes
     assert captured.out == ""
     assert message in captured.err
     assert "lightning-zenflow estimate: error" in captured.err
-
-
-def test_the_package_can_be_run_and_prints_nothing_else() -> None:
-    command = [sys.executable, "-m", "lightning_zenflow", *COMMAND, "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(result.stdout)["zenflow"]["fits_device"] is True

@@ -1,13 +1,30 @@
-"""Arithmetic of the metrics of an interval."""
+"""Names and arithmetic of the metrics of an interval."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_zenflow.monitor.metrics import CopySample, hidden_share, interval_metrics
+from lightning_zenflow.monitor.metrics import METRICS, CopySample, hidden_share, interval_metrics
+from lightning_zenflow.monitor.tensorboard import CHARTS
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.importance import owned_norm_share
+
+
+def test_names_have_a_group_and_a_unit_or_are_counts() -> None:
+    counts = {"skipped_steps", "worker_restarts", "selections"}
+    units = ("_ms", "_percent", "_steps", "_bytes", "_model_sizes", "_GB_per_s", "_GB")
+    for name in METRICS:
+        prefix, group, metric = name.split("/")
+        assert prefix == "zenflow"
+        assert group in {"stall", "overlap", "traffic", "selection", "memory"}
+        assert metric.endswith(units) or metric in counts, name
+
+
+def test_charts_show_metrics() -> None:
+    names = [f"zenflow/{name}" for charts in CHARTS.values() for names in charts.values() for name in names]
+    assert set(names) <= set(METRICS)
+    assert len(names) == len(set(names))
 
 
 def reading(**values: Any) -> Reading:
@@ -33,7 +50,7 @@ class TestArithmetic:
             selection_overlap=None,
             arena_bytes=3_000_000_000,
         )
-        copies = CopySample(down=(2_000_000_000, 0.5), up=(0, 0.0), exposed_h2d_s=0.0)
+        copies = CopySample(d2h=(2_000_000_000, 0.5), h2d=(0, 0.0), exposed_h2d_s=0.0)
         metrics = interval_metrics(before, now, seconds=8.0, copies=copies)
         expected = {
             "stall/host_ms": 50,
@@ -61,7 +78,7 @@ class TestArithmetic:
         assert "zenflow/selection/overlap_percent" not in metrics
         assert "zenflow/traffic/h2d_GB_per_s" not in metrics
 
-    def test_an_energy_that_is_not_finite_is_left_out(self) -> None:
+    def test_a_norm_that_is_not_finite_is_left_out(self) -> None:
         now = reading(steps=1, owned_norm_share=float("nan"))
         metrics = interval_metrics(reading(), now, seconds=1.0, copies=None)
         assert "zenflow/selection/device_squared_norm_percent" not in metrics
@@ -70,7 +87,7 @@ class TestArithmetic:
     def test_hidden_share(self, busy: float, wait: float, share: float) -> None:
         assert hidden_share(busy, {"flush": wait / 2, "publish_wait": wait / 2, "select": 9.0}) == share
 
-    def test_owned_energy(self) -> None:
+    def test_owned_share_of_the_squared_norm(self) -> None:
         column_norms = [torch.tensor([1.0, 2.0, 3.0]), torch.empty(0), torch.tensor([4.0])]
         owned = [torch.tensor([0, 2]), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)]
         assert float(owned_norm_share(column_norms, owned)) == pytest.approx(0.4)

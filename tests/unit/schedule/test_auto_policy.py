@@ -40,7 +40,7 @@ def run(
         n_steps=n_steps,
         n_blocks=N_BLOCKS,
         device_s=device_s,
-        round_s=round_s,
+        job_s=round_s,
         max_interval_by_gradients=max_interval_by_gradients,
         early_share=early_share,
     )

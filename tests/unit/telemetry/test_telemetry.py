@@ -1,4 +1,4 @@
-"""`Telemetry`: one record whose members share the device and the tracer."""
+"""`Telemetry`, and `AsyncHostCopy` on a CPU device."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.telemetry.telemetry import Telemetry
 
 
@@ -30,3 +31,11 @@ def test_the_record_is_frozen_and_its_traffic_is_its_own(telemetry: Telemetry) -
     assert Telemetry.create(torch.device("cpu"), worker_threads=1).traffic == Traffic()
     with pytest.raises(dataclasses.FrozenInstanceError):
         telemetry.traffic = Traffic()  # type: ignore[misc]
+
+
+def test_the_copy_is_complete_at_once_and_does_not_alias() -> None:
+    source = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    copy = AsyncHostCopy(source)
+    source.fill_(7)
+    assert copy.arrived
+    assert copy.read().tolist() == [1.0, 2.0] and copy.read().dtype == torch.float64

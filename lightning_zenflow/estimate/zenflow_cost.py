@@ -1,0 +1,150 @@
+"""Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.buckets import bucket_size
+from lightning_zenflow.estimate.byte_counts import STATE_BYTES, arena_bytes_of, replay_bytes
+from lightning_zenflow.estimate.machine import GB, Machine, Workload
+from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy
+from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted
+
+BACKWARD_SHARE = 2 / 3
+"""Share of backward in a step's time: it computes two matrix products for each one of the forward pass."""
+
+_SIMULATED_STEPS, _SETTLED_STEPS = 1000, 256
+"""Length of a simulation with `auto`, and its part at the end that is averaged. A fixed schedule needs fewer steps to settle."""
+
+
+def replay_core_s(n_steps: int) -> float:
+    """Arithmetic of one job on one core, in seconds per parameter.
+
+    A replay loop took 0.60, 0.67 and 0.93 ns per parameter for S = 1, 2, 4 on two cores, about 0.5 + 0.1 S
+    (`auto_policy.relative_cost`). The line is extrapolated beyond S = 4.
+    """
+    return (1.0 + 0.2 * n_steps) * 1e-9
+
+
+class ZenFlowCost:
+    """Cost of one rank.
+
+    Gradients are copied during the last micro-batch's backward; the excess delays the step. Each step copies 1/S of the weights to the
+    device. These copies hide in backward if there is a lag, or if gradients are submitted in backward (S = 1, d = 0 without clipping),
+    except for one block whose job may be done too late; otherwise they are exposed.
+
+    Copies and worker share the host's memory bandwidth; with few cores, the worker's arithmetic takes longer than its memory traffic. The
+    device's own work, provisional updates and AdamW of the device-owned columns, is assumed to take as long as the AdamW that it replaces.
+
+    With `accumulate_on: host`, sums over micro-batches cross PCIe in both directions on the training stream; auto counts as device.
+    Gradients that are reapplied after a publish stay on the device where it has room, and are read back over PCIe elsewhere.
+
+    Args:
+        workload: the training.
+        machine: the hardware.
+        config: ZenFlow's keys.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, config: ZenFlowConfig) -> None:
+        self._workload, self._machine, self._config = workload, machine, config
+        self._in_backward = config.submits_in_backward and not workload.clips
+        self._n_blocks = blocks_wanted(config.update_intervals, early=self._in_backward)
+        self._partition = workload.partition_numel(machine.gpus)
+        self._weight_bytes = workload.dtype_bytes * self._partition
+        self._upload_s = self._weight_bytes / machine.pcie_bytes_per_s
+        self._last_backward_s = BACKWARD_SHARE * workload.step_s / workload.accumulate_grad_batches
+        self._sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
+        self._has_provisional_update = config.prediction.moves
+        self._device_bytes = self._fixed_device_bytes()
+        self._cores = self._worker_cores()
+        self._steps = self._simulate()
+        self._schedules = sorted({step.schedule for step in self._steps})
+
+    def settled_steps(self) -> list[SimulatedStep]:
+        """The last simulated steps, whose schedule no longer changes."""
+        return self._steps[-_SETTLED_STEPS:]
+
+    def peak_device_bytes(self) -> float:
+        """Device memory without activations, with the most gradients kept that any schedule of the run keeps."""
+        return self._device_bytes + max(self._kept_bytes(schedule) for schedule in self._schedules)
+
+    def host_bytes(self) -> float:
+        """Host memory of the arena."""
+        b = self._workload.dtype_bytes
+        return arena_bytes_of(self._partition, n_blocks=self._n_blocks, schedules=self._schedules, dtype_bytes=b)
+
+    def d2h_bytes(self) -> float:
+        """Gradients and sums over micro-batches in a step."""
+        return self._weight_bytes * (1 + self._sums)
+
+    def h2d_bytes(self, schedule: UpdateSchedule) -> float:
+        """Published weights, sums over micro-batches and gradients read back in a step."""
+        return (
+            self._weight_bytes * (1 / schedule.update_interval + self._sums)
+            + self._reapplied_bytes(schedule)
+            - self._kept_bytes(schedule)
+        )
+
+    def exposed_copy_s(self, schedule: UpdateSchedule) -> float:
+        """Copies in a step that no computation hides."""
+        late_s = max(0.0, self._upload_s - self._last_backward_s)
+        read_back_s = (self._reapplied_bytes(schedule) - self._kept_bytes(schedule)) / self._machine.pcie_bytes_per_s
+        hidden = schedule.publish_lag > 0 or (self._in_backward and schedule.update_interval == 1)
+        at_the_end = 1 / self._n_blocks if hidden else 1 / schedule.update_interval
+        return late_s + self._upload_s * at_the_end + 2 * self._sums * self._upload_s + read_back_s
+
+    def _simulate(self) -> list[SimulatedStep]:
+        workload, config = self._workload, self._config
+        is_fixed = len(config.update_intervals) * len(config.publish_lags) == 1
+        policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=self._in_backward)
+        return simulate(
+            policy,
+            n_steps=2 * _SETTLED_STEPS if is_fixed else _SIMULATED_STEPS,
+            n_blocks=self._n_blocks,
+            device_s=lambda step: workload.step_s + self.exposed_copy_s(policy.schedule),
+            job_s=lambda step, n_gradients: self._job_s(n_gradients),
+            early_share=self._last_backward_s / workload.step_s if self._in_backward else 0.0,
+            # The largest matrix is usually the embedding, whose gradient is the last.
+            last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
+        )
+
+    def _job_s(self, n_gradients: int) -> float:
+        """Seconds of the worker for one block, while the block's copies use the host's memory too."""
+        b = self._workload.dtype_bytes
+        traffic = replay_bytes(n_gradients, b) + b * (n_gradients + 1)
+        arithmetic_s = 0.0 if self._cores is None else replay_core_s(n_gradients) / self._cores
+        return max(traffic / self._machine.rank_bytes_per_s, arithmetic_s) * self._partition / self._n_blocks
+
+    def _worker_cores(self) -> float | None:
+        """Cores of the worker, as `cores.worker_cores` assigns them; None: enough."""
+        config, machine = self._config, self._machine
+        if isinstance(config.worker_cores, int):
+            return config.worker_cores
+        if not isinstance(config.worker_cores, str):
+            return len(config.worker_cores) / machine.ranks_per_host
+        if machine.cpu_cores is None:
+            return None
+        of_rank = machine.cpu_cores / machine.ranks_per_host
+        return max(1.0, of_rank - round(config.pt_reserved_cores_perc * of_rank))
+
+    def _fixed_device_bytes(self) -> float:
+        """Weights, buckets, state and gradients of device-owned columns, factors of the provisional update, accumulated gradients.
+
+        The provisional update works in place (`kernels.triton`).
+        """
+        workload, config, gpus = self._workload, self._config, self._machine.gpus
+        model, b = workload.model, workload.dtype_bytes
+        n_bytes = (STATE_BYTES + b) * model.device_owned_numel(config.topk_ratio) / gpus
+        if self._has_provisional_update:
+            n_bytes += 4 * model.factor_numel / gpus
+        if workload.accumulate_grad_batches > 1:
+            on_host = config.accumulate_on == "host"
+            n_bytes += b * (min(model.largest_numel, self._partition) if on_host else self._partition)
+        return workload.weight_bytes + workload.bucket_bytes(bucket_size(model.numel)) + n_bytes
+
+    def _reapplied_bytes(self, schedule: UpdateSchedule) -> float:
+        """Gradients that are reapplied after a publish."""
+        return self._has_provisional_update * self._weight_bytes * schedule.publish_lag / schedule.update_interval
+
+    def _kept_bytes(self, schedule: UpdateSchedule) -> float:
+        """Those of them that stay on the device: all or none."""
+        reapplied = self._reapplied_bytes(schedule)
+        return reapplied if self._device_bytes + reapplied <= self._machine.gpu_mem * GB else 0.0
