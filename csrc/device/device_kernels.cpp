@@ -24,6 +24,7 @@ template <bool kGather, typename T>
 void copy_columns(const zenflow_columns& columns) {
     T* matrix = static_cast<T*>(columns.matrix);
     T* selected = static_cast<T*>(columns.selected);
+    if (columns.n_selected == 0) return;
     if (columns.indices == nullptr) {
         const size_t bytes = static_cast<size_t>(columns.rows * columns.width) * sizeof(T);
         std::memcpy(kGather ? selected : matrix, kGather ? matrix : selected, bytes);

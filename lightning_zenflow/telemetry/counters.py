@@ -11,17 +11,17 @@ from lightning_zenflow.native import protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The worker's answer to one round."""
+    """The worker's acknowledgement of one job."""
 
     job_id: int
     start_ns: int
-    """When the worker turned to the round, by the monotonic clock (`time.perf_counter_ns`)."""
+    """Receipt of the job, by the monotonic clock (`time.perf_counter_ns`)."""
     wait_ns: int
-    """Nanoseconds it waited for the round's data."""
+    """Wait for the job's data, in nanoseconds."""
     busy_ns: int
-    """Nanoseconds it computed."""
+    """Computation, in nanoseconds."""
     threads: Sequence[protocol.ThreadSpan]
-    """When each of its threads did, those that had a share of the round, in order of the worker's cores."""
+    """Working times of the threads that had a share of the job, in order of the worker's cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
