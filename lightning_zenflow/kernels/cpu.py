@@ -1,10 +1,10 @@
-"""The passes of `kernels` on a CPU, by the compiled library of ``csrc/device_kernels.h``."""
+"""The passes of `kernels.base` on a CPU, by the compiled library of ``csrc/device/device_kernels.h``."""
 
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,32 +17,105 @@ from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import device_library
 
 _SMALLEST_PART = 1 << 18
-"""Elements; less is not worth a thread."""
+"""Elements; fewer do not pay for a thread."""
 
 _FLOAT_BYTES = 4
 
 _pointer, _int64, _uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+_float, _double = ctypes.c_float, ctypes.c_double
+
+
+class _RouteArgs(ctypes.Structure):
+    _fields_ = (
+        ("gradient", _pointer),
+        ("rows", _int64),
+        ("columns", _int64),
+        ("row_squared_norms", _pointer),
+        ("col_squared_norms", _pointer),
+        ("slot", _pointer),
+        ("indices", _pointer),
+        ("n_selected", _int64),
+        ("selected", _pointer),
+        ("dtype", _uint32),
+    )
+
+
+class _FactoredStepArgs(ctypes.Structure):
+    _fields_ = (
+        ("row_squared_norms", _pointer),
+        ("rows", _int64),
+        ("col_squared_norms", _pointer),
+        ("columns", _int64),
+        ("row", _pointer),
+        ("col", _pointer),
+        ("steps", _pointer),
+        ("row_scale", _pointer),
+        ("col_scale", _pointer),
+        ("beta2", _double),
+        ("lr", _double),
+        ("scale", _float),
+    )
+
+
+class _ProvisionalUpdateArgs(ctypes.Structure):
+    _fields_ = (
+        ("weights", _pointer),
+        ("gradient", _pointer),
+        ("rows", _int64),
+        ("columns", _int64),
+        ("row_scale", _pointer),
+        ("col_scale", _pointer),
+        ("noise", _pointer),
+        ("noise_mask", _int64),
+        ("first", _int64),
+        ("size", _float),
+        ("dtype", _uint32),
+    )
+
+
+class _AdamwArgs(ctypes.Structure):
+    _fields_ = (
+        ("master", _pointer),
+        ("exp_avg", _pointer),
+        ("exp_avg_sq", _pointer),
+        ("gradient", _pointer),
+        ("weights", _pointer),
+        ("n", _int64),
+        ("hyperparameters", ctypes.POINTER(protocol.Hyperparameters)),
+        ("count", _int64),
+        ("factor", _float),
+        ("dtype", _uint32),
+    )
+
+
+class _Columns(ctypes.Structure):
+    _fields_ = (
+        ("matrix", _pointer),
+        ("rows", _int64),
+        ("width", _int64),
+        ("indices", _pointer),
+        ("n_selected", _int64),
+        ("selected", _pointer),
+    )
+
+    @classmethod
+    def of(cls, matrix: Tensor, columns: Tensor | None, selected: Tensor, begin: int, end: int) -> "_Columns":
+        """Rows [begin, end)."""
+        indices = None if columns is None else columns.data_ptr()
+        first, first_selected = _address(matrix, begin), _address(selected, begin)
+        return cls(first, end - begin, matrix.shape[1], indices, selected.shape[1], first_selected)
 
 
 @cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(device_library()))
-    library.zenflow_take.argtypes = [
-        _pointer, _uint32, _int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _pointer,
-    ]  # fmt: skip
-    library.zenflow_factored_step.argtypes = [
-        _pointer, _int64, _pointer, _int64, ctypes.c_float, ctypes.c_double, ctypes.c_double,
-        _pointer, _pointer, _pointer, _pointer, _pointer,
-    ]  # fmt: skip
+    library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs)]
+    library.zenflow_factored_step.argtypes = [ctypes.POINTER(_FactoredStepArgs)]
     library.zenflow_factored_step.restype = ctypes.c_bool
-    library.zenflow_stand_in.argtypes = [
-        _pointer, _pointer, _uint32, _int64, _int64, _pointer, ctypes.c_float, _pointer, _pointer, _int64, _int64,
-    ]  # fmt: skip
-    library.zenflow_adamw.argtypes = [
-        _pointer, _pointer, _pointer, _pointer, _pointer, _uint32, _int64, _pointer, _int64, ctypes.c_float,
-    ]  # fmt: skip
-    library.zenflow_gather_columns.argtypes = [_pointer, _uint32, _int64, _int64, _pointer, _int64, _pointer]
-    library.zenflow_scatter_columns.argtypes = [_pointer, _int64, _uint32]
+    library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs)]
+    library.zenflow_adamw.argtypes = [ctypes.POINTER(_AdamwArgs)]
+    library.zenflow_gather_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
+    library.zenflow_scatter_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     return library
 
 
@@ -52,9 +125,9 @@ def _threads(n: int) -> ThreadPoolExecutor:
 
 
 class CpuKernels(Kernels):
-    """By compiled loops, cut by rows among as many threads as torch uses.
+    """Compiled loops, with rows divided among as many threads as torch uses.
 
-    The same bits for every number of threads, but for column sums. `adamw_` has the bits of the worker's kernel.
+    Results have the same bits for every number of threads, except sums over columns. `adamw_` has the bits of the worker's kernel.
     """
 
     def __init__(self) -> None:
@@ -67,37 +140,33 @@ class CpuKernels(Kernels):
 
     @override
     def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
-        """One pass over memory, but for pieces of a single row and for second selections from the same rows."""
+        """One pass over memory, except for destinations within a single row and for second selections from the same rows."""
         n_rows, n_columns = gradient.shape
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
             return super().route(gradient, destinations, per_axis=per_axis)
-        sinks = [_Sink.of(d, n_columns) for d in destinations] or [_Sink(end=n_rows)]
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = torch.empty(n_rows)
         columns = torch.zeros(len(parts) * n_columns) if per_axis else None
-        source, row_squared_norms, column_squared_norms = (
-            gradient.data_ptr(),
-            rows.data_ptr(),
-            0 if columns is None else columns.data_ptr(),
-        )
+        source, row_norms = gradient.data_ptr(), rows.data_ptr()
+        col_norms = 0 if columns is None else columns.data_ptr()
+
+        def run_rows(part: int, first: int, last: int, *outputs: int) -> None:
+            of_part = col_norms + part * n_columns * _FLOAT_BYTES if col_norms else 0
+            first_norm = row_norms + first * _FLOAT_BYTES
+            args = (source + first * row_bytes, last - first, n_columns, first_norm, of_part, *outputs, dtype)
+            self._library.zenflow_route(_RouteArgs(*args))
 
         def run(part: int, begin: int, end: int) -> None:
-            for sink in sinks:
-                first, last = max(begin, sink.begin), min(end, sink.end)
+            if not destinations:
+                run_rows(part, begin, end, 0, 0, 0, 0)
+            for destination in destinations:
+                slot = destination.slot
+                slot_begin = destination.begin // n_columns
+                first, last = max(begin, slot_begin), min(end, slot_begin + slot.shape[0])
                 if first < last:
-                    self._library.zenflow_take(
-                        source + first * row_bytes,
-                        dtype,
-                        last - first,
-                        n_columns,
-                        row_squared_norms + first * _FLOAT_BYTES,
-                        _beyond(column_squared_norms, part * n_columns * _FLOAT_BYTES),
-                        _beyond(sink.slot, (first - sink.begin) * row_bytes),
-                        sink.columns,
-                        sink.n_selected,
-                        _beyond(sink.selected, (first - sink.begin) * sink.selected_row_bytes),
-                    )
+                    row = first - slot_begin
+                    run_rows(part, first, last, slot.data_ptr() + row * row_bytes, *_first_selection(destination, row))
 
         _in_parallel(run, parts)
         for destination in destinations:
@@ -116,16 +185,16 @@ class CpuKernels(Kernels):
         n_rows, n_columns = rows.shape[0], columns.shape[0]
         row_scale, col_scale = torch.empty(n_rows, 1), torch.empty(1, n_columns)
         finite = self._library.zenflow_factored_step(
-            rows.data_ptr(),
-            n_rows,
-            columns.data_ptr(),
-            n_columns,
-            float(scale),
-            beta2,
-            lr,
-            *(tensor.data_ptr() for tensor in moment.tensors()),
-            row_scale.data_ptr(),
-            col_scale.data_ptr(),
+            _FactoredStepArgs(
+                rows.data_ptr(),
+                n_rows,
+                columns.data_ptr(),
+                n_columns,
+                *(tensor.data_ptr() for tensor in (*moment.tensors(), row_scale, col_scale)),
+                beta2,
+                lr,
+                float(scale),
+            )
         )
         return Factors(row_scale=row_scale, col_scale=col_scale, finite=self._true if finite else self._false)
 
@@ -150,18 +219,20 @@ class CpuKernels(Kernels):
         target, source, rows, columns = (t.data_ptr() for t in (weights, gradient, row_scale, col_scale))
 
         def run(_: int, begin: int, end: int) -> None:
-            self._library.zenflow_stand_in(
-                target + begin * row_bytes,
-                source + begin * row_bytes,
-                dtype,
-                end - begin,
-                n_columns,
-                rows + begin * _FLOAT_BYTES,
-                size,
-                columns,
-                bits,
-                NOISE_NUMEL - 1,
-                begin * n_columns,
+            self._library.zenflow_provisional_update(
+                _ProvisionalUpdateArgs(
+                    target + begin * row_bytes,
+                    source + begin * row_bytes,
+                    end - begin,
+                    n_columns,
+                    rows + begin * _FLOAT_BYTES,
+                    columns,
+                    bits,
+                    NOISE_NUMEL - 1,
+                    begin * n_columns,
+                    size,
+                    dtype,
+                )
             )
 
         _in_parallel(run, _parts(n_rows, n_columns))
@@ -182,41 +253,24 @@ class CpuKernels(Kernels):
             return
         h = hyperparameters
         values = protocol.Hyperparameters(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, int(h.decoupled))
-        steps, factor = int(count), float(scale.factor)
+        steps, factor, dtype = int(count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
 
         def run(_: int, begin: int, end: int) -> None:
+            addresses = (_address(tensor, begin) for tensor in (*state, gradient, weights))
             self._library.zenflow_adamw(
-                *(_address(values_of_all, begin) for values_of_all in state),
-                _address(gradient, begin),
-                _address(weights, begin),
-                protocol.DATA_TYPES[weights.dtype],
-                end - begin,
-                ctypes.byref(values),
-                steps,
-                factor,
+                _AdamwArgs(*addresses, end - begin, ctypes.pointer(values), steps, factor, dtype)
             )
 
         _in_parallel(run, _parts(gradient.numel(), 1))
 
     @override
     def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        n_rows, n_columns = matrix.shape
-        dtype, row_bytes = protocol.DATA_TYPES[matrix.dtype], n_columns * matrix.itemsize
-        n_selected = columns.shape[0]
-        first, indices, first_selected = matrix.data_ptr(), columns.data_ptr(), selected.data_ptr()
+        dtype = protocol.DATA_TYPES[matrix.dtype]
 
         def run(_: int, begin: int, end: int) -> None:
-            self._library.zenflow_gather_columns(
-                first + begin * row_bytes,
-                dtype,
-                end - begin,
-                n_columns,
-                indices,
-                n_selected,
-                first_selected + begin * n_selected * matrix.itemsize,
-            )
+            self._library.zenflow_gather_columns(_Columns.of(matrix, columns, selected, begin, end), 1, dtype)
 
-        _in_parallel(run, _parts(n_rows, n_columns))
+        _in_parallel(run, _parts(*matrix.shape))
 
     @override
     def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
@@ -229,7 +283,7 @@ class CpuKernels(Kernels):
         return partial(self._write_columns, tables, list(writes))
 
     def _write_columns(self, tables: Sequence[Any], writes: Sequence[ColumnWrite]) -> None:
-        """Carries the tables out, each on a thread of its own; they point into the tensors of `writes`."""
+        """Executes each table on its own thread; they point into the tensors of `writes`."""
         if not writes:
             return
         dtype = protocol.DATA_TYPES[writes[0].matrix.dtype]
@@ -240,87 +294,33 @@ class CpuKernels(Kernels):
         _in_parallel(run, [(part, 0, 0) for part in range(len(tables))])
 
 
-class _ColumnWrite(ctypes.Structure):
-    """`zenflow_column_write`."""
-
-    _fields_ = (
-        ("matrix", _pointer),
-        ("rows", _int64),
-        ("width", _int64),
-        ("indices", _pointer),
-        ("n_selected", _int64),
-        ("selected", _pointer),
-    )
-
-
 def _table(writes: Sequence[ColumnWrite], part: int, n_parts: int) -> Any:
-    """One of `n_parts` shares of the writes' rows, as an array of `_ColumnWrite`."""
+    """One of `n_parts` shares of the writes' rows, as an array of `_Columns`."""
     entries = []
     for write in writes:
-        n_rows, width = write.matrix.shape
-        n_selected = write.selected.shape[1]
-        if n_selected == 0:
-            continue
+        n_rows = write.matrix.shape[0]
         begin, end = n_rows * part // n_parts, n_rows * (part + 1) // n_parts
-        entries.append(
-            _ColumnWrite(
-                matrix=_address(write.matrix, begin),
-                rows=end - begin,
-                width=width,
-                indices=None if write.columns is None else write.columns.data_ptr(),
-                n_selected=n_selected,
-                selected=_address(write.selected, begin),
-            )
-        )
-    return (_ColumnWrite * len(entries))(*entries)
+        entries.append(_Columns.of(write.matrix, write.columns, write.selected, begin, end))
+    return (_Columns * len(entries))(*entries)
 
 
-class _Sink(NamedTuple):
-    """Rows [begin, end) of a gradient, and the addresses that the compiled pass puts them at, 0 for none. A tuple: one is made for every
-    gradient.
-    """
-
-    begin: int = 0
-    end: int = 0
-    slot: int = 0
-    columns: int = 0
-    """Indices of the first selection's columns; 0: all of them."""
-    n_selected: int = 0
-    selected: int = 0
-    selected_row_bytes: int = 0
-
-    @classmethod
-    def of(cls, destination: Destination, n_columns: int) -> "_Sink":
-        """The rows of a destination, with the first of its selections."""
-        begin, slot = destination.begin // n_columns, destination.slot
-        end = begin + slot.shape[0]
-        if not destination.selections:
-            return cls(begin, end, slot.data_ptr())
-        columns, target = destination.selections[0].columns, destination.selections[0].target
-        n_selected = n_columns if columns is None else columns.shape[0]
-        return cls(
-            begin,
-            end,
-            slot.data_ptr(),
-            0 if columns is None else columns.data_ptr(),
-            n_selected,
-            target.data_ptr(),
-            n_selected * slot.itemsize,
-        )
-
-
-def _beyond(address: int, n_bytes: int) -> int:
-    """The address so many bytes further on; none stays none."""
-    return address + n_bytes if address else 0
+def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]:
+    """Address of the column indices of a destination's first selection, 0 for all; their number; address of a row of its target."""
+    if not destination.selections:
+        return 0, 0, 0
+    columns, target = destination.selections[0].columns, destination.selections[0].target
+    n_selected = target.shape[1]
+    first = target.data_ptr() + row * n_selected * target.itemsize
+    return 0 if columns is None else columns.data_ptr(), n_selected, first
 
 
 def _address(tensor: Tensor, row: int = 0) -> int:
-    """Where a row of a contiguous tensor begins."""
+    """Address of a row of a contiguous tensor."""
     return int(tensor.data_ptr()) + row * tensor.stride(0) * tensor.element_size()
 
 
 def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:
-    """(number, first row, one past the last row) of the pieces that are worth a thread each."""
+    """(number, first row, one past the last row) of the parts for the threads."""
     n = min(torch.get_num_threads(), n_rows, n_rows * n_columns // _SMALLEST_PART)
     if n <= 1:
         return [(0, 0, n_rows)]
@@ -328,7 +328,7 @@ def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:
 
 
 def _in_parallel(run: Callable[[int, int, int], None], parts: Sequence[tuple[int, int, int]]) -> None:
-    """Calls `run` with each part. The library is entered without Python's lock, so they run side by side."""
+    """Calls `run` with each part, in parallel: ctypes releases Python's lock."""
     if len(parts) == 1:
         run(*parts[0])
         return

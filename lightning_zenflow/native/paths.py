@@ -1,4 +1,4 @@
-"""Where what was compiled is: the worker's executable and the library of kernels for the CPU."""
+"""Paths of the compiled files: the worker's executable and the library of CPU kernels."""
 
 import os
 from contextlib import suppress
@@ -11,12 +11,12 @@ _ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
 
 
 def worker_executable() -> Path:
-    """Path of the worker's executable, ``bin/zenflow-worker`` in the installed package.
+    """Path of the worker's executable: ``bin/zenflow-worker`` in the installed package.
 
-    The environment variable ``LIGHTNING_ZENFLOW_WORKER`` names another one.
+    The environment variable ``LIGHTNING_ZENFLOW_WORKER`` overrides it.
 
     Raises:
-        RuntimeError: there is none, or it cannot be executed.
+        RuntimeError: the file is missing or not executable.
     """
     override = os.environ.get(_ENVIRONMENT_VARIABLE)
     if override:
@@ -34,10 +34,10 @@ def worker_executable() -> Path:
 
 
 def device_library() -> Path:
-    """Path of ``libzenflow-device.so``, beside the worker's executable.
+    """Path of ``libzenflow-device.so``, in the folder of the worker's executable.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: the file is missing.
     """
     path = worker_executable().with_name("libzenflow-device.so")
     if not path.is_file():
@@ -49,7 +49,7 @@ def device_library() -> Path:
 
 def _candidates() -> list[Path]:
     folders = [Path(folder) for folder in lightning_zenflow.__path__]
-    # In an editable install the sources stay where they are, and what was built lies beside the package's metadata.
+    # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
     with suppress(PackageNotFoundError):
         folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
     return [folder / "bin" / "zenflow-worker" for folder in dict.fromkeys(folders)]
@@ -59,5 +59,5 @@ def _executable(path: Path, origin: str) -> Path:
     if not path.is_file():
         raise RuntimeError(f"The worker's executable {path}, {origin}, does not exist.")
     if not os.access(path, os.X_OK):
-        raise RuntimeError(f"The worker's executable {path}, {origin}, may not be executed; `chmod +x` it.")
+        raise RuntimeError(f"The worker's executable {path}, {origin}, must be executable; run `chmod +x {path}`.")
     return path

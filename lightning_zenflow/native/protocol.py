@@ -1,7 +1,6 @@
-"""The contract with the worker process, field by field as in ``csrc/protocol.h``.
+"""Mirror of ``csrc/common/protocol.h``, field by field: the contract with the worker process.
 
-That header is the documentation: units, ownership and ordering are written there. A test compares every size and offset
-here with what ``zenflow-worker --layout`` prints.
+The header documents units, ownership and ordering. A test compares every size and offset with ``zenflow-worker --layout``.
 """
 
 import ctypes
@@ -12,7 +11,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 HEADER_BYTES: Final = 4096
 
@@ -20,12 +19,12 @@ MAX_MESSAGE_BYTES: Final = 16384
 
 TILE_ELEMENTS: Final = 128
 
-JOURNAL_SLOT_BYTES: Final = 4096
+JOURNAL_ENTRY_BYTES: Final = 4096
 
 MAX_THREAD_SPANS: Final = 256
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types of gradient pages and publish buffers, as ``zenflow::DataType`` numbers them."""
+"""Element types of gradient slots and publish buffers: values of ``zenflow::DataType``."""
 
 
 class ArenaHeader(ctypes.LittleEndianStructure):
@@ -42,10 +41,10 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("n_blocks", ctypes.c_uint32),
         ("n_param_groups", ctypes.c_uint32),
         ("n_step_records", ctypes.c_uint32),
-        ("n_pages", ctypes.c_uint32),
+        ("n_slots", ctypes.c_uint32),
         ("n_publish_buffers", ctypes.c_uint32),
-        ("page_numel", ctypes.c_uint64),
-        ("n_journal_slots", ctypes.c_uint32),
+        ("slot_numel", ctypes.c_uint64),
+        ("n_journal_entries", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("ranges_offset", ctypes.c_uint64),
         ("blocks_offset", ctypes.c_uint64),
@@ -54,13 +53,13 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("master_offset", ctypes.c_uint64),
         ("exp_avg_offset", ctypes.c_uint64),
         ("exp_avg_sq_offset", ctypes.c_uint64),
-        ("pages_offset", ctypes.c_uint64),
+        ("slots_offset", ctypes.c_uint64),
         ("publish_offset", ctypes.c_uint64),
         ("journal_offset", ctypes.c_uint64),
         ("block_words_offset", ctypes.c_uint64),
         ("resolved_step", ctypes.c_int64),
-        ("begun_round", ctypes.c_int64),
-        ("completed_round", ctypes.c_int64),
+        ("begun_job", ctypes.c_int64),
+        ("completed_job", ctypes.c_int64),
         ("n_shares", ctypes.c_uint64),
     )
 
@@ -77,13 +76,13 @@ class Range(ctypes.LittleEndianStructure):
 
 
 class Block(ctypes.LittleEndianStructure):
-    """``zenflow::Block``: elements of the partition that are handed over together."""
+    """``zenflow::Block``: elements of the partition that one job updates."""
 
     _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
 
 
 class Hyperparameters(ctypes.LittleEndianStructure):
-    """``zenflow::Hyperparameters``: what a step of one parameter group needs besides the gradient."""
+    """``zenflow::Hyperparameters``: optimizer settings of one parameter group in one step."""
 
     _fields_ = (
         ("lr", ctypes.c_double),
@@ -103,13 +102,13 @@ class StepWord(ctypes.LittleEndianStructure):
 
 
 class StepRecord(ctypes.LittleEndianStructure):
-    """``zenflow::StepRecord``: followed in memory by one ``Hyperparameters`` a parameter group."""
+    """``zenflow::StepRecord``: followed in memory by one ``Hyperparameters`` per parameter group."""
 
     _fields_ = (("word", StepWord), ("count", ctypes.c_int64), ("reserved", ctypes.c_int64))
 
 
-class JournalSlot(ctypes.LittleEndianStructure):
-    """``zenflow::JournalSlot``: one thread's share of a round, and how far it is."""
+class JournalEntry(ctypes.LittleEndianStructure):
+    """``zenflow::JournalEntry``: progress and undo log of one thread's share of a job."""
 
     _fields_ = (
         ("saved", ctypes.c_float * (3 * TILE_ELEMENTS)),
@@ -117,48 +116,38 @@ class JournalSlot(ctypes.LittleEndianStructure):
         ("end", ctypes.c_uint64),
         ("position", ctypes.c_uint64),
         ("saved_at", ctypes.c_uint64),
-        ("reserved", ctypes.c_uint8 * (JOURNAL_SLOT_BYTES - 12 * TILE_ELEMENTS - 32)),
+        ("reserved", ctypes.c_uint8 * (JOURNAL_ENTRY_BYTES - 12 * TILE_ELEMENTS - 32)),
     )
 
 
 class MessageType(enum.IntEnum):
     """``zenflow::MessageType``: the first word of every socket message."""
 
-    ROUND = 1
+    JOB = 1
     EXIT = 2
     READY = 3
     DONE = 4
     ERROR = 5
 
 
-class Rule(enum.IntEnum):
-    """``zenflow::Rule``: what a round does with its gradients."""
-
-    REPLAY = 0
-    ACCUMULATE = 1
-
-
 class MessageHeader(ctypes.LittleEndianStructure):
-    """``zenflow::MessageHeader``: a whole message (exit) or the start of one (error text)."""
+    """``zenflow::MessageHeader``: the whole exit message, and the start of an error message."""
 
     _fields_ = (("type", ctypes.c_uint32), ("reserved", ctypes.c_uint32))
 
 
-class Round(ctypes.LittleEndianStructure):
-    """``zenflow::Round``: followed in the message by ``uint32_t pages[n_steps]``."""
+class UpdateJob(ctypes.LittleEndianStructure):
+    """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[n_steps]``."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
-        ("round_id", ctypes.c_int64),
+        ("job_id", ctypes.c_int64),
         ("first_step", ctypes.c_int64),
         ("n_steps", ctypes.c_uint32),
         ("publish_buffer", ctypes.c_uint32),
-        ("rule", ctypes.c_uint32),
-        ("look_ahead", ctypes.c_float),
-        ("n_updates", ctypes.c_int64),
-        ("early", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("prediction_steps", ctypes.c_float),
+        ("in_backward", ctypes.c_uint32),
     )
 
 
@@ -169,12 +158,12 @@ class Ready(ctypes.LittleEndianStructure):
 
 
 class Done(ctypes.LittleEndianStructure):
-    """``zenflow::Done``: one per round, in order of submission; followed in the message by ``ThreadSpan[n_spans]``."""
+    """``zenflow::Done``: one per job, in order of submission; followed in the message by ``ThreadSpan[n_spans]``."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
-        ("round_id", ctypes.c_int64),
+        ("job_id", ctypes.c_int64),
         ("start_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("busy_ns", ctypes.c_int64),
@@ -184,6 +173,6 @@ class Done(ctypes.LittleEndianStructure):
 
 
 class ThreadSpan(ctypes.LittleEndianStructure):
-    """``zenflow::ThreadSpan``: when a thread of the worker worked on a round."""
+    """``zenflow::ThreadSpan``: time that a thread of the worker worked on a job."""
 
     _fields_ = (("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))

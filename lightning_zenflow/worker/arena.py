@@ -1,7 +1,7 @@
-"""The memory that the trainer and its worker share: one memfd per rank, seen as tensors.
+"""Shared memory of the trainer and its worker: one memfd per rank, as tensors. ``csrc/common/protocol.h`` specifies the layout.
 
-Why a memfd: it has no name that could be left behind, it is no part of /dev/shm (which containers limit to 64 MB), and it
-lives exactly as long as somebody holds it. The layout is written down in ``csrc/protocol.h``.
+A memfd has no name that could be left behind, does not count towards /dev/shm (which containers limit to 64 MB), and is freed with
+its last file descriptor and mapping.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _CACHE_LINE_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaSizes:
-    """What decides the arena's size besides the partition."""
+    """Sizes of the arena that do not follow from the partition."""
 
     n_param_groups: int
     n_step_records: int
@@ -36,29 +36,29 @@ class ArenaSizes:
     dtype: torch.dtype
     """Element type of gradients and published weights: the model's."""
     n_threads: int = 1
-    """Of the worker; each keeps a journal of what it has in hand."""
+    """Of the worker; each has a journal entry."""
 
 
 class Arena:
-    """Owner of the shared memory. All tensors are views of it and keep it mapped for as long as they live.
+    """Owner of the shared memory. All tensors are views that keep it mapped.
 
     Args:
         partition: the rank's partition.
         sizes: see `ArenaSizes`.
-        device: where the model is; for a CUDA device what is reserved is page-locked.
-        cores: those of the worker, near which memory is taken that is page-locked; none: wherever the caller runs.
+        device: of the model; reserved memory is page-locked for a CUDA device.
+        cores: of the worker; page-locked memory is allocated on their NUMA nodes. Empty: on the caller's node.
 
     Attributes:
         master: [partition.numel] float32, the exact weights.
         exp_avg: [partition.numel] float32, first moments.
         exp_avg_sq: [partition.numel] float32, second moments.
-        states: [3, partition.numel] float32, strided; the three of them.
-        slots: [n_slots, page_numel], gradients, one block's of one step in each.
-        publish: [n_publish_buffers, page_numel], the worker's new weights, one block's in each.
-        clip: [n_step_records] float32, strided; the factor of each step.
+        states: [3, partition.numel] float32, strided; master, exp_avg and exp_avg_sq.
+        slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
+        publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
+        clip: [n_step_records] float32, strided; the factor on each step's gradient.
         sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
-        block_clip: [n_blocks] float32, strided; the factor of each block in its last early round.
-        block_sequence: [n_blocks] int64, strided; that round's step, once the block's gradient has arrived.
+        block_clip: [n_blocks] float32, strided; the factor of each block's last job in backward.
+        block_sequence: [n_blocks] int64, strided; the step of that job, once the block's gradient has arrived.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Arena:
         self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, header.total_bytes)
         self._memory = mmap.mmap(self._fd, header.total_bytes)
-        # A forked dataloader worker must neither hold nor copy the model's optimizer states.
+        # Forked dataloader workers must neither keep nor copy the optimizer states.
         self._memory.madvise(mmap.MADV_DONTFORK)
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = protocol.ArenaHeader.from_buffer(self._memory)
@@ -83,9 +83,9 @@ class Arena:
         self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
         self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
         self.states = self._states(header)
-        shape = (sizes.n_slots, header.page_numel)
-        self.slots = self._tensor(sizes.dtype, header.pages_offset, shape[0] * shape[1]).view(shape)
-        shape = (sizes.n_publish_buffers, header.page_numel)
+        shape = (sizes.n_slots, header.slot_numel)
+        self.slots = self._tensor(sizes.dtype, header.slots_offset, shape[0] * shape[1]).view(shape)
+        shape = (sizes.n_publish_buffers, header.slot_numel)
         self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
         records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
         records = records.view(sizes.n_step_records, header.step_record_bytes)
@@ -95,35 +95,35 @@ class Arena:
         self.block_clip, self.block_sequence = _words(blocks_words.view(header.n_blocks, word_bytes))
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
-        # Page-locked memory is what lets the device copy without the host's help.
+        # The device can copy asynchronously only from and to page-locked memory.
         self.pinned = device.type == "cuda"
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
-        self._state_end = int(header.pages_offset)
+        self._state_end = int(header.slots_offset)
 
     @property
     def fd(self) -> int:
-        """The memfd, for the worker to inherit; stays the arena's."""
+        """The memfd, for the worker to inherit; owned by the arena."""
         return self._fd
 
     @property
     def reserved_bytes(self) -> int:
-        """The part of the shared memory that is in use or may be at any time. The rest takes no memory."""
+        """Bytes of the shared memory that may be in use. The rest takes no memory."""
         return sum(end - begin for begin, end in self._reserved)
 
     def reserve(self, *, n_slots: int, n_publish_buffers: int) -> None:
-        """Has the states and the first slots and publish buffers ready for use, page-locked for a CUDA device. What is reserved stays so.
+        """Reserves the states and the first slots and publish buffers, page-locked for a CUDA device. Reservations are permanent.
 
-        Page-locking takes the memory if nobody has touched it, so the worker, which touches the states when it starts, comes before.
+        Page-locking allocates memory that has not been touched, so the worker, which touches the states at its start, must start before.
         """
         row_bytes = self.slots.element_size() * self.slots.shape[1]
         header = self._header
-        self._reserve(0, header.pages_offset)
-        self._reserve(header.pages_offset, header.pages_offset + n_slots * row_bytes)
+        self._reserve(0, header.slots_offset)
+        self._reserve(header.slots_offset, header.slots_offset + n_slots * row_bytes)
         self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
 
     def _reserve(self, begin: int, end: int) -> None:
-        """Reserves [begin, end), rounded up to whole pages of memory, but for what is reserved at its start."""
+        """Reserves [begin, end), rounded up to whole memory pages, without what is already reserved at its start."""
         end = _round_up(end, _PAGE_BYTES)
         for reserved_begin, reserved_end in self._reserved:
             if reserved_begin <= begin < reserved_end:
@@ -142,8 +142,9 @@ class Arena:
 
     @property
     def resolved(self) -> tuple[int, int]:
-        """The last step whose factor the worker has read, and the number of applied steps up to it; to be set and exact when no round is in
-        flight.
+        """The last step whose factor the worker has read, and the number of applied steps up to it.
+
+        Exact, and to be set, only while no job is in flight.
         """
         step = int(self._header.resolved_step)
         return step, int(self._counts[step % self.n_step_records])
@@ -151,14 +152,14 @@ class Arena:
     @resolved.setter
     def resolved(self, value: tuple[int, int]) -> None:
         step, count = value
-        # Words of a run before this one must not count as those of its steps.
+        # Stale words of an earlier run must not match steps of this one.
         self.sequence.zero_()
         self.block_sequence.zero_()
         self._counts[step % self.n_step_records] = count
         self._header.resolved_step = step
 
     def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters]) -> None:
-        """Fills the step's record; its factor and sequence word follow from the device."""
+        """Writes the step's hyperparameters; the device writes its factor and sequence number later."""
         header = self._header
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
         begin += ctypes.sizeof(protocol.StepRecord)
@@ -168,24 +169,24 @@ class Arena:
             entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
 
     def write_ranges(self, ranges: Sequence[Range]) -> None:
-        """Says which elements are updated; for workers that start later. As many ranges as the partition has slices are always allowed."""
+        """Sets the elements that workers update which start later. There is room for one range per slice of the partition."""
         self._header.n_ranges = len(ranges)
         table = (protocol.Range * len(ranges)).from_buffer(self._memory, self._header.ranges_offset)
         for entry, r in zip(table, ranges, strict=True):
             entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
 
     def close(self, *, keep_state: bool) -> None:
-        """Unlocks the memory, closes the file and gives back what nobody reads any more. May be called again.
+        """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent.
 
-        The worker must have ended. Tensors may be read as before, since the mapping itself goes with the last of them; where the memory has
-        been given back they show zeros.
+        The worker must have ended. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as
+        zeros.
 
         Args:
-            keep_state: whether master weights and moments stay; slots and publish buffers never do.
+            keep_state: whether to keep master weights and moments; slots and publish buffers are always freed.
         """
         if self.pinned:
             self.pinned = False
-            # Where an error has ended training, copies may still be on their way.
+            # After an error, copies may still be in flight.
             torch.cuda.synchronize()
             for begin, _ in self._reserved:
                 _cuda("cudaHostUnregister", self._address() + begin)
@@ -193,9 +194,9 @@ class Arena:
             os.close(self._fd)
             self._fd = -1
         begin = _round_up(self._state_end, mmap.PAGESIZE) if keep_state else 0
-        # A rank with nothing but padding has no slots.
+        # A rank with only padding has no slots.
         if begin < len(self._memory):
-            # Refused where the user has locked all memory of the process (`mlockall`); then it goes with the mapping.
+            # Fails if all memory of the process is locked (`mlockall`); it is then freed with the mapping.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_REMOVE, begin, len(self._memory) - begin)
 
@@ -206,7 +207,9 @@ class Arena:
         if header.numel == 0:
             return torch.empty(3, 0)
         stride = (header.exp_avg_offset - header.master_offset) // 4
-        assert header.exp_avg_sq_offset - header.exp_avg_offset == 4 * stride, "_layout reserves equal pieces in a row"
+        assert header.exp_avg_sq_offset - header.exp_avg_offset == 4 * stride, (
+            "_layout places the three states at equal distances"
+        )
         flat = self._tensor(torch.float32, header.master_offset, 2 * stride + header.numel)
         return flat.as_strided((3, header.numel), (stride, 1))
 
@@ -217,7 +220,7 @@ class Arena:
 
 
 def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
-    """Host memory that the arena takes."""
+    """Size of the arena in bytes of host memory."""
     return int(_layout(partition, sizes).total_bytes)
 
 
@@ -232,11 +235,11 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         n_blocks=len(partition.blocks),
         n_param_groups=sizes.n_param_groups,
         n_step_records=sizes.n_step_records,
-        n_pages=sizes.n_slots,
+        n_slots=sizes.n_slots,
         n_publish_buffers=sizes.n_publish_buffers,
-        n_journal_slots=sizes.n_threads,
-        # Whole pages of memory, so that none is cut where one reservation ends and the next begins: the device copies within one only.
-        page_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
+        n_journal_entries=sizes.n_threads,
+        # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
+        slot_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
     )
     end = protocol.HEADER_BYTES
 
@@ -254,12 +257,12 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     )
     header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
     header.block_words_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.StepWord))
-    header.journal_offset = reserve(header.n_journal_slots * ctypes.sizeof(protocol.JournalSlot))
+    header.journal_offset = reserve(header.n_journal_entries * ctypes.sizeof(protocol.JournalEntry))
     header.master_offset = reserve(4 * header.numel)
     header.exp_avg_offset = reserve(4 * header.numel)
     header.exp_avg_sq_offset = reserve(4 * header.numel)
-    header.pages_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.page_numel)
-    header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.page_numel)
+    header.slots_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.slot_numel)
+    header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.slot_numel)
     header.total_bytes = end
     return header
 
@@ -281,6 +284,6 @@ def _cuda(call: str, *arguments: int) -> None:
     error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
     if error != 0:
         raise RuntimeError(
-            f"{call} failed with CUDA error {error}: the optimizer states' host memory cannot be page-locked; `ulimit -l` may forbid it, or"
-            " too little memory is left"
+            f"{call} failed with CUDA error {error}: cannot page-lock the host memory of the optimizer states; raise `ulimit -l` or"
+            " free host memory"
         )

@@ -1,8 +1,8 @@
-"""The worker process as the trainer sees it: start, submit, wait, close. The messages are those of ``csrc/protocol.h``.
+"""The worker process: start, submit, wait, close. ``csrc/common/protocol.h`` specifies the messages.
 
-The worker is an executable of its own (C++, no Python) that inherits two file descriptors: the arena's and one end of a
-socket pair. When the trainer dies in whatever way, the kernel closes its end and the worker leaves; when the worker dies, the
-trainer's next wait sees the end of the stream and raises with the worker's last words. `lightning_zenflow.worker.supervisor` starts another.
+The worker is a C++ executable that inherits two file descriptors: the arena's and one end of a socket pair. When the trainer dies, the
+kernel closes its end and the worker exits. When the worker dies, the trainer's next wait sees the end of the stream and raises an error
+with the worker's last output. `lightning_zenflow.worker.supervisor` then starts another one.
 """
 
 import ctypes
@@ -26,25 +26,25 @@ _log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 
 _EXIT_TIMEOUT_S = 1.0
-"""What a worker that is asked to exit may need; nothing is lost when it is killed instead."""
+"""Time for a requested exit; the worker is killed after it, which loses nothing."""
 
 _DEATH_TIMEOUT_S = 10.0
-"""What the kernel may need to end a process and to give back its memory."""
+"""Time for the kernel to end the process and to free its memory."""
 
-_LAST_WORDS_BYTES = 4096
+_STDERR_BYTES = 4096
 
 
 class WorkerError(RuntimeError):
-    """The worker failed, died or did not answer in time; the message holds its own words where it left any."""
+    """The worker failed, died or did not answer in time. The message contains its last output, if any."""
 
 
 class WorkerKilled(WorkerError):
-    """A signal has ended the worker: whatever it was about, another one can go on in the same memory."""
+    """A signal ended the worker; another one can continue on the same arena."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobMessage:
-    """A round as it is handed over: the fields of ``zenflow::Round``, which says what they mean."""
+    """An update job as the worker receives it; ``zenflow::UpdateJob`` documents the fields."""
 
     job_id: int
     block: int
@@ -55,18 +55,16 @@ class JobMessage:
     in_backward: bool = False
 
     def message(self) -> bytes:
-        """As it goes over the socket."""
-        header = protocol.Round(
-            type=protocol.MessageType.ROUND,
+        """Its bytes on the socket."""
+        header = protocol.UpdateJob(
+            type=protocol.MessageType.JOB,
             block=self.block,
-            round_id=self.job_id,
+            job_id=self.job_id,
             first_step=self.first_step,
             n_steps=len(self.slots),
             publish_buffer=self.publish_buffer,
-            rule=protocol.Rule.REPLAY,
-            look_ahead=self.prediction_steps,
-            n_updates=0,
-            early=self.in_backward,
+            prediction_steps=self.prediction_steps,
+            in_backward=self.in_backward,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
@@ -75,13 +73,13 @@ class Worker:
     """Owner of the worker process and of the trainer's end of the socket.
 
     Args:
-        arena: the shared memory, with header and tables filled in.
-        cores: logical cores, one thread pinned to each.
-        timeout_s: longest wait for an answer, and the worker's own longest wait for a step's data.
+        arena: the shared memory.
+        cores: logical cores, each with one pinned thread.
+        timeout_s: limit of each wait for an answer, and of the worker's wait for a step's data.
 
     Raises:
-        WorkerKilled: a signal ended it before it was ready.
-        WorkerError: it could not be started.
+        WorkerKilled: a signal ended the worker before it was ready.
+        WorkerError: the worker could not be started.
     """
 
     def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float) -> None:
@@ -90,11 +88,11 @@ class Worker:
         keep_from_children(self._socket)
         self._answers = select.poll()
         self._answers.register(self._socket, select.POLLIN)
-        # A file in memory rather than a pipe: nobody has to read it while the worker lives.
+        # A memory file instead of a pipe: it need not be drained while the worker runs.
         self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
-        # Idle OpenMP threads must sleep: their cores may be the data loaders' in the meantime.
+        # Idle OpenMP threads must sleep: data loaders may use their cores.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
-        # A limit that was meant for the trainer's libraries; the worker has as many threads as it has cores.
+        # Such a limit is meant for the trainer's libraries; the worker has one thread per core.
         environment.pop("OMP_THREAD_LIMIT", None)
         command = [
             str(worker_executable()),
@@ -117,7 +115,7 @@ class Worker:
             ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, _START_TIMEOUT_S))
             if ready.version != protocol.VERSION:
                 raise WorkerError(
-                    f"the ZenFlow worker speaks protocol {ready.version}, this package {protocol.VERSION}: reinstall lightning-zenflow"
+                    f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"
                 )
         except BaseException:
             self.kill()
@@ -126,30 +124,30 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process number of the worker."""
+        """Process ID of the worker."""
         return self._process.pid
 
-    def submit(self, submission: JobMessage) -> None:
-        """Hands a round over; returns at once.
+    def submit(self, job: JobMessage) -> None:
+        """Submits a job; returns immediately.
 
         Raises:
-            WorkerKilled: a signal has ended the worker.
-            WorkerError: it has ended otherwise, or takes no messages.
+            WorkerKilled: a signal ended the worker.
+            WorkerError: the worker exited, or does not receive messages.
         """
-        self._send(submission.message())
+        self._send(job.message())
 
     def wait(self) -> Completion:
-        """Waits for the oldest round that has not been answered yet.
+        """Waits for the oldest unacknowledged job.
 
         Raises:
-            WorkerKilled: a signal has ended the worker.
-            WorkerError: it failed and says how, has ended otherwise, or does not answer in time.
+            WorkerKilled: a signal ended the worker.
+            WorkerError: the worker reported an error, exited, or did not answer in time.
         """
         message = self._receive(protocol.MessageType.DONE, self._timeout_s)
         done = protocol.Done.from_buffer_copy(message)
         threads = (protocol.ThreadSpan * done.n_spans).from_buffer_copy(message, ctypes.sizeof(protocol.Done))
         return Completion(
-            job_id=done.round_id,
+            job_id=done.job_id,
             start_ns=done.start_ns,
             wait_ns=done.wait_ns,
             busy_ns=done.busy_ns,
@@ -157,21 +155,21 @@ class Worker:
         )
 
     def has_answered(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Whether `wait` would return or raise immediately."""
         return bool(self._answers.poll(0))
 
     def close(self) -> None:
-        """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""
+        """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
         if self._process.poll() is None:
             try:
                 self._send(bytes(protocol.MessageHeader(type=protocol.MessageType.EXIT)))
                 self._process.wait(timeout=_EXIT_TIMEOUT_S)
             except (WorkerError, subprocess.TimeoutExpired):
-                _log.warning("the ZenFlow worker (process %d) did not exit when asked to and is killed", self.pid)
+                _log.warning("the ZenFlow worker (process %d) did not exit in time and is killed", self.pid)
         self.kill()
 
     def kill(self) -> None:
-        """Ends the worker now and frees everything that belonged to it. May be called again."""
+        """Kills the worker and frees its resources. Idempotent."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(timeout=_DEATH_TIMEOUT_S)
@@ -181,13 +179,13 @@ class Worker:
             self._stderr_fd = -1
 
     def _send(self, message: bytes) -> None:
-        # The socket's buffer holds far more jobs than are ever in flight; a full one means that the worker has stopped reading.
+        # The socket's buffer holds far more jobs than are ever in flight, so a full one means that the worker does not read.
         self._socket.settimeout(self._timeout_s)
         try:
             self._socket.send(message)
         except TimeoutError as error:
             raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) took no message within {self._timeout_s:g} s"
+                f"the ZenFlow worker (process {self.pid}) received no message within {self._timeout_s:g} s"
             ) from error
         except OSError as error:
             raise self._death() from error
@@ -197,7 +195,7 @@ class Worker:
         if not self._answers.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise WorkerError(
                 f"the ZenFlow worker (process {self.pid}) did not answer within {timeout_s:g} s;"
-                " `worker_timeout` sets how long to wait" + self._quoted_stderr()
+                " raise `worker_timeout` if it is only slow" + self._quoted_stderr()
             )
         try:
             message = self._socket.recv(protocol.MAX_MESSAGE_BYTES)
@@ -210,11 +208,11 @@ class Worker:
             text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
             raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
         if kind != expected:
-            raise WorkerError(f"the ZenFlow worker sent message {kind} where {expected.name} was expected")
+            raise WorkerError(f"the ZenFlow worker's message must be {expected.name}, got type {kind}")
         return message
 
     def _death(self) -> WorkerError:
-        """What to raise about a worker that has closed its end."""
+        """The error for a worker that has closed its end."""
         try:
             status = self._process.wait(timeout=_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -229,9 +227,5 @@ class Worker:
 
     def _quoted_stderr(self) -> str:
         size = os.fstat(self._stderr_fd).st_size
-        text = (
-            os.pread(self._stderr_fd, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
-            .decode(errors="replace")
-            .strip()
-        )
-        return f"; its last words:\n{text}" if text else "; it left no message"
+        text = os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+        return f"; its last output:\n{text}" if text else "; it had no output"

@@ -1,4 +1,4 @@
-"""Keeps a worker running: whatever kills one, another goes on where it was."""
+"""Restarts a killed worker and resubmits its unacknowledged jobs."""
 
 import logging
 import time
@@ -12,34 +12,32 @@ from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError, Wo
 _log = logging.getLogger(__name__)
 
 RESTART_WINDOW_S = 600.0
-"""Seconds over which restarts are counted against `max_worker_restarts`."""
+"""Seconds over which restarts count towards `max_worker_restarts`."""
 
 
 class SupervisedWorker:
-    """A worker that is replaced when a signal ends it: by the system that runs out of memory, an operator, a fault of its own.
+    """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
-    The protocol of recovery. Everything a round needs and everything it produces lies in the arena, which the trainer owns and which
-    outlives any worker. So after a death:
+    Recovery. All inputs and outputs of jobs are in the arena, which the trainer owns and which outlives workers. After a death:
 
-    1. The dead process is waited for until the kernel says that all of its threads have ended: none of them writes any more.
-    2. A new one is started on the same arena, and told of nothing.
-    3. All jobs whose answer has not been read are submitted again, unchanged and in the same order.
-    4. The new worker finds in the arena's header the last round that was completed and the last that was begun
-       (``csrc/protocol.h``). JobQueue up to the former it answers at once; their answers were lost, not their work. If the latter is
-       another one, it was in hand: the journal (``csrc/journal.h``) has each thread's share of it and what is done of that; a tile
-       whose last update may be half written is updated again from the copy beside it (``csrc/tile_journal.h``). All other jobs have
-       touched nothing and are carried out as usual, as are the waits for their steps' data.
+    1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
+    2. *restart*: start a new worker on the same arena.
+    3. *resubmit*: submit all unacknowledged jobs again, unchanged and in order.
+    4. *continue*, in the worker: jobs are idempotent. Those up to the header's `completed_job` are acknowledged without being applied
+       again. The one that was in progress continues from the undo log: each thread's journal entry (``csrc/worker/journal.h``) tells how
+       far it was, and a tile whose last update may be incomplete is updated again from its saved copy
+       (``csrc/replay/tile_journal.h``). Later jobs have not changed anything.
 
-    So every update is applied exactly once and the run ends with the same bits, whenever the worker dies: while it starts or waits, within
-    a tile, between master weights and published ones, before its answer and after it. It may die again during all this.
+    Every update is therefore applied exactly once, and the run has the same bits whenever the worker dies: at its start, while it waits,
+    within a tile, between master and published weights, before or after its answer, or again during recovery.
 
-    What is not repaired: a worker that reports an error and exits would report it again, so that is raised at once; so is a missed
-    `worker_timeout`; and a worker that dies too often is a fault that somebody has to look at.
+    Other failures are raised at once: an error that the worker reports would only be repeated, as would a missed `worker_timeout`; too
+    many deaths indicate a fault of the system.
 
     Args:
         start: starts a worker on the arena.
-        max_restarts: so many within `RESTART_WINDOW_S` are allowed.
-        stalls: where restarts are counted.
+        max_restarts: limit within `RESTART_WINDOW_S`.
+        stalls: counts restarts.
 
     Raises:
         WorkerError: no worker could be started.
@@ -49,33 +47,33 @@ class SupervisedWorker:
         self._start_worker = start
         self._max_restarts = max_restarts
         self._stalls = stalls
-        self._unanswered: deque[JobMessage] = deque()
+        self._unacknowledged: deque[JobMessage] = deque()
         self._restart_times: deque[float] = deque()
         self._worker = self._start()
 
     @property
     def pid(self) -> int:
-        """Process number of the present worker."""
+        """Process ID of the current worker."""
         return self._worker.pid
 
-    def submit(self, submission: JobMessage) -> None:
-        """Hands a round over; returns at once, but for a restart.
+    def submit(self, job: JobMessage) -> None:
+        """Submits a job; returns immediately unless the worker must be restarted.
 
         Raises:
-            WorkerError: the worker failed, or dies too often.
+            WorkerError: the worker failed, or died too often.
         """
-        self._unanswered.append(submission)
+        self._unacknowledged.append(job)
         try:
-            self._worker.submit(submission)
+            self._worker.submit(job)
         except WorkerKilled as death:
             with self._stalls.measure("restart"):
                 self._replace(death)
 
     def wait(self) -> Completion:
-        """Waits for the oldest round that has not been answered yet, across restarts.
+        """Waits for the oldest unacknowledged job, across restarts.
 
         Raises:
-            WorkerError: the worker failed, dies too often, or does not answer in time.
+            WorkerError: the worker failed, died too often, or did not answer in time.
         """
         while True:
             try:
@@ -83,37 +81,37 @@ class SupervisedWorker:
             except WorkerKilled as death:
                 self._replace(death)
             else:
-                submission = self._unanswered.popleft()
-                assert completion.job_id == submission.job_id, "the worker answers in order of submission"
+                job = self._unacknowledged.popleft()
+                assert completion.job_id == job.job_id, "the worker acknowledges jobs in order of submission"
                 return completion
 
     def has_answered(self) -> bool:
-        """Whether `wait` need not wait for the oldest round, but for a restart if the worker has died."""
+        """Whether `wait` would return immediately, unless the worker has died."""
         return self._worker.has_answered()
 
     def restart(self) -> None:
-        """Starts a new worker in place of the present one, which reads the arena's tables anew; with no round in flight only."""
-        assert not self._unanswered, "flush comes before"
+        """Replaces the worker by a new one, which reads the arena's tables again; only while no job is in flight."""
+        assert not self._unacknowledged, "restart requires a flush"
         self._worker.close()
         self._worker = self._start()
 
     def close(self) -> None:
-        """Asks the worker to exit once it is through with what it has, and waits for it; kills it if it does not."""
+        """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
         self._worker.close()
 
     def kill(self) -> None:
-        """Ends the worker now. May be called again."""
+        """Kills the worker. Idempotent."""
         self._worker.kill()
 
     def _replace(self, death: WorkerKilled) -> None:
-        """Starts another worker and submits again what was not answered."""
+        """Starts another worker and resubmits the unacknowledged jobs."""
         while True:
             self._count(death)
             self._worker.kill()
             self._worker = self._start()
             try:
-                for submission in self._unanswered:
-                    self._worker.submit(submission)
+                for job in self._unacknowledged:
+                    self._worker.submit(job)
                 return
             except WorkerKilled as another:
                 death = another
@@ -129,16 +127,16 @@ class SupervisedWorker:
         """Counts a restart.
 
         Raises:
-            WorkerError: there were too many.
+            WorkerError: the limit is exceeded.
         """
         now = time.monotonic()
         while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
             self._restart_times.popleft()
         if len(self._restart_times) >= self._max_restarts:
             raise WorkerError(
-                f"{death}\nWorkers have been restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes;"
-                f" allowed are max_worker_restarts={self._max_restarts}"
+                f"{death}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the limit"
+                f" max_worker_restarts={self._max_restarts}; find out what kills it, or raise the limit"
             ) from death
         self._restart_times.append(now)
         self._stalls.worker_restarts += 1
-        _log.warning("%s; another one goes on in its place, nothing is lost", death)
+        _log.warning("%s; a new worker continues, nothing is lost", death)

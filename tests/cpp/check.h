@@ -1,4 +1,4 @@
-// A minimal test framework: nothing has to be downloaded to run the tests.
+// A minimal test framework without dependencies.
 //
 //     TEST(channel, keeps_message_boundaries) { CHECK_EQ(received, sent); }
 #pragma once
@@ -26,7 +26,7 @@ struct Registration {
     Registration(const char* group, const char* name, void (*body)()) { all_tests().push_back({group, name, body}); }
 };
 
-// Ends the test in hand.
+// Ends the current test.
 class CheckFailed : public std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -39,7 +39,7 @@ template <typename... Parts>
     throw CheckFailed(text.str());
 }
 
-// Runs `action`, which must throw, and returns the exception's text.
+// Returns the text of the exception that `action` must throw.
 inline std::string error_of(const std::function<void()>& action) {
     try {
         action();

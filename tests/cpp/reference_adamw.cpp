@@ -5,7 +5,7 @@
 #include <random>
 
 #include "check.h"
-#include "half.h"
+#include "common/half.h"
 
 namespace zenflow::test {
 
@@ -47,7 +47,7 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
         float& w = state.master[i];
         float& m = state.exp_avg[i];
         float& v = state.exp_avg_sq[i];
-        float g = gradient[i] * clip;
+        float g = gradient[i - begin] * clip;
         if (decay != 0 && hyperparameters.decoupled == 0) g = std::fma(w, static_cast<float>(decay), g);
         m = m * beta1;
         m = std::fma(g, rest1, m);
@@ -60,32 +60,34 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
     }
 }
 
-std::vector<std::byte> encode(const std::vector<float>& values, DataType type) {
-    std::vector<std::byte> bytes;
-    const auto append = [&bytes](const auto& number) {
-        const auto* const begin = reinterpret_cast<const std::byte*>(&number);
-        bytes.insert(bytes.end(), begin, begin + sizeof(number));
-    };
-    for (const float value : values) {
-        if (type == DataType::kFloat32) append(value);
-        if (type == DataType::kBFloat16) append(from_float<BFloat16>(value));
-        if (type == DataType::kFloat16) append(from_float<Float16>(value));
+std::vector<InstructionSet> instruction_sets() {
+    std::vector<InstructionSet> result;
+    for (const InstructionSet candidate : kInstructionSets) {
+        if (available(candidate)) result.push_back(candidate);
     }
-    return bytes;
+    return result;
+}
+
+std::vector<std::byte> encode(const std::vector<float>& values, DataType type) {
+    return with_type(type, [&values](auto zero) {
+        std::vector<std::byte> bytes(values.size() * sizeof(zero));
+        for (size_t i = 0; i < values.size(); ++i) {
+            const auto number = from_float<decltype(zero)>(values[i]);
+            std::memcpy(bytes.data() + i * sizeof(number), &number, sizeof(number));
+        }
+        return bytes;
+    });
 }
 
 std::vector<float> decode(const std::byte* bytes, size_t n, DataType type) {
-    std::vector<float> values(n);
-    for (size_t i = 0; i < n; ++i) {
-        uint16_t bits = 0;
-        if (type == DataType::kFloat32) {
-            std::memcpy(&values[i], bytes + 4 * i, 4);
-        } else {
-            std::memcpy(&bits, bytes + 2 * i, 2);
-            values[i] = type == DataType::kBFloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
+    return with_type(type, [bytes, n](auto number) {
+        std::vector<float> values;
+        for (size_t i = 0; i < n; ++i) {
+            std::memcpy(&number, bytes + i * sizeof(number), sizeof(number));
+            values.push_back(to_float(number));
         }
-    }
-    return values;
+        return values;
+    });
 }
 
 void check_same_bits(const std::string& what, const float* actual, const float* expected, size_t n) {
@@ -96,6 +98,13 @@ void check_same_bits(const std::string& what, const float* actual, const float* 
                          expected[i]);
         }
     }
+}
+
+void check_same_state(const std::string& what, const AdamState& actual, const State& expected) {
+    const size_t n = expected.master.size();
+    check_same_bits(what + " master", actual.master, expected.master.data(), n);
+    check_same_bits(what + " exp_avg", actual.exp_avg, expected.exp_avg.data(), n);
+    check_same_bits(what + " exp_avg_sq", actual.exp_avg_sq, expected.exp_avg_sq.data(), n);
 }
 
 void check_same_bytes(const std::string& what, const std::byte* actual, const std::vector<float>& expected, DataType type) {

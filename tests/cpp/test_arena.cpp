@@ -5,9 +5,9 @@
 #include <limits>
 #include <string>
 
-#include "arena.h"
 #include "check.h"
 #include "trainer_arena.h"
+#include "worker/arena.h"
 
 namespace zenflow {
 namespace {
@@ -16,9 +16,9 @@ using test::ArenaSpec;
 using test::error_of;
 using test::TrainerArena;
 
-// The error that mapping an arena gives after `change` has been made to an intact one.
+// The error of mapping a valid arena after `change`.
 std::string error_after(const std::function<void(TrainerArena&)>& change) {
-    TrainerArena trainer{ArenaSpec{}};
+    TrainerArena trainer;
     change(trainer);
     return error_of([&trainer] { const Arena arena(trainer.fd()); });
 }
@@ -38,13 +38,13 @@ TEST(arena, both_sides_see_the_same_memory) {
     CHECK(arena.weight_dtype() == DataType::kFloat16);
 
     trainer.master()[99] = 1.0f;
-    trainer.exp_avg()[99] = 2.0f;
-    trainer.exp_avg_sq()[99] = 3.0f;
-    trainer.page(5)[127] = std::byte{4};
+    trainer.state().exp_avg[99] = 2.0f;
+    trainer.state().exp_avg_sq[99] = 3.0f;
+    trainer.slot(5)[127] = std::byte{4};
     CHECK_EQ(arena.master()[99], 1.0f);
     CHECK_EQ(arena.exp_avg()[99], 2.0f);
     CHECK_EQ(arena.exp_avg_sq()[99], 3.0f);
-    CHECK(arena.page(5)[127] == std::byte{4});
+    CHECK(arena.slot(5)[127] == std::byte{4});
     arena.publish_buffer(1)[127] = std::byte{5};
     CHECK(trainer.publish_buffer(1)[127] == std::byte{5});
     trainer.hyperparameters(7, 1).lr = 0.5;
@@ -53,19 +53,19 @@ TEST(arena, both_sides_see_the_same_memory) {
     CHECK_EQ(arena.step_record(7).word.clip, 0.25f);
     CHECK_EQ(&arena.step_record(7), &arena.step_record(3));
     arena.resolved_step() = 7;
-    arena.begun_round() = 6;
-    arena.completed_round() = 5;
+    arena.begun_job() = 6;
+    arena.completed_job() = 5;
     arena.n_shares() = 2;
-    arena.journal_slot(2).position = 11;
+    arena.journal_entry(2).position = 11;
     CHECK_EQ(trainer.header().resolved_step, 7);
-    CHECK_EQ(trainer.header().begun_round, 6);
-    CHECK_EQ(trainer.header().completed_round, 5);
+    CHECK_EQ(trainer.header().begun_job, 6);
+    CHECK_EQ(trainer.header().completed_job, 5);
     CHECK_EQ(trainer.header().n_shares, 2u);
-    CHECK_EQ(trainer.journal_slot(2).position, 11u);
+    CHECK_EQ(trainer.journal_entry(2).position, 11u);
 }
 
 TEST(arena, outlives_the_file_descriptor) {
-    TrainerArena trainer{ArenaSpec{}};
+    TrainerArena trainer;
     const int fd = dup(trainer.fd());
     const Arena arena(fd);
     close(fd);
@@ -77,13 +77,13 @@ TEST(arena, may_be_empty) {
     ArenaSpec spec;
     spec.ranges.clear();
     spec.blocks.clear();
-    spec.numel = spec.n_param_groups = spec.n_pages = spec.n_publish_buffers = 0;
+    spec.numel = spec.n_param_groups = spec.n_slots = spec.n_publish_buffers = 0;
     TrainerArena trainer(spec);
     const Arena arena(trainer.fd());
     CHECK_EQ(arena.blocks().size(), 0u);
 }
 
-TEST(arena, error_names_the_broken_header_field) {
+TEST(arena, error_names_the_invalid_header_field) {
     struct Case {
         const char* field;
         std::function<void(ArenaHeader&)> change;
@@ -106,14 +106,14 @@ TEST(arena, error_names_the_broken_header_field) {
         {"n_param_groups", [](ArenaHeader& h) { h.n_param_groups = kHuge32; }},
         {"n_step_records", [](ArenaHeader& h) { h.n_step_records = 0; }},
         {"n_step_records", [](ArenaHeader& h) { h.n_step_records = kHuge32; }},
-        {"n_pages", [](ArenaHeader& h) { h.n_pages = kHuge32; }},
+        {"n_slots", [](ArenaHeader& h) { h.n_slots = kHuge32; }},
         {"n_publish_buffers", [](ArenaHeader& h) { h.n_publish_buffers = kHuge32; }},
-        {"page_numel", [](ArenaHeader& h) { h.page_numel = 63; }},
-        {"page_numel", [](ArenaHeader& h) { h.page_numel = kHuge64; }},
+        {"slot_numel", [](ArenaHeader& h) { h.slot_numel = 63; }},
+        {"slot_numel", [](ArenaHeader& h) { h.slot_numel = kHuge64; }},
         {"step_record_bytes", [](ArenaHeader& h) { h.step_record_bytes += 64; }},
         {"resolved_step", [](ArenaHeader& h) { h.resolved_step = -1; }},
-        {"n_journal_slots", [](ArenaHeader& h) { h.n_journal_slots = 0; }},
-        {"n_journal_slots", [](ArenaHeader& h) { h.n_journal_slots = 1000; }},
+        {"n_journal_entries", [](ArenaHeader& h) { h.n_journal_entries = 0; }},
+        {"n_journal_entries", [](ArenaHeader& h) { h.n_journal_entries = 1000; }},
         {"journal_offset", [](ArenaHeader& h) { h.journal_offset -= 64; }},
     };
     for (const Case& c : cases) {
@@ -121,7 +121,7 @@ TEST(arena, error_names_the_broken_header_field) {
     }
 }
 
-TEST(arena, error_names_the_broken_offset) {
+TEST(arena, error_names_the_invalid_offset) {
     struct Case {
         const char* name;
         uint64_t ArenaHeader::* field;
@@ -133,7 +133,7 @@ TEST(arena, error_names_the_broken_offset) {
         {"master_offset", &ArenaHeader::master_offset},
         {"exp_avg_offset", &ArenaHeader::exp_avg_offset},
         {"exp_avg_sq_offset", &ArenaHeader::exp_avg_sq_offset},
-        {"pages_offset", &ArenaHeader::pages_offset},
+        {"slots_offset", &ArenaHeader::slots_offset},
         {"publish_offset", &ArenaHeader::publish_offset},
         {"block_words_offset", &ArenaHeader::block_words_offset},
     };
@@ -149,7 +149,7 @@ TEST(arena, error_names_the_broken_offset) {
     CHECK_CONTAINS(overlap, "master_offset");
 }
 
-TEST(arena, error_names_the_broken_table_entry) {
+TEST(arena, error_names_the_invalid_table_entry) {
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[0].end = 49; }), "ranges[1]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[0].begin = 41; }), "ranges[0]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.ranges()[1].end = 101; }), "ranges[1]");
@@ -157,13 +157,13 @@ TEST(arena, error_names_the_broken_table_entry) {
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1].begin = 63; }), "blocks[1]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1].end = 101; }), "blocks[1]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1] = {100, 99}; }), "blocks[1]");
-    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[0].end = 65; }), "page_numel");
+    CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[0].end = 65; }), "slot_numel");
 }
 
-TEST(arena, error_says_what_is_wrong_with_the_file) {
-    CHECK_CONTAINS(error_of([] { const Arena arena(9999); }), "--arena-fd: 9999");
+TEST(arena, error_describes_the_invalid_file) {
+    CHECK_CONTAINS(error_of([] { const Arena arena(9999); }), "--arena-fd must be an open file, got 9999");
     const int fd = memfd_create("zenflow-test-short", MFD_CLOEXEC);
-    CHECK_CONTAINS(error_of([fd] { const Arena arena(fd); }), "has 0 bytes");
+    CHECK_CONTAINS(error_of([fd] { const Arena arena(fd); }), "got 0");
     close(fd);
 }
 

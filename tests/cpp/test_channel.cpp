@@ -6,15 +6,15 @@
 #include <thread>
 #include <vector>
 
-#include "channel.h"
 #include "check.h"
+#include "worker/channel.h"
 
 namespace zenflow {
 namespace {
 
 using test::error_of;
 
-// The trainer's end as a bare socket, the worker's as a Channel.
+// Both ends of a socket pair; the tests wrap the worker's in a Channel.
 struct Pair {
     int trainer;
     int worker;
@@ -47,7 +47,7 @@ std::vector<char> message_of(uint32_t type, size_t size) {
 TEST(channel, keeps_message_boundaries_and_order) {
     const Pair pair;
     Channel channel(pair.worker);
-    const size_t sizes[] = {sizeof(MessageHeader), 100, kMaxMessageBytes, sizeof(Round)};
+    const size_t sizes[] = {sizeof(MessageHeader), 100, kMaxMessageBytes, sizeof(UpdateJob)};
     for (uint32_t i = 0; i < 4; ++i) pair.send(message_of(i, sizes[i]));
     for (uint32_t i = 0; i < 4; ++i) {
         const auto message = channel.receive();
@@ -65,7 +65,7 @@ TEST(channel, sends_whole_structures) {
     CHECK(channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), 2, kVersion}));
     Done done{};
     CHECK_EQ(recv(pair.trainer, &done, sizeof(done), MSG_TRUNC), static_cast<ssize_t>(sizeof(Done)));
-    CHECK_EQ(done.round_id, 42);
+    CHECK_EQ(done.job_id, 42);
     CHECK_EQ(done.busy_ns, 6);
     Ready ready{};
     CHECK_EQ(recv(pair.trainer, &ready, sizeof(ready), MSG_TRUNC), static_cast<ssize_t>(sizeof(Ready)));
@@ -83,7 +83,7 @@ TEST(channel, sends_entries_behind_a_structure) {
     CHECK_EQ(std::memcmp(bytes + sizeof(Done), spans.data(), 2 * sizeof(ThreadSpan)), 0);
 }
 
-TEST(channel, cuts_an_error_text_that_is_too_long) {
+TEST(channel, truncates_a_long_error_text) {
     const Pair pair;
     Channel channel(pair.worker);
     CHECK(channel.send_error(std::string(2 * kMaxMessageBytes, 'x')));
@@ -92,16 +92,16 @@ TEST(channel, cuts_an_error_text_that_is_too_long) {
     CHECK_EQ(buffer.back(), 'x');
 }
 
-TEST(channel, refuses_messages_of_impossible_size) {
+TEST(channel, rejects_messages_of_invalid_size) {
     const Pair pair;
     Channel channel(pair.worker);
     pair.send(message_of(1, kMaxMessageBytes + 1));
-    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "16385 bytes");
+    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "got 16385");
     pair.send(message_of(1, 4));
-    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "4 bytes");
+    CHECK_CONTAINS(error_of([&channel] { channel.receive(); }), "got 4");
 }
 
-TEST(channel, end_of_stream_is_no_message) {
+TEST(channel, end_of_stream_is_not_a_message) {
     Pair pair;
     Channel channel(pair.worker);
     CHECK(!channel.trainer_gone());
@@ -112,7 +112,7 @@ TEST(channel, end_of_stream_is_no_message) {
     CHECK(!channel.send(MessageHeader{}));
 }
 
-TEST(channel, a_trainer_that_died_is_noticed_behind_its_last_messages) {
+TEST(channel, death_of_the_trainer_is_visible_before_its_last_messages_are_read) {
     Pair pair;
     Channel channel(pair.worker);
     pair.send(message_of(1, 64));
@@ -121,7 +121,7 @@ TEST(channel, a_trainer_that_died_is_noticed_behind_its_last_messages) {
     CHECK(channel.trainer_gone());
 }
 
-TEST(channel, a_trainer_that_died_with_unread_answers_is_an_end_of_stream) {
+TEST(channel, death_of_the_trainer_with_unread_messages_ends_the_stream) {
     Pair pair;
     Channel channel(pair.worker);
     CHECK(channel.send(MessageHeader{}));
@@ -129,10 +129,10 @@ TEST(channel, a_trainer_that_died_with_unread_answers_is_an_end_of_stream) {
     CHECK(!channel.receive().has_value());
 }
 
-TEST(channel, refuses_other_files) {
-    CHECK_CONTAINS(error_of([] { const Channel channel(9999); }), "--socket-fd: 9999");
+TEST(channel, rejects_other_files) {
+    CHECK_CONTAINS(error_of([] { const Channel channel(9999); }), "--socket-fd must be an open socket, got 9999");
     const Pair stream(SOCK_STREAM);
-    CHECK_CONTAINS(error_of([&stream] { const Channel channel(stream.worker); }), "not SOCK_SEQPACKET");
+    CHECK_CONTAINS(error_of([&stream] { const Channel channel(stream.worker); }), "must be a SOCK_SEQPACKET socket");
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "check.h"
-#include "cores.h"
-#include "parallel.h"
+#include "common/parallel.h"
+#include "worker/cores.h"
 
 namespace zenflow {
 namespace {
@@ -25,7 +25,7 @@ std::vector<int> own_cores() {
     return cores;
 }
 
-// Affinity belongs to the thread, so each test pins one of its own.
+// Affinity belongs to a thread, so each test pins its own.
 void in_a_thread(const std::function<void()>& action) {
     std::exception_ptr failure;
     std::thread thread([&] {
@@ -39,13 +39,13 @@ void in_a_thread(const std::function<void()>& action) {
     if (failure) std::rethrow_exception(failure);
 }
 
-TEST(cores, reads_lists) {
+TEST(cores, parses_lists) {
     CHECK(parse_cores("2,3,5") == std::vector<int>({2, 3, 5}));
     CHECK(parse_cores("0") == std::vector<int>({0}));
     for (const char* text : {"", ",", "1,", ",1", "1,,2", "a", "1-3", "1 ,2", "-1", "99999", "1.5", "99999999999999999999"}) {
         CHECK_CONTAINS(error_of([text] { parse_cores(text); }), "'" + std::string(text) + "'");
     }
-    CHECK_CONTAINS(error_of([] { parse_cores("1,2,1"); }), "core 1 is listed twice");
+    CHECK_CONTAINS(error_of([] { parse_cores("1,2,1"); }), "must be distinct, got 1 twice");
 }
 
 TEST(cores, pins_one_thread_to_each) {
@@ -58,7 +58,7 @@ TEST(cores, pins_one_thread_to_each) {
     });
 }
 
-TEST(cores, leaves_an_inherited_narrower_mask) {
+TEST(cores, ignores_an_inherited_narrower_mask) {
     in_a_thread([] {
         const std::vector<int> cores = own_cores();
         cpu_set_t first;
@@ -70,11 +70,11 @@ TEST(cores, leaves_an_inherited_narrower_mask) {
     });
 }
 
-TEST(cores, refuses_a_core_that_cannot_be_used) {
+TEST(cores, rejects_an_unusable_core) {
     in_a_thread([] {
         const std::string text = error_of([] { pin_threads({8000}); });
-        CHECK_CONTAINS(text, "core 8000 cannot be used");
-        CHECK_CONTAINS(text, "allowed are ");
+        CHECK_CONTAINS(text, "--cores must be among this process's usable cores ");
+        CHECK_CONTAINS(text, ", got 8000");
     });
 }
 

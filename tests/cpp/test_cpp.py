@@ -1,4 +1,4 @@
-"""The C++ tests of ``tests/cpp``, as shipped and under sanitizers, and a fuzzer of the worker."""
+"""The C++ tests of ``tests/cpp``, plain and with sanitizers, and a fuzzer of the worker."""
 
 import os
 import re
@@ -25,12 +25,12 @@ _GROUPS = (
     "worker",
 )
 _ONLY_PLAIN = ("kill",)
-"""Steps through the worker as it is shipped; a sanitizer's own instructions would be the most of it."""
+"""Single-steps the released worker; with a sanitizer, most instructions would be its own."""
 _GROUPS_WITH_THREADS = ("channel", "cores", "first_touch", "step_records", "block_replay", "worker")
 
 
 def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:
-    """Not every machine has the sanitizers' libraries, and some kernels' address layouts are not for them."""
+    """Some machines lack the sanitizers' libraries, or have an address space layout that they do not support."""
     source = directory / "probe.cpp"
     source.write_text("int main() { return 0; }\n")
     compiler = os.environ.get("CXX", "c++")
@@ -45,7 +45,7 @@ def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:
 
 @pytest.fixture(scope="module")
 def build(cpp_builds: Builds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
-    """Gives the worker and its tests for a sanitizer, where this machine has it."""
+    """A function that returns the build for a sanitizer, or skips the test if this machine has none."""
 
     @cache
     def build_of(sanitizer: str) -> Build:
@@ -64,6 +64,12 @@ def _cases() -> list[tuple[str, str]]:
     ] + [("plain", group) for group in _ONLY_PLAIN]
 
 
+def test_every_group_runs() -> None:
+    sources = [path.read_text() for path in Path(__file__).parent.glob("*.cpp")]
+    groups = {group for source in sources for group in re.findall(r"^TEST\((\w+),", source, re.MULTILINE)}
+    assert groups == {*_GROUPS, *_ONLY_PLAIN}
+
+
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 @pytest.mark.parametrize(("sanitizer", "group"), _cases())
 def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
@@ -79,10 +85,10 @@ def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.parametrize("jobs", [40, pytest.param(5000, marks=pytest.mark.slow)])
-def test_broken_arenas_and_messages(build: Callable[[str], Build], jobs: int) -> None:
-    """An error message and exit code 1, or an answer; never a crash, a sanitizer's report or a hang."""
-    assert fuzz(build("address").worker, seed=1000 * jobs, jobs=jobs) == []
+@pytest.mark.parametrize("attacks", [40, pytest.param(5000, marks=pytest.mark.slow)])
+def test_broken_arenas_and_messages(build: Callable[[str], Build], attacks: int) -> None:
+    """The worker answers, or reports an error and exits with 1; it never crashes, hangs or violates a sanitizer."""
+    assert fuzz(build("address").worker, seed=1000 * attacks, attacks=attacks) == []
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)

@@ -1,4 +1,4 @@
-// Which memory the worker's threads touch before training, and which of them.
+// First touch of the optimizer state by the worker's threads.
 #include <omp.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -9,13 +9,13 @@
 #include <cstring>
 #include <vector>
 
-#include "arena.h"
-#include "block_replay.h"
 #include "check.h"
-#include "first_touch.h"
-#include "parallel.h"
-#include "step_records.h"
+#include "common/parallel.h"
 #include "trainer_arena.h"
+#include "worker/arena.h"
+#include "worker/block_replay.h"
+#include "worker/first_touch.h"
+#include "worker/step_records.h"
 #include "worker_process.h"
 
 namespace zenflow {
@@ -39,8 +39,8 @@ ArenaSpec large_spec() {
     return spec;
 }
 
-// For each page of the arena's memory, whether the system has provided it.
-std::vector<bool> provided(TrainerArena& arena) {
+// For each page of the arena's memory, whether it is allocated.
+std::vector<bool> allocated(TrainerArena& arena) {
     std::vector<unsigned char> flags((arena.bytes() + page_bytes() - 1) / page_bytes());
     CHECK_EQ(mincore(arena.memory(), arena.bytes(), flags.data()), 0);
     std::vector<bool> result;
@@ -61,27 +61,27 @@ void add_states(std::vector<bool>& pages, const ArenaHeader& header, uint64_t be
     }
 }
 
-TEST(first_touch, provides_the_memory_of_a_share_and_no_other) {
+TEST(first_touch, allocates_the_memory_of_a_share_and_no_other) {
     TrainerArena trainer(large_spec());
     const Arena arena(trainer.fd());
-    std::vector<bool> expected = provided(trainer);
+    std::vector<bool> expected = allocated(trainer);
     const auto tables = std::count(expected.begin(), expected.end(), true);
     touch_states(arena, {100001, 200003});
     add_states(expected, arena.header(), 100001, 200003);
-    CHECK(provided(trainer) == expected);
+    CHECK(allocated(trainer) == expected);
     CHECK(std::count(expected.begin(), expected.end(), true) > tables + 250);
 }
 
-TEST(first_touch, provides_the_states_that_are_updated) {
+TEST(first_touch, allocates_the_states_that_are_updated) {
     TrainerArena trainer(large_spec());
     const Arena arena(trainer.fd());
     const StepRecords records(arena, kLong);
     BlockReplay replay(arena, records);
     omp_set_num_threads(kThreads);
-    std::vector<bool> expected = provided(trainer);
+    std::vector<bool> expected = allocated(trainer);
     replay.touch_states();
     for (const Range& range : arena.ranges()) add_states(expected, arena.header(), range.begin, range.end);
-    CHECK(provided(trainer) == expected);
+    CHECK(allocated(trainer) == expected);
 }
 
 TEST(first_touch, changes_nothing) {
@@ -94,18 +94,18 @@ TEST(first_touch, changes_nothing) {
     CHECK_EQ(std::memcmp(before.data(), trainer.memory(), trainer.bytes()), 0);
 }
 
-// A worker that starts before the first round touches the states; one that comes later leaves this to its rounds.
+// A worker that starts before the first job touches the states, one after a restart does not.
 TEST(first_touch, is_done_by_the_first_worker_only) {
-    for (const int64_t rounds : {0, 1}) {
+    for (const int64_t n_jobs : {0, 1}) {
         TrainerArena trainer(large_spec());
-        trainer.header().begun_round = trainer.header().completed_round = rounds;
-        std::vector<bool> expected = provided(trainer);
+        trainer.header().begun_job = trainer.header().completed_job = n_jobs;
+        std::vector<bool> expected = allocated(trainer);
         WorkerProcess worker(trainer, test::all_cores());
         worker.receive_ready();
-        if (rounds == 0) {
+        if (n_jobs == 0) {
             for (const Range& range : large_spec().ranges) add_states(expected, trainer.header(), range.begin, range.end);
         }
-        CHECK(provided(trainer) == expected);
+        CHECK(allocated(trainer) == expected);
     }
 }
 
@@ -115,7 +115,7 @@ int64_t page_faults_of_this_thread() {
     return usage.ru_minflt;
 }
 
-// Each thread takes the memory of the elements that the journal then has it update.
+// Each thread allocates the memory of the elements that it updates according to the journal.
 TEST(first_touch, threads_touch_what_they_update) {
     ArenaSpec spec = large_spec();
     spec.ranges = {{0, 600100, 0, 0}};
@@ -133,11 +133,11 @@ TEST(first_touch, threads_touch_what_they_update) {
         const auto index = static_cast<size_t>(thread);
         faults[index] = page_faults_of_this_thread() - before[index];
     });
-    replay.run({static_cast<uint32_t>(MessageType::kRound), 0, 1, 0, 0, 0, 0, 0.0f, 0, 0, 0}, nullptr);
+    replay.run(test::job_of(0, 1, 0, 0), nullptr);
     CHECK_EQ(trainer.header().n_shares, static_cast<uint64_t>(kThreads));
     for (size_t i = 0; i < kThreads; ++i) {
-        const JournalSlot& slot = trainer.journal_slot(i);
-        const auto pages = static_cast<int64_t>(3 * (slot.end - slot.begin) * sizeof(float) / page_bytes());
+        const JournalEntry& entry = trainer.journal_entry(i);
+        const auto pages = static_cast<int64_t>(3 * (entry.end - entry.begin) * sizeof(float) / page_bytes());
         CHECK(pages > 500);
         // Pages at its ends may have been its neighbours'.
         CHECK(faults[i] >= pages - 6);

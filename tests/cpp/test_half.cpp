@@ -1,4 +1,4 @@
-// half.h against tables of all 16-bit numbers, whose values follow from the formats' definitions.
+// half.h against tables of all 16-bit numbers, computed from the formats' definitions.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "half.h"
+#include "common/half.h"
 
 namespace zenflow {
 namespace {
@@ -36,8 +36,7 @@ double value_of(Format format, uint16_t bits) {
     return (bits & 0x8000u) != 0 ? -magnitude : magnitude;
 }
 
-// Nearest of all numbers, the one with an even mantissa where two are equally near. Beyond the largest number lies infinity, as
-// far away as the next number would be.
+// Nearest of all numbers, ties to an even mantissa. Infinity takes the place of the next number beyond the largest.
 class NearestSearch {
   public:
     explicit NearestSearch(Format format) {

@@ -4,30 +4,41 @@
 #include <limits>
 #include <thread>
 
-#include "arena.h"
 #include "check.h"
-#include "step_records.h"
 #include "trainer_arena.h"
+#include "worker/arena.h"
+#include "worker/step_records.h"
 
 namespace zenflow {
 namespace {
 
 using std::chrono::milliseconds;
-using test::ArenaSpec;
 using test::error_of;
+using test::job_of;
 using test::TrainerArena;
-
-constexpr milliseconds kLong{600000};
-constexpr milliseconds kShort{20};
 
 bool never() { return false; }
 
+UpdateJob of_step(int64_t step) { return job_of(0, 1, step, 1); }
+
+UpdateJob in_backward(int64_t step) {
+    UpdateJob job = of_step(step);
+    job.in_backward = 1;
+    return job;
+}
+
 // A ring of four records.
 struct Ring {
-    TrainerArena trainer{ArenaSpec{}};
+    TrainerArena trainer;
     Arena arena{trainer.fd()};
-    StepRecords records{arena, kLong};
-    StepRecords impatient_records{arena, kShort};
+    StepRecords records{arena, milliseconds(600000)};
+    StepRecords impatient_records{arena, milliseconds(20)};
+
+    bool resolve(const UpdateJob& job) const { return records.resolve(job, never); }
+    StepRecords::Step step(const UpdateJob& job) const { return records.step(job, 0); }
+    std::string error(const UpdateJob& job) const {
+        return error_of([&] { impatient_records.resolve(job, never); });
+    }
 };
 
 TEST(step_records, counts_applied_steps) {
@@ -35,42 +46,42 @@ TEST(step_records, counts_applied_steps) {
     ring.trainer.write_word(1, 1.0f);
     ring.trainer.write_word(2, std::nanf(""));
     ring.trainer.write_word(3, 0.5f);
-    CHECK(ring.records.resolve(3, never));
-    CHECK_EQ(ring.records.step(1).count, 1);
-    CHECK(ring.records.step(1).applied);
-    CHECK_EQ(ring.records.step(2).count, 1);
-    CHECK(!ring.records.step(2).applied);
-    CHECK_EQ(ring.records.step(3).count, 2);
-    CHECK_EQ(ring.records.step(3).clip, 0.5f);
+    CHECK(ring.resolve(job_of(0, 1, 1, 3)));
+    CHECK_EQ(ring.step(of_step(1)).count, 1);
+    CHECK(ring.step(of_step(1)).applied);
+    CHECK_EQ(ring.step(of_step(2)).count, 1);
+    CHECK(!ring.step(of_step(2)).applied);
+    CHECK_EQ(ring.step(of_step(3)).count, 2);
+    CHECK_EQ(ring.records.step(job_of(0, 1, 1, 3), 2).clip, 0.5f);
     CHECK_EQ(ring.trainer.header().resolved_step, 3);
     CHECK_EQ(ring.trainer.record(3).count, 2);
 }
 
-TEST(step_records, goes_on_from_where_the_header_says) {
+TEST(step_records, continues_from_the_headers_step) {
     Ring ring;
     ring.trainer.header().resolved_step = 100;
     ring.trainer.record(100).count = 90;
     ring.trainer.write_word(101, 1.0f);
-    CHECK(ring.records.resolve(101, never));
-    CHECK_EQ(ring.records.step(101).count, 91);
-    // Another block's round of the same step waits for nothing and counts nothing.
-    CHECK(ring.records.resolve(101, never));
-    CHECK(ring.records.resolve(50, never));
+    CHECK(ring.resolve(of_step(101)));
+    CHECK_EQ(ring.step(of_step(101)).count, 91);
+    // Another block's job with the same step neither waits nor counts.
+    CHECK(ring.resolve(of_step(101)));
+    CHECK(ring.resolve(of_step(50)));
     CHECK_EQ(ring.trainer.record(101).count, 91);
 }
 
-TEST(step_records, ring_goes_round) {
+TEST(step_records, ring_wraps_around) {
     Ring ring;
     for (int64_t step = 1; step <= 13; ++step) {
         ring.trainer.write_word(step, 1.0f);
-        ring.records.check(step, 1);
-        CHECK(ring.records.resolve(step, never));
-        CHECK_EQ(ring.records.step(step).count, step);
+        ring.records.check(of_step(step));
+        CHECK(ring.resolve(of_step(step)));
+        CHECK_EQ(ring.step(of_step(step)).count, step);
     }
 }
 
-// The device writes through the worker's own mapping here, so that ThreadSanitizer sees one address where the hardware does.
-TEST(step_records, waits_for_a_late_word_and_sees_what_came_before_it) {
+// The device writes through the worker's own mapping, so that ThreadSanitizer sees the same addresses.
+TEST(step_records, waits_for_a_late_word_and_acquires_earlier_writes) {
     Ring ring;
     std::atomic<bool> waiting{false};
     std::thread device([&] {
@@ -82,88 +93,83 @@ TEST(step_records, waits_for_a_late_word_and_sees_what_came_before_it) {
             __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
         }
     });
-    CHECK(ring.records.resolve(2, [&waiting] {
+    CHECK(ring.records.resolve(of_step(2), [&waiting] {
         waiting = true;
         return false;
     }));
     CHECK_EQ(ring.arena.master()[1], 1.0f);
     CHECK_EQ(ring.arena.master()[2], 2.0f);
-    CHECK_EQ(ring.records.step(2).clip, 0.5f);
+    CHECK_EQ(ring.step(of_step(2)).clip, 0.5f);
     device.join();
 }
 
-TEST(step_records, an_early_step_follows_on_the_one_before_and_waits_for_its_own_blocks_word) {
+TEST(step_records, a_job_in_backward_resolves_earlier_steps_and_waits_for_its_blocks_word) {
     Ring ring;
     ring.trainer.write_word(1, 1.0f);
     ring.trainer.write_word(2, std::nanf(""));
     ring.trainer.write_block_word(0, 3, 0.25f);
-    CHECK(ring.records.resolve_early(3, 0, never));
-    const StepRecords::Step step = ring.records.early_step(3, 0);
-    CHECK(step.applied);
-    CHECK_EQ(step.clip, 0.25f);
-    CHECK_EQ(step.count, 2);
-    // The step itself is not resolved by that.
+    CHECK(ring.resolve(in_backward(3)));
+    CHECK(ring.step(in_backward(3)).applied);
+    CHECK_EQ(ring.step(in_backward(3)).clip, 0.25f);
+    CHECK_EQ(ring.step(in_backward(3)).count, 2);
+    // The step itself remains unresolved.
     CHECK_EQ(ring.trainer.header().resolved_step, 2);
     ring.trainer.write_word(3, std::nanf(""));
-    CHECK(ring.records.resolve(3, never));
-    CHECK_EQ(ring.records.step(3).count, 1);
-    // Once more, as after a restart: the same.
-    CHECK(ring.records.resolve_early(3, 0, never));
-    CHECK_EQ(ring.records.early_step(3, 0).count, 2);
+    CHECK(ring.resolve(of_step(3)));
+    CHECK_EQ(ring.step(of_step(3)).count, 1);
+    // Repeated, as after a restart.
+    CHECK(ring.resolve(in_backward(3)));
+    CHECK_EQ(ring.step(in_backward(3)).count, 2);
 }
 
-TEST(step_records, an_early_step_is_not_applied_where_its_block_is_not_finite) {
+TEST(step_records, a_step_in_backward_is_skipped_if_its_block_is_not_finite) {
     Ring ring;
     ring.trainer.write_block_word(0, 1, std::nanf(""));
-    CHECK(ring.records.resolve_early(1, 0, never));
-    CHECK(!ring.records.early_step(1, 0).applied);
-}
-
-TEST(step_records, an_early_step_without_its_blocks_word_does_not_arrive) {
-    Ring ring;
-    ring.trainer.write_word(1, 1.0f);
-    ring.trainer.write_word(2, 1.0f);
-    ring.trainer.write_block_word(0, 1, 1.0f);
-    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve_early(2, 0, never); }),
-                   "step 2's clip coefficient did not arrive within 20 ms");
-    ring.trainer.write_block_word(0, 3, 1.0f);
-    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve_early(2, 0, never); }), "already holds step 3");
-}
-
-TEST(step_records, ends_the_wait_when_the_trainer_is_gone) {
-    Ring ring;
-    int n_asked = 0;
-    CHECK(!ring.records.resolve(1, [&n_asked] { return ++n_asked == 3; }));
-    CHECK_EQ(ring.trainer.header().resolved_step, 0);
+    CHECK(ring.resolve(in_backward(1)));
+    CHECK(!ring.step(in_backward(1)).applied);
 }
 
 TEST(step_records, names_the_step_whose_word_does_not_arrive) {
     Ring ring;
     ring.trainer.write_word(1, 1.0f);
-    CHECK_CONTAINS(error_of([&ring] { ring.impatient_records.resolve(2, never); }),
-                   "step 2's clip coefficient did not arrive within 20 ms");
+    const char* const error = "step 2's clip coefficient did not arrive within 20 ms";
+    CHECK_CONTAINS(ring.error(of_step(2)), error);
     CHECK_EQ(ring.trainer.header().resolved_step, 1);
+    // The step's word does not replace the block's.
+    ring.trainer.write_word(2, 1.0f);
+    ring.trainer.write_block_word(0, 1, 1.0f);
+    CHECK_CONTAINS(ring.error(in_backward(2)), error);
 }
 
-TEST(step_records, refuses_a_record_that_a_later_step_has_taken) {
+TEST(step_records, stops_waiting_when_the_trainer_is_gone) {
+    Ring ring;
+    int n_calls = 0;
+    CHECK(!ring.records.resolve(of_step(1), [&n_calls] { return ++n_calls == 3; }));
+    CHECK_EQ(ring.trainer.header().resolved_step, 0);
+}
+
+TEST(step_records, rejects_a_record_that_a_later_step_has_overwritten) {
     Ring ring;
     ring.trainer.write_word(5, 1.0f);
-    CHECK_CONTAINS(error_of([&ring] { ring.records.resolve(1, never); }), "already holds step 5");
+    ring.trainer.write_block_word(0, 3, 1.0f);
+    CHECK_CONTAINS(ring.error(of_step(1)), "unresolved step 1 must not hold a later one, got step 5");
+    CHECK_CONTAINS(ring.error(in_backward(1)), "unresolved step 1 must not hold a later one, got step 3");
     ring.trainer.header().resolved_step = 5;
-    CHECK_CONTAINS(error_of([&ring] { ring.records.step(1); }), "now holds step 5");
+    CHECK_CONTAINS(error_of([&ring] { ring.step(of_step(1)); }), "resolved step 1 must still hold it, got step 5");
 }
 
-TEST(step_records, refuses_steps_that_cannot_be) {
+TEST(step_records, rejects_impossible_steps) {
     Ring ring;
-    ring.records.check(-5, 0);  // publishes only, its step means nothing
-    ring.records.check(1, 4);
-    CHECK_CONTAINS(error_of([&ring] { ring.records.check(0, 1); }), "first_step is 0");
-    CHECK_CONTAINS(error_of([&ring] { ring.records.check(-1, 1); }), "first_step is -1");
-    CHECK_CONTAINS(error_of([&ring] { ring.records.check(std::numeric_limits<int64_t>::max(), 2); }), "first_step");
-    CHECK_CONTAINS(error_of([&ring] { ring.records.check(1, 5); }), "n_steps is 5, allowed are up to n_step_records = 4");
-    CHECK_CONTAINS(error_of([&ring] { ring.records.check(2, 4); }), "last step is 5");
+    const auto check = [&ring](int64_t first_step, uint32_t n_steps) { ring.records.check(job_of(0, 1, first_step, n_steps)); };
+    check(-5, 0);  // only publishes, the step is ignored
+    check(1, 4);
+    CHECK_CONTAINS(error_of([&] { check(0, 1); }), "first_step must be at least 1");
+    CHECK_CONTAINS(error_of([&] { check(-1, 1); }), "got -1");
+    CHECK_CONTAINS(error_of([&] { check(std::numeric_limits<int64_t>::max(), 2); }), "first_step");
+    CHECK_CONTAINS(error_of([&] { check(1, 5); }), "n_steps must be at most n_step_records = 4, got 5");
+    CHECK_CONTAINS(error_of([&] { check(2, 4); }), "last step must be at most 4");
     ring.trainer.header().resolved_step = 1;
-    ring.records.check(2, 4);
+    check(2, 4);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// What the worker refuses, and what it says then. Where a test waits for the worker without a limit of its own, a hang is the
-// failure; whoever runs the tests ends it.
+// Errors of the worker process. A hang is a failure: the test runner has a timeout.
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -11,104 +10,104 @@
 namespace zenflow {
 namespace {
 
-using test::ArenaSpec;
 using test::first_core;
+using test::job_of;
 using test::output_of_worker;
-using test::round_of;
+
 using test::TrainerArena;
 using test::WorkerProcess;
 
-TEST(worker, refuses_a_round_out_of_turn) {
-    TrainerArena arena{ArenaSpec{}};
-    arena.header().begun_round = 5;
-    arena.header().completed_round = 4;
-    WorkerProcess worker(arena, first_core());
+// The error of a worker on `arena` after `send`; the worker then exits with status 1.
+template <typename Send>
+std::string error_after(const TrainerArena& arena, const Send& send, const std::vector<std::string>& arguments = {}) {
+    WorkerProcess worker(arena, first_core(), arguments);
     worker.receive_ready();
-    worker.submit(round_of(0, 4, 0, 0, 0), {});
-    CHECK_EQ(worker.receive_done().round_id, 4);
-    worker.submit(round_of(0, 6, 0, 0, 0), {});
-    CHECK_CONTAINS(worker.receive_error(), "round_id is 6, but round 5 has been begun and is not complete");
+    send(worker);
+    const std::string error = worker.receive_error();
     CHECK_EQ(worker.wait(), 1);
+    return error;
 }
 
-TEST(worker, refuses_a_journal_that_does_not_fit_the_round) {
-    TrainerArena arena{ArenaSpec{}};
-    arena.header().begun_round = 1;
-    arena.header().n_shares = 1;
-    arena.journal_slot(0).end = 65;
-    WorkerProcess worker(arena, first_core());
-    worker.receive_ready();
-    worker.submit(round_of(0, 1, 0, 0, 0), {});
-    CHECK_CONTAINS(worker.receive_error(), "journal: slot 0 is at 0 of [0, 65)");
+// The same, where the worker does not become ready.
+std::string error_at_start(const TrainerArena& arena, const std::string& cores) {
+    WorkerProcess worker(arena, cores);
+    const std::string error = worker.receive_error();
     CHECK_EQ(worker.wait(), 1);
+    return error;
+}
+
+TEST(worker, rejects_a_job_out_of_order) {
+    TrainerArena arena;
+    arena.header().begun_job = 5;
+    arena.header().completed_job = 4;
+    const std::string error = error_after(arena, [](WorkerProcess& worker) {
+        worker.submit(job_of(0, 4, 0, 0), {});
+        CHECK_EQ(worker.receive_done().job_id, 4);
+        worker.submit(job_of(0, 6, 0, 0), {});
+    });
+    CHECK_CONTAINS(error, "job_id must be 5, the job in progress, got 6");
+}
+
+TEST(worker, rejects_a_journal_that_does_not_fit_the_job) {
+    TrainerArena arena;
+    arena.header().begun_job = 1;
+    arena.header().n_shares = 1;
+    arena.journal_entry(0).end = 65;
+    const std::string error = error_after(arena, [](WorkerProcess& worker) { worker.submit(job_of(0, 1, 0, 0), {}); });
+    CHECK_CONTAINS(error,
+                   "journal: entry 0 must have ascending bounds from 0 to the end of block 0, 64, got position 0 in [0, 65)");
 }
 
 TEST(worker, reports_a_word_that_does_not_arrive) {
-    const TrainerArena arena{ArenaSpec{}};
-    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "30"});
-    worker.receive_ready();
-    worker.submit(round_of(0, 1, 1, 2, 0), {0, 1});
-    CHECK_EQ(worker.receive_error(), "step 1's clip coefficient did not arrive within 30 ms");
-    CHECK_EQ(worker.wait(), 1);
+    const std::string error = error_after(
+        TrainerArena(), [](WorkerProcess& worker) { worker.submit(job_of(0, 1, 1, 2), {0, 1}); }, {"--word-timeout-ms", "30"});
+    CHECK_EQ(error, "step 1's clip coefficient did not arrive within 30 ms");
 }
 
-TEST(worker, reports_what_is_wrong_with_a_round) {
+TEST(worker, reports_an_invalid_job) {
     struct Case {
-        Round round;
-        std::vector<uint32_t> pages;
+        UpdateJob job;
+        std::vector<uint32_t> slots;
         const char* error;
     };
     const Case cases[] = {
-        {round_of(2, 1, 1, 0, 0), {}, "block is 2"},
-        {round_of(0, 1, 1, 0, 2), {}, "publish_buffer is 2"},
-        {round_of(0, 1, 1, 1, 0), {6}, "pages[0] is 6"},
-        {round_of(0, 1, 0, 1, 0), {0}, "first_step is 0"},
-        {round_of(0, 1, 1, 5, 0), {0, 0, 0, 0, 0}, "n_steps is 5"},
-        {round_of(0, 1, 4, 2, 0), {0, 0}, "last step is 5"},
-        {round_of(0, 1, 1, 2, 0), {0}, "n_steps = 2 needs 64"},
-        {round_of(0, 1, 1, 1, 0), {0, 0}, "n_steps = 1 needs 60"},
-        {round_of(0, 1, 1, 0xffffffffu, 0), {0, 0}, "n_steps = 4294967295 needs"},
+        {job_of(2, 1, 1, 0), {}, "block must be below n_blocks = 2, got 2"},
+        {job_of(0, 1, 1, 0, 2), {}, "publish_buffer must be below n_publish_buffers = 2, got 2"},
+        {job_of(0, 1, 1, 1), {6}, "slots[0] must be below n_slots = 6, got 6"},
+        {job_of(0, 1, 0, 1), {0}, "first_step must be at least 1"},
+        {job_of(0, 1, 1, 5), {0, 0, 0, 0, 0}, "n_steps must be at most n_step_records = 4, got 5"},
+        {job_of(0, 1, 4, 2), {0, 0}, "last step must be at most 4"},
+        {job_of(0, 1, 1, 2), {0}, "must have 48 bytes with n_steps = 2, got 44"},
+        {job_of(0, 1, 1, 1), {0, 0}, "must have 44 bytes with n_steps = 1, got 48"},
+        {job_of(0, 1, 1, 0xffffffffu), {0, 0}, "with n_steps = 4294967295, got 48"},
     };
     for (const Case& c : cases) {
-        const TrainerArena arena{ArenaSpec{}};
-        WorkerProcess worker(arena, first_core());
-        worker.receive_ready();
-        worker.submit(c.round, c.pages);
-        CHECK_CONTAINS(worker.receive_error(), c.error);
-        CHECK_EQ(worker.wait(), 1);
+        CHECK_CONTAINS(error_after(TrainerArena(), [&c](WorkerProcess& worker) { worker.submit(c.job, c.slots); }), c.error);
     }
 }
 
-TEST(worker, reports_a_message_it_does_not_know) {
-    const TrainerArena arena{ArenaSpec{}};
-    WorkerProcess worker(arena, first_core());
-    worker.receive_ready();
-    const MessageHeader message{77, 0};
-    worker.send(&message, sizeof(message));
-    CHECK_CONTAINS(worker.receive_error(), "type is 77");
-    CHECK_EQ(worker.wait(), 1);
+TEST(worker, reports_an_unknown_message) {
+    const std::string error = error_after(TrainerArena(), [](WorkerProcess& worker) {
+        const MessageHeader message{77, 0};
+        worker.send(&message, sizeof(message));
+    });
+    CHECK_CONTAINS(error, "type must be 1 (job) or 2 (exit), got 77");
 }
 
-TEST(worker, reports_a_broken_arena_and_cores_it_cannot_use) {
-    TrainerArena arena{ArenaSpec{}};
-    WorkerProcess on_missing_core(arena, "8000");
-    CHECK_CONTAINS(on_missing_core.receive_error(), "core 8000 cannot be used");
-    CHECK_EQ(on_missing_core.wait(), 1);
+TEST(worker, reports_an_invalid_arena_and_unusable_cores) {
+    TrainerArena arena;
+    CHECK_CONTAINS(error_at_start(arena, "8000"), ", got 8000");
     arena.header().n_step_records = 0;
-    WorkerProcess on_broken_arena(arena, first_core());
-    CHECK_CONTAINS(on_broken_arena.receive_error(), "n_step_records is 0");
-    CHECK_EQ(on_broken_arena.wait(), 1);
+    CHECK_CONTAINS(error_at_start(arena, first_core()), "n_step_records must be at least 2, got 0");
 }
 
-TEST(worker, reports_an_environment_that_keeps_openmp_from_starting_its_threads) {
+TEST(worker, reports_an_environment_that_limits_the_threads) {
     const std::string cores = test::all_cores();
-    if (cores.find(',') == std::string::npos) return;  // one core, one thread: nothing to forbid
-    const TrainerArena arena{ArenaSpec{}};
+    if (cores.find(',') == std::string::npos) return;  // the limit has no effect with one core
     setenv("OMP_THREAD_LIMIT", "1", 1);
-    WorkerProcess worker(arena, cores);
+    const std::string error = error_at_start(TrainerArena(), cores);
     unsetenv("OMP_THREAD_LIMIT");
-    CHECK_CONTAINS(worker.receive_error(), "OMP_THREAD_LIMIT");
-    CHECK_EQ(worker.wait(), 1);
+    CHECK_CONTAINS(error, "OMP_THREAD_LIMIT");
 }
 
 TEST(worker, explains_wrong_arguments) {
@@ -122,12 +121,12 @@ TEST(worker, explains_wrong_arguments) {
         {{"--arena-fd", "3", "--cores", "0"}, "--socket-fd is missing"},
         {{"--socket-fd", "3", "--cores", "0"}, "--arena-fd is missing"},
         {{"--arena-fd"}, "--arena-fd: its value is missing"},
-        {{"--arena-fd", "x"}, "--arena-fd: 'x' is no number from 0"},
-        {{"--arena-fd", "-1"}, "--arena-fd: '-1' is no number from 0"},
-        {{"--word-timeout-ms", "0"}, "--word-timeout-ms: '0' is no number from 1"},
-        {{"--cores", "0,0"}, "core 0 is listed twice"},
+        {{"--arena-fd", "x"}, "--arena-fd must be a number from 0 to 2147483647, got 'x'"},
+        {{"--arena-fd", "-1"}, "--arena-fd must be a number from 0 to 2147483647, got '-1'"},
+        {{"--word-timeout-ms", "0"}, "--word-timeout-ms must be a number from 1 to 2147483647, got '0'"},
+        {{"--cores", "0,0"}, "must be distinct, got 0 twice"},
         {{"--colour", "blue"}, "--colour: there is no such option"},
-        {{"--arena-fd", "0", "--socket-fd", "0", "--cores", "0"}, "--socket-fd: 0 is "},
+        {{"--arena-fd", "0", "--socket-fd", "0", "--cores", "0"}, "--socket-fd must be "},
     };
     for (const Case& c : cases) {
         int status = 0;

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "arena.h"
 #include "check.h"
+#include "worker/arena.h"
 
 namespace zenflow::test {
 namespace {
@@ -16,7 +16,7 @@ uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple 
 
 }  // namespace
 
-TrainerArena::TrainerArena(const ArenaSpec& spec) {
+TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     ArenaHeader header{};
     header.magic = kMagic;
     header.version = kVersion;
@@ -27,12 +27,12 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) {
     header.n_blocks = static_cast<uint32_t>(spec.blocks.size());
     header.n_param_groups = spec.n_param_groups;
     header.n_step_records = spec.n_step_records;
-    header.n_pages = spec.n_pages;
+    header.n_slots = spec.n_slots;
     header.n_publish_buffers = spec.n_publish_buffers;
-    header.n_journal_slots = spec.n_journal_slots;
+    header.n_journal_entries = spec.n_journal_entries;
     uint64_t largest_block = 0;
     for (const Block& block : spec.blocks) largest_block = std::max(largest_block, block.end - block.begin);
-    header.page_numel = round_up(largest_block, 64);
+    header.slot_numel = round_up(largest_block, 64);
     header.step_record_bytes = round_up(sizeof(StepRecord) + spec.n_param_groups * sizeof(Hyperparameters), 64);
 
     uint64_t end = kHeaderBytes;
@@ -47,9 +47,9 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) {
     header.master_offset = reserve(spec.numel * sizeof(float));
     header.exp_avg_offset = reserve(spec.numel * sizeof(float));
     header.exp_avg_sq_offset = reserve(spec.numel * sizeof(float));
-    header.pages_offset = reserve(spec.n_pages * header.page_numel * element_bytes(spec.gradient_dtype));
-    header.publish_offset = reserve(spec.n_publish_buffers * header.page_numel * element_bytes(spec.weight_dtype));
-    header.journal_offset = reserve(spec.n_journal_slots * sizeof(JournalSlot));
+    header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.gradient_dtype));
+    header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.weight_dtype));
+    header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
     header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
     header.total_bytes = end;
 
@@ -70,14 +70,14 @@ TrainerArena::~TrainerArena() {
     close(fd_);
 }
 
-std::byte* TrainerArena::page(uint32_t index) {
-    return memory_ + header().pages_offset +
-           index * header().page_numel * element_bytes(static_cast<DataType>(header().gradient_dtype));
+AdamState TrainerArena::state() { return {master(), at<float>(header().exp_avg_offset), at<float>(header().exp_avg_sq_offset)}; }
+
+std::byte* TrainerArena::slot(uint32_t index) {
+    return memory_ + header().slots_offset + index * header().slot_numel * element_bytes(spec_.gradient_dtype);
 }
 
 std::byte* TrainerArena::publish_buffer(uint32_t index) {
-    return memory_ + header().publish_offset +
-           index * header().page_numel * element_bytes(static_cast<DataType>(header().weight_dtype));
+    return memory_ + header().publish_offset + index * header().slot_numel * element_bytes(spec_.weight_dtype);
 }
 
 StepRecord& TrainerArena::record(int64_t step) {
@@ -89,6 +89,21 @@ Hyperparameters& TrainerArena::hyperparameters(int64_t step, uint32_t param_grou
     return reinterpret_cast<Hyperparameters*>(&record(step) + 1)[param_group];
 }
 
+void TrainerArena::set_state(const State& values) {
+    std::copy(values.master.begin(), values.master.end(), state().master);
+    std::copy(values.exp_avg.begin(), values.exp_avg.end(), state().exp_avg);
+    std::copy(values.exp_avg_sq.begin(), values.exp_avg_sq.end(), state().exp_avg_sq);
+}
+
+void TrainerArena::set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups) {
+    std::copy(param_groups.begin(), param_groups.end(), &hyperparameters(step, 0));
+}
+
+void TrainerArena::set_gradient(uint32_t index, const std::vector<float>& values) {
+    const auto bytes = encode(values, spec_.gradient_dtype);
+    std::copy(bytes.begin(), bytes.end(), slot(index));
+}
+
 void TrainerArena::write_word(int64_t step, float clip) {
     record(step).word.clip = clip;
     __atomic_store_n(&record(step).word.sequence, step, __ATOMIC_RELEASE);
@@ -98,6 +113,33 @@ void TrainerArena::write_block_word(uint32_t block, int64_t step, float clip) {
     StepWord& word = at<StepWord>(header().block_words_offset)[block];
     word.clip = clip;
     __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
+}
+
+void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
+                               float clip) {
+    const auto [block_begin, block_end] = spec_.blocks[block];
+    const auto rounded = decode(encode(gradient, spec_.gradient_dtype).data(), gradient.size(), spec_.gradient_dtype);
+    for (const Range& range : spec_.ranges) {
+        const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
+        if (begin >= end) continue;
+        reference_step(expected, rounded.data() + (begin - block_begin), hyperparameters(step, range.param_group), count, clip,
+                       begin, end);
+    }
+}
+
+void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State& expected) {
+    const auto [block_begin, block_end] = spec_.blocks[block];
+    for (const Range& range : spec_.ranges) {
+        const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
+        if (begin >= end) continue;
+        const std::vector<float> weights(expected.master.data() + begin, expected.master.data() + end);
+        const uint64_t offset = (begin - block_begin) * element_bytes(spec_.weight_dtype);
+        check_same_bytes("published", publish_buffer(buffer) + offset, weights, spec_.weight_dtype);
+    }
+}
+
+UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
+    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0};
 }
 
 }  // namespace zenflow::test

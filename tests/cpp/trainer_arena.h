@@ -1,11 +1,12 @@
-// The trainer's side of an arena, as small as a test needs it.
+// The trainer's side of an arena, reduced to what the tests need.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "protocol.h"
+#include "common/protocol.h"
+#include "reference_adamw.h"
 
 namespace zenflow::test {
 
@@ -15,40 +16,51 @@ struct ArenaSpec {
     uint64_t numel = 100;
     uint32_t n_param_groups = 2;
     uint32_t n_step_records = 4;
-    uint32_t n_pages = 6;
+    uint32_t n_slots = 6;
     uint32_t n_publish_buffers = 2;
-    uint32_t n_journal_slots = 3;
+    uint32_t n_journal_entries = 3;
     DataType gradient_dtype = DataType::kFloat32;
     DataType weight_dtype = DataType::kFloat32;
 };
 
-// A memfd with header and tables filled in and everything else zero. Owns the file and its own mapping.
+// Owns a memfd, with header and tables filled in and zeros elsewhere, and its mapping.
 class TrainerArena {
   public:
-    explicit TrainerArena(const ArenaSpec& spec);
+    explicit TrainerArena(const ArenaSpec& spec = {});
     ~TrainerArena();
     TrainerArena(const TrainerArena&) = delete;
     TrainerArena& operator=(const TrainerArena&) = delete;
 
     int fd() const { return fd_; }
+    size_t bytes() const { return bytes_; }
+    std::byte* memory() { return memory_; }
+    const ArenaSpec& spec() const { return spec_; }
     ArenaHeader& header() { return *at<ArenaHeader>(0); }
     Range* ranges() { return at<Range>(header().ranges_offset); }
     Block* blocks() { return at<Block>(header().blocks_offset); }
     float* master() { return at<float>(header().master_offset); }
-    float* exp_avg() { return at<float>(header().exp_avg_offset); }
-    float* exp_avg_sq() { return at<float>(header().exp_avg_sq_offset); }
-    std::byte* page(uint32_t index);
+    AdamState state();
+    std::byte* slot(uint32_t index);
     std::byte* publish_buffer(uint32_t index);
     StepRecord& record(int64_t step);
     Hyperparameters& hyperparameters(int64_t step, uint32_t param_group);
-    JournalSlot& journal_slot(size_t index) { return at<JournalSlot>(header().journal_offset)[index]; }
-    size_t bytes() const { return bytes_; }
-    std::byte* memory() { return memory_; }
+    JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
-    // The step's word as the device writes it: clip coefficient first, then, for all to see, the sequence number.
+    void set_state(const State& state);
+    void set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups);
+    void set_gradient(uint32_t slot, const std::vector<float>& values);
+
+    // As the device does: clip coefficient first, then, with release semantics, the sequence number. The second is a block's
+    // word.
     void write_word(int64_t step, float clip);
-    // The same of a block in a step, for an early round.
     void write_block_word(uint32_t block, int64_t step, float clip);
+
+    // Applies the step with number `step`, whose gradient in the block is `gradient`, to the expected state.
+    void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
+                     float clip);
+
+    // The block's new weights, in the ranges.
+    void check_published(uint32_t block, uint32_t publish_buffer, const State& expected);
 
   private:
     template <typename T>
@@ -56,9 +68,13 @@ class TrainerArena {
         return reinterpret_cast<T*>(memory_ + offset);
     }
 
+    ArenaSpec spec_;
     int fd_ = -1;
     size_t bytes_ = 0;
     std::byte* memory_ = nullptr;
 };
+
+// A job of one step per slot, without prediction.
+UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer = 0);
 
 }  // namespace zenflow::test

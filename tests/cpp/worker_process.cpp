@@ -15,7 +15,7 @@
 namespace zenflow::test {
 namespace {
 
-// Forks and executes the worker with the given file descriptors kept open; `output` receives both standard streams if not
+// Forks and executes the worker with the given file descriptors kept open. `output` receives both standard streams unless it is
 // negative.
 pid_t start(std::vector<std::string> arguments, const std::vector<int>& kept_fds, int output) {
     arguments.insert(arguments.begin(), ZENFLOW_WORKER);
@@ -81,7 +81,7 @@ WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores
     std::vector<std::string> arguments = {
         "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
     arguments.insert(arguments.end(), extra.begin(), extra.end());
-    // Its errors are expected here and looked at in the messages.
+    // The tests read errors from the messages.
     const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
     pid_ = start(arguments, {arena.fd(), ends[1]}, null);
     close(null);
@@ -100,10 +100,9 @@ void WorkerProcess::send(const void* data, size_t size) {
     CHECK_EQ(::send(socket_, data, size, MSG_NOSIGNAL), static_cast<ssize_t>(size));
 }
 
-void WorkerProcess::submit(const Round& round, const std::vector<uint32_t>& pages) {
-    std::vector<char> message(sizeof(Round) + pages.size() * sizeof(uint32_t));
-    std::memcpy(message.data(), &round, sizeof(Round));
-    if (!pages.empty()) std::memcpy(message.data() + sizeof(Round), pages.data(), pages.size() * sizeof(uint32_t));
+void WorkerProcess::submit(const UpdateJob& job, const std::vector<uint32_t>& slots) {
+    std::string message(reinterpret_cast<const char*>(&job), sizeof(job));
+    message.append(reinterpret_cast<const char*>(slots.data()), slots.size() * sizeof(uint32_t));
     send(message.data(), message.size());
 }
 
@@ -147,10 +146,6 @@ std::string WorkerProcess::receive() {
     if (size <= 0) throw CheckFailed("the worker ended without a message");
     message.resize(static_cast<size_t>(size));
     return message;
-}
-
-Round round_of(uint32_t block, int64_t round_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kRound), block, round_id, first_step, n_steps, publish_buffer, 0, 0.0f, 0, 0, 0};
 }
 
 std::string output_of_worker(const std::vector<std::string>& arguments, int& status) {

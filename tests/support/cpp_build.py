@@ -1,6 +1,6 @@
-"""Builds the worker and the C++ tests of ``tests/cpp``, as shipped and under sanitizers; as a script, all of them in a folder.
+"""Builds of the worker and the C++ tests of ``tests/cpp``, plain and with sanitizers. As a script, makes all of them in a folder.
 
-They take the better part of a minute, and hardly any other test uses more than one core: `conftest` has them made in the background.
+They take most of a minute, and few other tests use more than one core, so `conftest` starts them in the background.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "csrc"
 SANITIZERS = ("plain", "address", "thread")
-"""Plain: none, as shipped. Address comes with undefined."""
+"""Plain: none, as released. Address includes undefined behaviour."""
 BUILD_TIMEOUT_S = 900
 
 
 def run(command: list[str | Path], *, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program, with both output streams in one."""
+    """Runs a program with both output streams merged."""
     return subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -33,7 +33,7 @@ def run(command: list[str | Path], *, timeout_s: float, **environment: str) -> s
 
 
 def program(name: str) -> str | None:
-    """Path of a program; a virtual environment's are found whether or not it has been activated."""
+    """Path of a program; includes those of a virtual environment that is not activated."""
     return shutil.which(
         name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     )
@@ -76,10 +76,10 @@ class Build:
 
 
 class Builds:
-    """All builds, made one after the other by a process in the background, which leaves the cores to others where they want them.
+    """All builds, made in sequence by a background process of low priority.
 
     Args:
-        folder: where they are made.
+        folder: receives one folder per build.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,27 +89,27 @@ class Builds:
         )
 
     def get(self, sanitizer: str) -> Build:
-        """Waits for one.
+        """Waits for a build.
 
         Raises:
-            AssertionError: it failed; holds what the compiler said.
+            AssertionError: the build failed; contains the compiler's output.
         """
         failure = self._folder / f"{sanitizer}.failure"
         while not failure.exists() and self._process.poll() is None:
             time.sleep(0.01)
-        assert failure.exists(), f"the builds ended with status {self._process.returncode}; they print why"
+        assert failure.exists(), f"the builds exited with status {self._process.returncode}, see their output"
         assert failure.read_text() == ""
         return Build(directory=self._folder / sanitizer)
 
     def end(self) -> None:
-        """Stops what is not finished."""
+        """Stops unfinished builds."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def main(folder: Path) -> None:
-    """Makes all builds; for each one writes what went wrong, or nothing, into a file of its own."""
+    """Makes all builds; writes the output of each one that failed, otherwise nothing, to its own file."""
     for sanitizer in SANITIZERS:
         built = build(sanitizer, folder / sanitizer)
         temporary = folder / "failure"

@@ -1,4 +1,4 @@
-"""A small arena of two parameter groups, and what the trainer writes into it for the worker."""
+"""A small arena of two parameter groups, and the data that the trainer writes into it."""
 
 import torch
 from torch import Tensor
@@ -46,6 +46,6 @@ def gradient_of(partition: Partition, step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(partition.numel, generator=generator(6, step)).to(dtype)
 
 
-def fill_page(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:
+def fill_slot(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:
     b = partition.blocks[block]
     arena.slots[slot, : b.end - b.begin] = gradient_of(partition, step, arena.slots.dtype)[b.begin : b.end]

@@ -1,7 +1,7 @@
-"""Sends a worker broken arenas and messages; as a script for as long as one likes: ``python tests/support/worker_fuzzer.py WORKER SEED ROUNDS``.
+"""Fuzzer of the worker: invalid arenas and messages. As a script: ``python tests/support/worker_fuzzer.py WORKER SEED ATTACKS``.
 
-Everything a worker reads comes from its trainer. Whatever that is, a worker may only answer, exit with 0, or exit with 1 and an
-error message; a crash, a sanitizer's report or a hang is a failure.
+All inputs of a worker come from its trainer. For any input a worker must answer, exit with 0, or exit with 1 and an error message. A
+crash, a sanitizer's report or a hang is a failure.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**
 
 
 def make_arena(rng: random.Random) -> Arena:
-    """A small valid one, with gradients of some steps."""
+    """A small valid arena, with gradients of some steps."""
     counts = [rng.randrange(1, 400) for _ in range(2)]
     slices = [
         Slice(parameter=i, param_group=i, begin=begin, start=0, numel=n, columns=1, is_matrix=False)
@@ -47,7 +47,7 @@ def make_arena(rng: random.Random) -> Arena:
 
 
 def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
-    """Overwrites a few bits, bytes, or aligned words with values at which arithmetic goes wrong."""
+    """Overwrites a few bytes, or aligned words with values at the limits of integer types."""
     for _ in range(rng.randrange(1, 4)):
         if words and len(data) >= 8 and rng.random() < 0.8:
             width = rng.choice([4, 8])
@@ -59,7 +59,7 @@ def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
 
 
 def break_arena(rng: random.Random, arena: Arena) -> None:
-    """Header, tables, step records or journal."""
+    """Mutates the header, the tables, the step records, the block words or the journal."""
     header = protocol.ArenaHeader.from_buffer_copy(os.pread(arena.fd, protocol.HEADER_BYTES, 0))
     regions = [
         (0, ctypes.sizeof(protocol.ArenaHeader)),
@@ -67,33 +67,31 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
         (header.blocks_offset, header.n_blocks * ctypes.sizeof(protocol.Block)),
         (header.step_records_offset, header.n_step_records * header.step_record_bytes),
         (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
-        (header.journal_offset + protocol.JournalSlot.begin.offset, 32),
+        (header.journal_offset + protocol.JournalEntry.begin.offset, 32),
     ]
     begin, size = rng.choice(regions)
     data = bytearray(os.pread(arena.fd, size, begin))
     mutate(rng, data, words=True)
     os.pwrite(arena.fd, bytes(data), begin)
     if rng.random() < 0.3:
-        # As after the death of a worker: a round in hand, which the journal describes, or does not.
-        for name in ("begun_round", "n_shares"):
+        # As after the death of a worker: a job in progress, which the journal may or may not describe.
+        for name in ("begun_job", "n_shares"):
             at = getattr(protocol.ArenaHeader, name).offset
             os.pwrite(arena.fd, rng.choice([1, 2]).to_bytes(8, "little"), at)
 
 
 def message(rng: random.Random, job_id: int) -> bytes:
-    """A round, whole or broken; or an exit; or noise."""
+    """A job, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
-    job = protocol.Round(
-        type=protocol.MessageType.ROUND,
+    job = protocol.UpdateJob(
+        type=protocol.MessageType.JOB,
         block=rng.randrange(3),
         job_id=job_id,
         first_step=rng.randrange(1, 3),
         n_steps=len(slots),
         publish_buffer=rng.randrange(2),
-        rule=rng.randrange(2),
         prediction_steps=rng.choice([0.0, 1.5]),
-        n_updates=rng.randrange(3),
-        early=rng.choice([0, 0, 0, 1]),
+        in_backward=rng.choice([0, 0, 0, 1]),
     )
     data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
     kind = rng.random()
@@ -109,7 +107,7 @@ def message(rng: random.Random, job_id: int) -> bytes:
 
 
 def attack(worker: Path, rng: random.Random) -> str:
-    """Starts a worker, sends it messages, and returns what was wrong with its end; "" if nothing was."""
+    """Starts a worker and sends it messages. Returns a description of the failure, or ""."""
     arena = make_arena(rng)
     if rng.random() < 0.5:
         break_arena(rng, arena)
@@ -147,11 +145,11 @@ def attack(worker: Path, rng: random.Random) -> str:
     return f"it ended with {process.returncode}: {words}"
 
 
-def fuzz(worker: Path, *, seed: int, jobs: int) -> list[str]:
-    """What went wrong, each with the seed that shows it."""
-    failures: list[Any] = [(s, attack(worker, random.Random(s))) for s in range(seed, seed + jobs)]
+def fuzz(worker: Path, *, seed: int, attacks: int) -> list[str]:
+    """Returns the failures, each with its seed."""
+    failures: list[Any] = [(s, attack(worker, random.Random(s))) for s in range(seed, seed + attacks)]
     return [f"seed {s}: {what}" for s, what in failures if what]
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(fuzz(Path(sys.argv[1]), seed=int(sys.argv[2]), jobs=int(sys.argv[3]))) or 0)
+    sys.exit("\n".join(fuzz(Path(sys.argv[1]), seed=int(sys.argv[2]), attacks=int(sys.argv[3]))) or 0)

@@ -12,7 +12,7 @@ from models import OneGroup
 
 
 def provided_bytes(fd: int) -> int:
-    """Memory that the system has provided for a file in memory."""
+    """Allocated bytes of a memory file."""
     return os.fstat(fd).st_blocks * 512
 
 

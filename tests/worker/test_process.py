@@ -1,4 +1,4 @@
-"""The worker process, from Python and with the real executable: numbers, errors, deaths, and what is left behind."""
+"""The worker process with the real executable: numbers, errors, death, and leftovers."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, wait_for
 from reference import Group, adamw_reference
-from small_arena import GROUPS, fill_page, gradient_of, make_arena, make_partition, write_step
+from small_arena import GROUPS, fill_slot, gradient_of, make_arena, make_partition, write_step
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def worker(arena: Arena) -> Iterator[Worker]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_threads", [1, 2])
-def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtype, n_threads: int) -> None:
+def test_jobs_give_the_oracles_numbers(partition: Partition, dtype: torch.dtype, n_threads: int) -> None:
     arena = make_arena(partition, dtype)
     initial = arena.master.clone()
     worker = Worker(arena, cores=(allowed_cores() * 2)[:n_threads], timeout_s=30)
@@ -54,7 +54,7 @@ def test_rounds_give_the_oracles_numbers(partition: Partition, dtype: torch.dtyp
         for block in range(len(partition.blocks)):
             slots = []
             for step in window:
-                fill_page(arena, partition, block, slot, step)
+                fill_slot(arena, partition, block, slot, step)
                 slots.append(slot)
                 slot = (slot + 1) % arena.slots.shape[0]
             job_id += 1
@@ -114,7 +114,7 @@ def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
                 write_step(arena, step)
             for block in range(len(partition.blocks)):
                 for slot, step in enumerate(window):
-                    fill_page(arena, partition, block, slot, step)
+                    fill_slot(arena, partition, block, slot, step)
                 job_id += 1
                 worker.submit(
                     JobMessage(
@@ -129,14 +129,14 @@ def test_windows_of_any_length_give_the_same_bits(partition: Partition) -> None:
         assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
 
 
-def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, worker: Worker) -> None:
-    """The message may arrive long before the gradients do."""
+def test_a_job_waits_for_its_steps_word(arena: Arena, partition: Partition, worker: Worker) -> None:
+    """The message may arrive before the gradients."""
     before = arena.master.clone()
     write_step(arena, 1, seal=False)
     worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
     time.sleep(0.05)  # a worker that did not wait would have done it all by now
     assert torch.equal(arena.master, before)
-    fill_page(arena, partition, 0, 0, 1)
+    fill_slot(arena, partition, 0, 0, 1)
     arena.sequence[1] = 1
     assert worker.wait().wait_ns > 0
     b = partition.blocks[0]
@@ -144,14 +144,14 @@ def test_a_round_waits_for_its_steps_word(arena: Arena, partition: Partition, wo
     assert torch.equal(arena.master[b.end :], before[b.end :])
 
 
-def test_rounds_are_answered_in_order(arena: Arena, partition: Partition, worker: Worker) -> None:
+def test_jobs_are_acknowledged_in_order(arena: Arena, partition: Partition, worker: Worker) -> None:
     write_step(arena, 1)
     for block in range(3):
         worker.submit(JobMessage(job_id=10 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
     assert [worker.wait().job_id for _ in range(3)] == [10, 11, 12]
 
 
-def test_a_round_of_no_steps_publishes(arena: Arena, partition: Partition, worker: Worker) -> None:
+def test_a_job_without_steps_publishes(arena: Arena, partition: Partition, worker: Worker) -> None:
     worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[], publish_buffer=2))
     worker.wait()
     b = partition.blocks[0]
@@ -162,7 +162,7 @@ def test_a_round_of_no_steps_publishes(arena: Arena, partition: Partition, worke
     ("job", "message"),
     [
         ({"block": 3, "slots": [0], "publish_buffer": 0}, "block"),
-        ({"block": 0, "slots": [16], "publish_buffer": 0}, "pages"),
+        ({"block": 0, "slots": [16], "publish_buffer": 0}, "slots"),
         ({"block": 0, "slots": [0], "publish_buffer": 4}, "publish"),
     ],
 )
@@ -178,9 +178,9 @@ def test_the_workers_error_reaches_the_caller(
         worker.wait()
 
 
-@pytest.mark.parametrize("when", ["idle", "in a round"])
+@pytest.mark.parametrize("when", ["idle", "in a job"])
 def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, when: str) -> None:
-    if when == "in a round":
+    if when == "in a job":
         write_step(arena, 1, seal=False)
         worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
     os.kill(worker.pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, 
         worker.wait()
 
 
-def test_a_dead_worker_takes_no_more_rounds(arena: Arena, worker: Worker) -> None:
+def test_a_dead_worker_receives_no_more_jobs(arena: Arena, worker: Worker) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(worker.pid))
     with pytest.raises(WorkerError, match="was killed by signal 9"):
@@ -200,7 +200,7 @@ def test_a_worker_that_does_not_answer(arena: Arena) -> None:
     worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
     os.kill(worker.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(WorkerError, match="did not answer within 0.2 s; `worker_timeout`"):
+        with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
             worker.wait()
     finally:
         worker.kill()
@@ -267,7 +267,7 @@ def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker
     write_step(arena, 1)
     before = arena.master.clone()
     for block in range(len(partition.blocks)):
-        fill_page(arena, partition, block, block, 1)
+        fill_slot(arena, partition, block, block, 1)
         worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=block))
     worker.close()
     for s in partition.slices:
@@ -287,7 +287,7 @@ def test_arena_bytes(partition: Partition, arena: Arena) -> None:
     assert arena_bytes(partition, sizes) == os.fstat(arena.fd).st_size
 
 
-def test_pages_and_buffers_are_reserved_as_they_are_needed(arena: Arena) -> None:
+def test_slots_and_buffers_are_reserved_as_needed(arena: Arena) -> None:
     arena.reserve(n_slots=0, n_publish_buffers=0)
     state = arena.reserved_bytes
     row_bytes = arena.slots.shape[1] * arena.slots.element_size()

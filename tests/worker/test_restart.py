@@ -1,4 +1,4 @@
-"""A worker that is killed is replaced, and the run ends with the same bits; one that fails or does not answer ends the run."""
+"""A killed worker is restarted and the run has the same bits; one that fails or does not answer ends the run."""
 
 import dataclasses
 import logging
@@ -29,7 +29,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 from models import TINY, LinearLossModule
 from processes import is_alive, wait_for
 from same_bits import assert_same_run
-from small_arena import fill_page, make_arena, make_partition, write_step
+from small_arena import fill_slot, make_arena, make_partition, write_step
 from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -74,7 +74,7 @@ def test_killed_two_hundred_times(update_interval: int) -> None:
 
 
 def test_killed_around_a_freeze() -> None:
-    """Parameters are frozen and unfrozen in mid-run, for which the worker is exchanged."""
+    """Parameters are frozen and unfrozen during the run, which restarts the worker."""
     case = dataclasses.replace(CASE, model="FreezingModule", steps=9, model_options={"frozen_in": {0: (2, 6)}, **LARGE})
     killed, killer = run_and_kill(case, seed=3)
     assert killer.restarts >= 7
@@ -128,13 +128,13 @@ def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker
     return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
 
 
-def submissions(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMessage]:
+def jobs_of(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMessage]:
     result = []
     for step in range(1, steps + 1):
         write_step(arena, step)
         for block in range(len(partition.blocks)):
             slot = len(result)
-            fill_page(arena, partition, block, slot, step)
+            fill_slot(arena, partition, block, slot, step)
             result.append(JobMessage(job_id=1 + slot, block=block, first_step=step, slots=[slot], publish_buffer=block))
     return result
 
@@ -147,8 +147,8 @@ def state(arena: Arena) -> list[Tensor]:
 def expected(partition: Partition) -> list[Tensor]:
     arena = make_arena(partition)
     worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30)
-    for submission in submissions(arena, partition, steps=3):
-        worker.submit(submission)
+    for job in jobs_of(arena, partition, steps=3):
+        worker.submit(job)
         worker.wait()
     worker.close()
     result = state(arena)
@@ -157,13 +157,13 @@ def expected(partition: Partition) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_answers_that_nobody_read_are_no_work_twice(
+def test_unread_acknowledgements_do_not_repeat_work(
     seed: int, arena: Arena, partition: Partition, expected: list[Tensor]
 ) -> None:
-    """Killed when some jobs are answered, some answers read, and some jobs not begun."""
+    """Killed when some jobs are acknowledged, some acknowledgements read, and some jobs not begun."""
     worker, stalls = supervised(Start(arena), max_restarts=100)
     rng = random.Random(seed)
-    jobs = submissions(arena, partition, steps=3)
+    jobs = jobs_of(arena, partition, steps=3)
     todo, unread = list(jobs), 0
     kills = 0
     while todo or unread:
@@ -184,12 +184,12 @@ def test_answers_that_nobody_read_are_no_work_twice(
 
 
 def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
-    jobs = submissions(arena, partition, steps=3)
+    jobs = jobs_of(arena, partition, steps=3)
     arena.sequence.zero_()
     worker, stalls = supervised(Start(arena))
     for step in range(3):
-        for submission in jobs[3 * step : 3 * step + 3]:
-            worker.submit(submission)
+        for job in jobs[3 * step : 3 * step + 3]:
+            worker.submit(job)
         os.kill(worker.pid, signal.SIGKILL)
         arena.sequence[step + 1] = step + 1
         for _ in range(3):
@@ -204,7 +204,7 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         worker, stalls = supervised(start)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.submit(submissions(arena, partition)[0])
+        worker.submit(jobs_of(arena, partition)[0])
         assert worker.wait().job_id == 1
         worker.close()
     assert start.n == 4
@@ -215,22 +215,22 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
 def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Partition) -> None:
     start = Start(arena)
     worker, _ = supervised(start, max_restarts=2)
-    (submission, *_) = submissions(arena, partition)
+    (job, *_) = jobs_of(arena, partition)
     arena.sequence.zero_()
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
-        worker.submit(submission)
+        worker.submit(job)
         for _ in range(3):
             os.kill(worker.pid, signal.SIGABRT)
             pid = worker.pid
             wait_for(partial(is_dead, pid))
-            worker.submit(submission)
+            worker.submit(job)
     worker.kill()
     assert start.n == 3
 
 
 def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
     worker, stalls = supervised(Start(arena))
-    with pytest.raises(WorkerError, match="failed: round: block is 77"):
+    with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
         worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0))
         worker.wait()
     worker.close()
@@ -242,8 +242,8 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     worker, stalls = supervised(Start(arena, timeout_s=0.3))
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
-    worker.submit(submissions(arena, partition)[0])
-    with pytest.raises(WorkerError, match="did not answer within 0.3 s; `worker_timeout` sets"):
+    worker.submit(jobs_of(arena, partition)[0])
+    with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`"):
         worker.wait()
     worker.close()
     assert not psutil.pid_exists(pid)
@@ -251,7 +251,7 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
 
 
 class StopsWorker(LinearLossModule):
-    """Stops the worker in a step; if it shall be slow only, it goes on a while after training has begun to wait for it."""
+    """Stops the worker in a step; with `slow_by_s`, resumes it that long after training has begun to wait for it."""
 
     slow_by_s = 0.0
 
@@ -267,7 +267,7 @@ class StopsWorker(LinearLossModule):
     def _go_on(self, pid: int) -> None:
         worker = optimizer_of(self.trainer)._worker
         assert worker is not None
-        wait_for(lambda: bool(worker._unanswered))
+        wait_for(lambda: bool(worker._unacknowledged))
         time.sleep(self.slow_by_s)
         os.kill(pid, signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""However training ends: no process, shared memory, socket or thread of ours is left, whoever else goes on living."""
+"""No process, shared memory, socket or thread is left, however training ends."""
 
 import os
 import re
@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[dict[signal.Signals | None, subprocess.Popen[str]]]:
-    """One to be killed by each signal, with two loaders, and one whose fits end early; started together, to save time."""
+    """A trainer for each signal, with two loaders, and one whose fits end early; started together to save time."""
     started = {**{how: start("waits", n_loaders=2) for how in SIGNALS}, None: start("error,stops,end")}
     yield started
     for process in started.values():

@@ -65,5 +65,5 @@ def test_named_one_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_executable(tmp_path / "mine").chmod(0o644)
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "mine"))
-    with pytest.raises(RuntimeError, match="may not be executed"):
+    with pytest.raises(RuntimeError, match="must be executable"):
         worker_executable()

@@ -1,4 +1,4 @@
-"""Both sides of the contract agree: sizes, offsets and constants of ``csrc/protocol.h`` and ``lightning_zenflow/native/protocol.py``."""
+"""Sizes, offsets and constants agree: ``csrc/common/protocol.h`` and ``lightning_zenflow/native/protocol.py``."""
 
 import ctypes
 import subprocess
@@ -15,9 +15,9 @@ STRUCTURES = (
     protocol.Hyperparameters,
     protocol.StepWord,
     protocol.StepRecord,
-    protocol.JournalSlot,
+    protocol.JournalEntry,
     protocol.MessageHeader,
-    protocol.Round,
+    protocol.UpdateJob,
     protocol.Ready,
     protocol.Done,
     protocol.ThreadSpan,
@@ -48,7 +48,7 @@ def test_constants(layout: dict[str, int]) -> None:
         "kHeaderBytes": protocol.HEADER_BYTES,
         "kMaxMessageBytes": protocol.MAX_MESSAGE_BYTES,
         "kTileElements": protocol.TILE_ELEMENTS,
-        "kJournalSlotBytes": protocol.JOURNAL_SLOT_BYTES,
+        "kJournalEntryBytes": protocol.JOURNAL_ENTRY_BYTES,
         "kMaxThreadSpans": protocol.MAX_THREAD_SPANS,
     }
     assert constants == ours

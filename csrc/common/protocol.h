@@ -1,0 +1,195 @@
+// The contract between the trainer (Python) and its worker process: shared memory layout and socket messages.
+//
+// Each rank has one memfd, the *arena*, which both processes map. The trainer creates it, fills the header and the tables, and
+// passes its file descriptor and one end of a SOCK_SEQPACKET socket pair to the worker at exec. Byte offsets count from the start
+// of the arena, element offsets from the start of the rank's partition. All structures are plain, naturally aligned and
+// little-endian. lightning_zenflow/native/protocol.py mirrors them field by field; a test compares the mirror with the sizes and
+// offsets that `zenflow-worker --layout` prints.
+//
+// Ownership. A *job* applies a window of steps to one block.
+//   header, tables              trainer, before the worker starts; fields from `resolved_step` on: worker, while a job is in
+//   flight step records                trainer, before the first job that names the step; `word`: a device copy, which may come
+//   later block words                 a device copy, before or after submission of the job in backward that waits for it gradient
+//   slots              trainer, until it submits the job that names the slot, and again after that job's Done master, moments of
+//   a block  worker, from submission of a job of that block until its Done; otherwise the trainer. The worker
+//                               reads them before Ready, so that the kernel allocates their pages on the NUMA nodes of its
+//                               threads; the trainer should not touch them earlier
+//   publish buffers             worker, from submission until Done; the trainer until it submits the next job that names it
+//   journal                     worker
+//
+// Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
+// in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
+// being applied again, the one between that and `begun_job` continues from the undo log (tile_journal.h, journal.h), and later
+// ones have not changed anything. Program order suffices for this: a killed thread has executed a prefix of its instructions, and
+// the memory outlives the process.
+//
+// Asynchronous data. An UpdateJob message may arrive before its gradients. The worker waits for the sequence word of the job's
+// last step before it touches anything. The device copies gradients, clip coefficient and sequence number in stream order, so the
+// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it).
+//
+// A job submitted *in backward* applies one step to a block whose gradient is complete while others are still being computed. It
+// waits for its block's word instead, which the device copies after the block's gradient, with a factor for that block alone: NaN
+// if a gradient so far was not finite. Its count of applied steps is that of the step before, plus one. The step itself is
+// resolved later by its own word.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zenflow {
+
+constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
+constexpr uint64_t kVersion = 7;
+constexpr size_t kHeaderBytes = 4096;
+constexpr size_t kMaxMessageBytes = 16384;
+constexpr size_t kTileElements = 128;  // updated together by the replay kernel
+constexpr size_t kJournalEntryBytes = 4096;
+constexpr size_t kMaxThreadSpans = 256;  // in one Done message
+
+enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+struct ArenaHeader {
+    uint64_t magic;
+    uint64_t version;
+    uint64_t total_bytes;
+
+    uint32_t gradient_dtype;  // DataType of the gradient slots
+    uint32_t weight_dtype;    // DataType of the publish buffers
+    uint64_t numel;           // elements of the partition, padding included: length of master, exp_avg, exp_avg_sq
+
+    uint32_t n_ranges;  // entries of the range table
+    uint32_t n_blocks;  // entries of the block table
+    uint32_t n_param_groups;
+    uint32_t n_step_records;  // capacity of the ring of step records; step t lives in record t % n_step_records
+    uint32_t n_slots;
+    uint32_t n_publish_buffers;
+    uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
+    uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
+    uint32_t reserved;
+
+    uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
+    uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
+    uint64_t step_records_offset;  // n_step_records of them, `step_record_bytes` apart
+    uint64_t step_record_bytes;    // sizeof(StepRecord) + n_param_groups * sizeof(Hyperparameters), rounded up to 64
+    uint64_t master_offset;        // float[numel]
+    uint64_t exp_avg_offset;       // float[numel]
+    uint64_t exp_avg_sq_offset;    // float[numel]
+    uint64_t slots_offset;         // gradient_dtype[n_slots][slot_numel]
+    uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
+    uint64_t journal_offset;       // JournalEntry[n_journal_entries]
+    uint64_t block_words_offset;   // StepWord[n_blocks], of jobs in backward
+
+    // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their clip
+    // coefficient was not NaN). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It
+    // then also resets the sequence of every word, those of blocks included, to 0: a stale one would match a repeated step.
+    int64_t resolved_step;
+
+    // The last job that was begun and the last that is complete, 0 before the first. They differ while a job is in progress.
+    int64_t begun_job;
+    int64_t completed_job;
+    uint64_t n_shares;  // of `begun_job`: the journal's first entries
+};
+static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its reserved bytes");
+
+// Elements [begin, end) of the partition belong to `param_group`. Alignment padding is in no range and is never touched.
+struct Range {
+    uint64_t begin;
+    uint64_t end;
+    uint32_t param_group;
+    uint32_t reserved;
+};
+
+// Elements [begin, end) of the partition that one job updates. Element e of the block lies at e - begin in its slots.
+struct Block {
+    uint64_t begin;
+    uint64_t end;
+};
+
+// Optimizer settings of one parameter group in one step.
+struct Hyperparameters {
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    uint32_t decoupled;  // 1: AdamW (decay acts on the weight), 0: Adam (decay is added to the gradient)
+    uint32_t reserved;
+};
+
+// Written by the device in stream order, `clip` first, `sequence` second; for a step, or for a block in a step.
+struct StepWord {
+    float clip;  // factor on the gradient: clip coefficient over loss scale; NaN: the step changes nothing (in the block)
+    uint32_t reserved;
+    int64_t sequence;  // the step's number once everything of the step (of the block in the step) has arrived
+};
+
+// Followed in memory by Hyperparameters[n_param_groups].
+struct StepRecord {
+    StepWord word;
+    int64_t count;  // written by the worker: applied steps up to and including this one; valid once resolved_step reached it
+    int64_t reserved;
+};
+
+// Progress and undo log of one thread's share of a job, see tile_journal.h.
+struct JournalEntry {
+    float saved[3 * kTileElements];  // master, exp_avg and exp_avg_sq of one tile before its last update
+    uint64_t begin;                  // elements [begin, end) of the partition, in order
+    uint64_t end;
+    uint64_t position;  // elements before it are done; the current tile begins here
+    uint64_t saved_at;  // element at which the tile in `saved` begins
+    uint8_t reserved[kJournalEntryBytes - 3 * kTileElements * sizeof(float) - 4 * sizeof(uint64_t)];
+};
+static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
+
+enum class MessageType : uint32_t {
+    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_steps]
+    kExit = 2,   // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
+    kReady = 3,  // worker -> trainer: Ready, once, before any other message
+    kDone = 4,   // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
+    kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+};
+
+struct MessageHeader {
+    uint32_t type;
+    uint32_t reserved;
+};
+
+// Applies steps [first_step, first_step + n_steps) to `block`, the gradient of step first_step + i being in slots[i], then writes
+// the block's new weights to `publish_buffer`, moved on by `prediction_steps` along the momentum; master weights stay exact.
+// n_steps = 0 only publishes, without prediction.
+struct UpdateJob {
+    uint32_t type;
+    uint32_t block;
+    int64_t job_id;  // from 1, ascending
+    int64_t first_step;
+    uint32_t n_steps;
+    uint32_t publish_buffer;
+    float prediction_steps;  // 0 to 1e6
+    uint32_t in_backward;    // 1: submitted in backward, with n_steps = 1; otherwise 0
+};
+
+struct Ready {
+    uint32_t type;
+    uint32_t n_threads;
+    uint64_t version;
+};
+
+struct Done {
+    uint32_t type;
+    uint32_t block;
+    int64_t job_id;
+    int64_t start_ns;  // receipt of the job: CLOCK_MONOTONIC, which the trainer reads as well
+    int64_t wait_ns;   // from then until the job's word arrived
+    int64_t busy_ns;   // computation after that; this and wait_ns are 0 if the job was complete before
+    uint32_t n_spans;  // threads that had a share of the job, at most kMaxThreadSpans; 0 if it was complete before
+    uint32_t reserved;
+};
+
+// Time that a thread worked on a job. The first one after Done is of the thread on the first core of --cores, and so on.
+struct ThreadSpan {
+    int64_t begin_ns;  // CLOCK_MONOTONIC
+    int64_t end_ns;
+};
+static_assert(sizeof(Done) + kMaxThreadSpans * sizeof(ThreadSpan) <= kMaxMessageBytes, "a Done must fit into a message");
+
+}  // namespace zenflow

@@ -1,0 +1,78 @@
+// AdamW over several steps in one pass over memory.
+//
+// A window's gradients are applied in order, each with its own step's coefficients, while a tile of master weights and moments
+// stays in the L1 cache: S steps move 24 + S * sizeof(gradient) + sizeof(published) bytes per parameter instead of 28 S.
+//
+// Per element and step, each operation rounded once to float, in the order of DeepSpeed's CPU Adam:
+//
+//     g = float(gradient) * grad_scale
+//     g = fma(w, weight_decay, g)                     Adam with decay only
+//     m = fma(g, one_minus_beta1, m * beta1)
+//     v = fma(g * g, one_minus_beta2, v * beta2)
+//     u = m / fma(sqrt(v), inv_sqrt_bias_correction2, eps)
+//     w = fma(w, -lr * weight_decay, w)               AdamW with decay only
+//     w = fma(u, -lr / bias_correction1, w)
+//
+// and at the end, with the last step's coefficients and the same u,
+//
+//     published = fma(u, prediction_steps * -lr / bias_correction1, w)
+//
+// Results have the same bits for every instruction set and number of threads, and however elements and steps are divided among
+// calls. (NaN payloads may differ.)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cpu_features.h"
+#include "common/protocol.h"
+
+namespace zenflow {
+
+// What weight decay acts on: nothing, the gradient (Adam), or the weight itself (AdamW).
+enum class Decay { kNone, kGradient, kWeight };
+
+// Coefficients of one step of one parameter group, in the kernel's precision.
+struct StepCoefficients {
+    float grad_scale;  // clip coefficient over loss scale
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
+    float inv_sqrt_bias_correction2;  // 1 / sqrt(1 - beta2^count)
+    float eps;
+    float step_size;     // -lr / (1 - beta1^count)
+    float decay_factor;  // kGradient: weight_decay; kWeight: -lr * weight_decay
+    Decay decay;
+};
+
+// Coefficients of the `count`-th applied step (from 1), computed in double and rounded once. Pure.
+StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip);
+
+// Not owned: master weights and moments from some element on.
+struct AdamState {
+    float* master;
+    float* exp_avg;
+    float* exp_avg_sq;
+
+    ZENFLOW_INLINE AdamState operator+(size_t n) const { return {master + n, exp_avg + n, exp_avg_sq + n}; }
+};
+
+// The steps to apply. Not owned: both arrays have `n_steps` entries.
+struct WindowView {
+    size_t n_steps;
+    const void* const* gradients;  // gradients[s]: gradient of step s at the first element
+    const StepCoefficients* coefficients;
+    float prediction_steps;  // distance along the momentum at which weights are published; 0: exact
+};
+
+// Applies a window to the first `n` elements of `state` and writes the new weights, predicted and rounded to nearest even, to
+// `published`. n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
+// gradients may coincide with each other and with `published` if their types are the same. Thread-safe for disjoint elements.
+//
+// The elements begin at `journal`'s position; a killed call can be repeated from its new position on (tile_journal.h). `journal`
+// may be null: the state is then lost if the call is killed.
+using ReplayKernel = void (*)(const AdamState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal);
+
+// The kernel for one pair of element types. `instruction_set` must be available.
+ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set);
+
+}  // namespace zenflow

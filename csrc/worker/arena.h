@@ -1,0 +1,64 @@
+// The worker's mapping of the shared memory; see protocol.h for its layout and ownership.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/protocol.h"
+
+namespace zenflow {
+
+size_t element_bytes(DataType type);
+
+// Owns the mapping. Header and tables are checked and copied once, so that no later write of the trainer can make the worker
+// leave the mapping. The accessors are thread-safe; the memory that they return has the owners that protocol.h names. Indices
+// must be within the header's bounds.
+class Arena {
+  public:
+    // Maps the whole file, whose descriptor stays the caller's and may be closed afterwards. Writes nothing. Throws Error.
+    explicit Arena(int fd);
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    // A copy from when the arena was mapped; the accessors below read the fields that change.
+    const ArenaHeader& header() const { return header_; }
+    const std::vector<Range>& ranges() const { return ranges_; }
+    const std::vector<Block>& blocks() const { return blocks_; }
+    DataType gradient_dtype() const { return static_cast<DataType>(header_.gradient_dtype); }
+    DataType weight_dtype() const { return static_cast<DataType>(header_.weight_dtype); }
+
+    float* master() const { return at<float>(header_.master_offset); }
+    float* exp_avg() const { return at<float>(header_.exp_avg_offset); }
+    float* exp_avg_sq() const { return at<float>(header_.exp_avg_sq_offset); }
+    const std::byte* slot(uint32_t index) const;
+    std::byte* publish_buffer(uint32_t index) const;
+
+    // The ring's record for `step` (not negative), whichever step it currently holds.
+    StepRecord& step_record(int64_t step) const;
+    const StepWord& block_word(uint32_t block) const { return at<StepWord>(header_.block_words_offset)[block]; }
+    const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) const;
+
+    int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }
+    int64_t& begun_job() const { return at<ArenaHeader>(0)->begun_job; }
+    int64_t& completed_job() const { return at<ArenaHeader>(0)->completed_job; }
+    uint64_t& n_shares() const { return at<ArenaHeader>(0)->n_shares; }
+    JournalEntry& journal_entry(uint64_t index) const { return at<JournalEntry>(header_.journal_offset)[index]; }
+
+  private:
+    template <typename T>
+    T* at(uint64_t offset) const {
+        return reinterpret_cast<T*>(memory_ + offset);
+    }
+
+    void check_tables() const;
+
+    std::byte* memory_ = nullptr;
+    size_t mapped_bytes_ = 0;
+    ArenaHeader header_{};
+    std::vector<Range> ranges_;
+    std::vector<Block> blocks_;
+};
+
+}  // namespace zenflow

@@ -1,0 +1,114 @@
+#include "worker/bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <ostream>
+
+#include "common/half.h"
+#include "common/parallel.h"
+#include "replay/replay_adamw.h"
+#include "replay/tile_journal.h"
+#include "worker/cores.h"
+
+namespace zenflow {
+namespace {
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kChunkElements = 16384;
+
+// Elements [begin, end) of a thread: whole chunks, like the segments of BlockReplay.
+struct Share {
+    size_t begin, end;
+};
+
+Share share_of(size_t n, int thread, int n_threads) {
+    const size_t n_chunks = (n + kChunkElements - 1) / kChunkElements;
+    const auto t = static_cast<size_t>(thread), all = static_cast<size_t>(n_threads);
+    return {std::min(n, n_chunks * t / all * kChunkElements), std::min(n, n_chunks * (t + 1) / all * kChunkElements)};
+}
+
+// Memory on the NUMA nodes of the threads that will work on it.
+template <typename T>
+class Array {
+  public:
+    Array(size_t n, T value)
+        : data_(static_cast<T*>(std::aligned_alloc(kPageBytes, (n * sizeof(T) / kPageBytes + 1) * kPageBytes))) {
+        if (data_ == nullptr) throw std::bad_alloc();
+        run_in_parallel([&](int thread, int n_threads) {
+            const Share share = share_of(n, thread, n_threads);
+            std::fill(data_.get() + share.begin, data_.get() + share.end, value);
+        });
+    }
+    T* data() { return data_.get(); }
+
+  private:
+    struct Free {
+        void operator()(T* p) const { std::free(p); }
+    };
+    std::unique_ptr<T, Free> data_;
+};
+
+template <typename Work>
+double seconds_of(const Work& work) {
+    const auto begin = std::chrono::steady_clock::now();
+    run_in_parallel(work);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+void write(std::ostream& output, const char* name, int64_t n_steps, double seconds, size_t n, double bytes_per_element) {
+    const double ns = 1e9 * seconds / static_cast<double>(n);
+    output << "{\"kernel\": \"" << name << "\", \"steps\": " << n_steps << ", \"ns_per_parameter\": " << ns
+           << ", \"bytes_per_parameter\": " << bytes_per_element << ", \"gb_per_s\": " << bytes_per_element / ns << "}\n";
+}
+
+}  // namespace
+
+void run_benchmark(const BenchOptions& options, std::ostream& output) {
+    pin_threads(options.cores);
+    const InstructionSet best = best_instruction_set();
+    output << "{\"instruction_set\": \"" << name(best) << "\", \"threads\": " << options.cores.size()
+           << ", \"elements\": " << options.elements << "}\n";
+    const auto n = static_cast<size_t>(options.elements);
+    Array<float> master(n, 0.5f), exp_avg(n, 1e-3f), exp_avg_sq(n, 1e-6f);
+    Array<BFloat16> published(n, from_float<BFloat16>(0.0f));
+    const auto max_steps = static_cast<size_t>(options.max_steps);
+    Array<BFloat16> slots(n * max_steps, from_float<BFloat16>(1e-3f));
+    Array<JournalEntry> journal(options.cores.size(), JournalEntry{});
+    const Hyperparameters hyperparameters{1e-4, 0.9, 0.999, 1e-8, 0.01, 1, 0};
+    std::vector<StepCoefficients> coefficients;
+    for (size_t s = 0; s < max_steps; ++s)
+        coefficients.push_back(step_coefficients(hyperparameters, static_cast<int64_t>(s) + 1000, 1.0f));
+    const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, best);
+
+    for (int64_t repeat = 0; repeat < options.repeats; ++repeat) {
+        const double triad = seconds_of([&](int thread, int n_threads) {
+            const Share share = share_of(n, thread, n_threads);
+            float* const __restrict a = exp_avg.data();
+            const float* const __restrict b = master.data();
+            for (size_t i = share.begin; i < share.end; ++i) a[i] += 1e-9f * b[i];
+        });
+        write(output, "triad", 0, triad, n, 12.0);
+        for (size_t n_steps = 1; n_steps <= max_steps; n_steps *= 2) {
+            const double seconds = seconds_of([&](int thread, int n_threads) {
+                const Share share = share_of(n, thread, n_threads);
+                std::vector<const void*> gradients(n_steps);
+                JournalEntry& entry = journal.data()[thread];
+                entry.saved_at = kNothingSaved;
+                for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
+                    for (size_t s = 0; s < n_steps; ++s) gradients[s] = slots.data() + s * n + begin;
+                    entry.position = begin;
+                    const WindowView window{n_steps, gradients.data(), coefficients.data(), 4.0f};
+                    const AdamState state{master.data(), exp_avg.data(), exp_avg_sq.data()};
+                    kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, &entry);
+                }
+            });
+            write(output, "replay", static_cast<int64_t>(n_steps), seconds, n, 26.0 + 2.0 * static_cast<double>(n_steps));
+        }
+    }
+}
+
+}  // namespace zenflow

@@ -1,0 +1,21 @@
+// Benchmark of the replay kernel as the worker runs it.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <vector>
+
+namespace zenflow {
+
+struct BenchOptions {
+    std::vector<int> cores;      // one pinned thread each
+    int64_t elements = 1 << 25;  // of one block; master and moments take 12 bytes each
+    int64_t repeats = 7;         // of all measurements, interleaved
+    int64_t max_steps = 16;      // windows of 1, 2, 4, ... steps
+};
+
+// Writes one JSON object a line: the configuration, then for each repeat an in-place triad a[i] += s * b[i] ("triad", the memory
+// bandwidth limit: 12 bytes per element) and the replay of windows of bfloat16 gradients ("replay"). Throws Error.
+void run_benchmark(const BenchOptions& options, std::ostream& output);
+
+}  // namespace zenflow

@@ -1,0 +1,130 @@
+#include "worker/block_replay.h"
+
+#include <algorithm>
+
+#include "common/clock.h"
+#include "common/error.h"
+#include "common/parallel.h"
+#include "worker/first_touch.h"
+
+namespace zenflow {
+namespace {
+
+// Large enough to amortize the call of the kernel, small enough to balance the threads.
+constexpr uint64_t kSegmentElements = 16384;
+constexpr float kMaxPredictionSteps = 1e6f;
+
+}  // namespace
+
+BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
+    : arena_(arena),
+      records_(records),
+      kernel_(replay_kernel(arena.gradient_dtype(), arena.weight_dtype(), best_instruction_set())),
+      journal_(arena),
+      segments_(arena.blocks().size()),
+      coefficients_(arena.header().n_param_groups) {
+    // Both tables ascend, so one pass over them finds all overlapping pairs.
+    auto range = arena.ranges().begin();
+    for (size_t b = 0; b < segments_.size(); ++b) {
+        const Block& block = arena.blocks()[b];
+        while (range != arena.ranges().end() && range->end <= block.begin) ++range;
+        for (auto r = range; r != arena.ranges().end() && r->begin < block.end; ++r) {
+            const uint64_t end = std::min(r->end, block.end);
+            for (uint64_t begin = std::max(r->begin, block.begin); begin < end; begin += kSegmentElements) {
+                segments_[b].push_back({begin, std::min(begin + kSegmentElements, end), r->param_group});
+            }
+        }
+    }
+}
+
+void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
+    const ArenaHeader& header = arena_.header();
+    require(job.block < header.n_blocks, "job: block must be below n_blocks = ", header.n_blocks, ", got ", job.block);
+    require(job.publish_buffer < header.n_publish_buffers,
+            "job: publish_buffer must be below n_publish_buffers = ", header.n_publish_buffers, ", got ", job.publish_buffer);
+    for (uint32_t i = 0; i < job.n_steps; ++i) {
+        require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
+    }
+    // False for NaN.
+    require(job.prediction_steps >= 0.0f && job.prediction_steps <= kMaxPredictionSteps,
+            "job: prediction_steps must be from 0 to ", kMaxPredictionSteps, ", got ", job.prediction_steps);
+    require(job.in_backward <= 1, "job: in_backward must be 0 or 1, got ", job.in_backward);
+    require(job.in_backward == 0 || job.n_steps == 1, "job: n_steps must be 1 with in_backward, got ", job.n_steps);
+    journal_.check(job);
+}
+
+void BlockReplay::touch_states() {
+    std::vector<std::vector<Journal::Share>> shares_of_blocks;
+    for (uint32_t block = 0; block < segments_.size(); ++block) shares_of_blocks.push_back(shares(block));
+    run_in_parallel([&](int thread, int) {
+        const auto share = static_cast<size_t>(thread);
+        for (const std::vector<Journal::Share>& shares : shares_of_blocks) {
+            if (share < shares.size()) zenflow::touch_states(arena_, shares[share]);
+        }
+    });
+}
+
+const std::vector<ThreadSpan>& BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
+    collect_coefficients(job, slots);
+    if (!journal_.is_in_progress(job)) journal_.begin(job, shares(job.block));
+    const size_t n_shares = journal_.n_shares();
+    gradients_.resize(n_shares * slots_.size());
+    spans_.assign(std::min(n_shares, static_cast<size_t>(n_parallel_threads())), {});
+    run_in_parallel([&](int thread, int n_threads) {
+        const auto first = static_cast<size_t>(thread);
+        if (first >= n_shares) return;
+        const int64_t begin_ns = now_ns();
+        // One share per thread, unless an earlier worker with more threads began the job.
+        for (size_t share = first; share < n_shares; share += static_cast<size_t>(n_threads)) run_share(share, job);
+        spans_[first] = {begin_ns, now_ns()};
+    });
+    journal_.finish(job);
+    return spans_;
+}
+
+void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots) {
+    slots_.clear();
+    for (auto& group : coefficients_) group.clear();
+    for (uint32_t i = 0; i < job.n_steps; ++i) {
+        const StepRecords::Step step = records_.step(job, i);
+        if (!step.applied) continue;
+        slots_.push_back(arena_.slot(slots[i]));
+        for (uint32_t group = 0; group < coefficients_.size(); ++group) {
+            const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, group);
+            coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
+        }
+    }
+}
+
+// Consecutive segments, the same of a block in every job: they may still be in the thread's caches.
+std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
+    const std::vector<Segment>& segments = segments_[block];
+    std::vector<Journal::Share> result;
+    const size_t n = std::min({segments.size(), journal_.max_shares(), static_cast<size_t>(n_parallel_threads())});
+    for (size_t i = 0; i < n; ++i) {
+        result.push_back({segments[segments.size() * i / n].begin, segments[segments.size() * (i + 1) / n - 1].end});
+    }
+    return result;
+}
+
+void BlockReplay::run_share(size_t share, const UpdateJob& job) {
+    JournalEntry& entry = journal_.entry(share);
+    const AdamState states{arena_.master(), arena_.exp_avg(), arena_.exp_avg_sq()};
+    const uint64_t block_begin = arena_.blocks()[job.block].begin;
+    const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype()), weight_bytes = element_bytes(arena_.weight_dtype());
+    const void** const gradients = gradients_.data() + share * slots_.size();
+    std::byte* const published = arena_.publish_buffer(job.publish_buffer);
+    const std::vector<Segment>& segments = segments_[job.block];
+    auto segment = std::partition_point(segments.begin(), segments.end(),
+                                        [&](const Segment& candidate) { return candidate.end <= entry.position; });
+    for (; segment != segments.end() && segment->begin < entry.end; ++segment) {
+        // Skips padding.
+        entry.position = std::max(entry.position, segment->begin);
+        const uint64_t begin = entry.position, in_block = begin - block_begin;
+        for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * gradient_bytes;
+        const WindowView window{slots_.size(), gradients, coefficients_[segment->param_group].data(), job.prediction_steps};
+        kernel_(states + begin, segment->end - begin, window, published + in_block * weight_bytes, &entry);
+    }
+}
+
+}  // namespace zenflow

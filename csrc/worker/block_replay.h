@@ -1,0 +1,62 @@
+// The computation of an update job: replay of a window on one block by all threads of the worker.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/protocol.h"
+#include "replay/replay_adamw.h"
+#include "worker/arena.h"
+#include "worker/journal.h"
+#include "worker/step_records.h"
+
+namespace zenflow {
+
+// To be used by one thread, which becomes thread 0 of OpenMP's parallel regions. Arena and records must outlive the object.
+class BlockReplay {
+  public:
+    BlockReplay(const Arena& arena, const StepRecords& records);
+
+    // Throws Error if `job` names a block, slot or publish buffer that the arena does not have, or cannot follow the jobs before
+    // it. `slots` holds job.n_steps slot indices.
+    void check(const UpdateJob& job, const uint32_t* slots) const;
+
+    // Allocates the memory of all blocks' master weights and moments on the NUMA nodes of the threads that will update them,
+    // given the current number of threads. Changes no values.
+    void touch_states();
+
+    // Whether a checked job has been completed, by this worker or by one that was killed before it could acknowledge it.
+    bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
+
+    // Executes a checked, incomplete job whose steps are resolved, or the rest of it. All writes of the threads happen before the
+    // return. Elements in no range are left alone, in master and moments as well as in the publish buffer. Returns the working
+    // time of each thread that had a share, in order; valid until the next call.
+    const std::vector<ThreadSpan>& run(const UpdateJob& job, const uint32_t* slots);
+
+  private:
+    // Consecutive elements of one block and one parameter group, at most kSegmentElements of them.
+    struct Segment {
+        uint64_t begin;  // in the partition
+        uint64_t end;
+        uint32_t param_group;
+    };
+
+    void collect_coefficients(const UpdateJob& job, const uint32_t* slots);
+    std::vector<Journal::Share> shares(uint32_t block) const;
+    void run_share(size_t share, const UpdateJob& job);
+
+    const Arena& arena_;
+    const StepRecords& records_;
+    const ReplayKernel kernel_;
+    Journal journal_;
+    std::vector<std::vector<Segment>> segments_;  // per block
+
+    // Of the current job; members so that their memory is reused.
+    std::vector<const std::byte*> slots_;                      // of the applied steps
+    std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, of the applied steps
+    std::vector<const void*> gradients_;                       // per share, of the applied steps in the current segment
+    std::vector<ThreadSpan> spans_;                            // per thread that has a share
+};
+
+}  // namespace zenflow

@@ -1,0 +1,56 @@
+// Messages between the worker and its trainer over a SOCK_SEQPACKET socket, which preserves their boundaries and their order.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "common/protocol.h"
+
+namespace zenflow {
+
+// The worker's end of the socket. The file descriptor stays the caller's. Not thread-safe.
+//
+// The trainer is gone once its end is closed, which the kernel also does when the trainer dies.
+class Channel {
+  public:
+    // Throws Error if `fd` is not a SOCK_SEQPACKET socket.
+    explicit Channel(int fd);
+
+    struct Message {
+        const std::byte* data;  // the whole message, aligned to 8 bytes
+        size_t size;
+        uint32_t type;  // MessageType, unchecked
+    };
+
+    // Waits for the next message, which stays valid until the next call. Returns nullopt if the trainer is gone; its last
+    // messages may or may not be delivered first. Throws Error if the message has an invalid size or the socket fails.
+    std::optional<Message> receive();
+
+    // Sends a structure, followed by table entries in the same message. Returns false if the trainer is gone. Throws Error if the
+    // socket fails.
+    template <typename T>
+    bool send(const T& message) {
+        return send_bytes(&message, sizeof(message), nullptr, 0);
+    }
+    template <typename T, typename Entry>
+    bool send(const T& message, const Entry* entries, size_t n_entries) {
+        return send_bytes(&message, sizeof(message), entries, n_entries * sizeof(Entry));
+    }
+
+    // Sends an Error message, with the text truncated to fit.
+    bool send_error(std::string_view text);
+
+    // Whether the trainer is gone, even if messages of it are still queued. Does not block.
+    bool trainer_gone() const;
+
+  private:
+    bool send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size);
+
+    int fd_;
+    alignas(8) std::array<std::byte, kMaxMessageBytes> buffer_;
+};
+
+}  // namespace zenflow

@@ -1,0 +1,51 @@
+#include "worker/journal.h"
+
+#include "common/error.h"
+#include "replay/tile_journal.h"
+
+namespace zenflow {
+
+void Journal::check(const UpdateJob& job) const {
+    require(job.job_id >= 1, "job: job_id must be at least 1, got ", job.job_id);
+    const int64_t begun = arena_.begun_job(), completed = arena_.completed_job();
+    require(begun <= completed || job.job_id <= completed || job.job_id == begun, "job: job_id must be ", begun,
+            ", the job in progress, got ", job.job_id);
+    if (!is_in_progress(job)) return;
+    const Block& block = arena_.blocks()[job.block];
+    require(n_shares() <= max_shares(), "journal: n_shares must be at most n_journal_entries = ", max_shares(), ", got ",
+            n_shares());
+    uint64_t previous_end = block.begin;
+    for (size_t i = 0; i < n_shares(); ++i) {
+        const JournalEntry& e = entry(i);
+        require(e.begin >= previous_end && e.position >= e.begin && e.end >= e.position && e.end <= block.end, "journal: entry ",
+                i, " must have ascending bounds from ", previous_end, " to the end of block ", job.block, ", ", block.end,
+                ", got position ", e.position, " in [", e.begin, ", ", e.end, ")");
+        previous_end = e.end;
+    }
+}
+
+bool Journal::is_in_progress(const UpdateJob& job) const {
+    return job.job_id == arena_.begun_job() && job.job_id > arena_.completed_job();
+}
+
+void Journal::begin(const UpdateJob& job, const std::vector<Share>& shares) {
+    arena_.n_shares() = shares.size();
+    for (size_t i = 0; i < shares.size(); ++i) {
+        JournalEntry& entry = this->entry(i);
+        entry.begin = entry.position = shares[i].begin;
+        entry.end = shares[i].end;
+        entry.saved_at = kNothingSaved;
+    }
+    // The entries become valid with this store.
+    compiler_fence();
+    arena_.begun_job() = job.job_id;
+    compiler_fence();
+}
+
+void Journal::finish(const UpdateJob& job) {
+    compiler_fence();
+    arena_.completed_job() = job.job_id;
+    compiler_fence();
+}
+
+}  // namespace zenflow

@@ -1,0 +1,50 @@
+// The journal of the job in progress: which thread has which part of it, and how far each one is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/protocol.h"
+#include "worker/arena.h"
+
+namespace zenflow {
+
+// The worker's view of the journal in the arena, which must outlive the object. Not thread-safe, except for the entries of the
+// job in progress, each of which belongs to one thread at a time.
+class Journal {
+  public:
+    // Elements [begin, end) of the partition that one thread processes in order.
+    struct Share {
+        uint64_t begin;
+        uint64_t end;
+    };
+
+    explicit Journal(const Arena& arena) : arena_(arena) {}
+
+    // Throws Error if `job` cannot follow the jobs before it, or if it is in progress and the journal does not fit its block.
+    void check(const UpdateJob& job) const;
+
+    // Whether a checked job has been completed, by this worker or an earlier one.
+    bool is_complete(const UpdateJob& job) const { return job.job_id <= arena_.completed_job(); }
+
+    // Whether an earlier worker was killed during this job; its shares and entries then say how far it was.
+    bool is_in_progress(const UpdateJob& job) const;
+
+    size_t max_shares() const { return arena_.header().n_journal_entries; }
+
+    // Begins a job that is neither complete nor in progress; at most max_shares() shares, ascending and disjoint.
+    void begin(const UpdateJob& job, const std::vector<Share>& shares);
+
+    // Of the job in progress.
+    size_t n_shares() const { return arena_.n_shares(); }
+    JournalEntry& entry(size_t share) const { return arena_.journal_entry(share); }
+
+    // Marks the job in progress as complete.
+    void finish(const UpdateJob& job);
+
+  private:
+    const Arena& arena_;
+};
+
+}  // namespace zenflow

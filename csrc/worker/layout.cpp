@@ -1,0 +1,70 @@
+#include "worker/layout.h"
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/protocol.h"
+
+namespace zenflow {
+namespace {
+
+struct Line {
+    const char* name;
+    uint64_t value;
+};
+
+#define CONSTANT(name) {#name, name}
+#define SIZE(type) {"sizeof(" #type ")", sizeof(type)}
+#define FIELD(type, field) {#type "." #field, offsetof(type, field)}
+
+// clang-format off
+constexpr Line kLines[] = {
+    CONSTANT(kMagic), CONSTANT(kVersion), CONSTANT(kHeaderBytes), CONSTANT(kMaxMessageBytes), CONSTANT(kTileElements),
+    CONSTANT(kJournalEntryBytes), CONSTANT(kMaxThreadSpans),
+
+    SIZE(ArenaHeader), FIELD(ArenaHeader, magic), FIELD(ArenaHeader, version), FIELD(ArenaHeader, total_bytes),
+    FIELD(ArenaHeader, gradient_dtype), FIELD(ArenaHeader, weight_dtype), FIELD(ArenaHeader, numel),
+    FIELD(ArenaHeader, n_ranges), FIELD(ArenaHeader, n_blocks), FIELD(ArenaHeader, n_param_groups),
+    FIELD(ArenaHeader, n_step_records), FIELD(ArenaHeader, n_slots), FIELD(ArenaHeader, n_publish_buffers),
+    FIELD(ArenaHeader, slot_numel), FIELD(ArenaHeader, n_journal_entries), FIELD(ArenaHeader, reserved),
+    FIELD(ArenaHeader, ranges_offset), FIELD(ArenaHeader, blocks_offset), FIELD(ArenaHeader, step_records_offset),
+    FIELD(ArenaHeader, step_record_bytes), FIELD(ArenaHeader, master_offset), FIELD(ArenaHeader, exp_avg_offset),
+    FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
+    FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, resolved_step),
+    FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
+
+    SIZE(Range), FIELD(Range, begin), FIELD(Range, end), FIELD(Range, param_group), FIELD(Range, reserved),
+    SIZE(Block), FIELD(Block, begin), FIELD(Block, end),
+
+    SIZE(Hyperparameters), FIELD(Hyperparameters, lr), FIELD(Hyperparameters, beta1), FIELD(Hyperparameters, beta2),
+    FIELD(Hyperparameters, eps), FIELD(Hyperparameters, weight_decay), FIELD(Hyperparameters, decoupled),
+    FIELD(Hyperparameters, reserved),
+
+    SIZE(StepWord), FIELD(StepWord, clip), FIELD(StepWord, reserved), FIELD(StepWord, sequence),
+    SIZE(StepRecord), FIELD(StepRecord, word), FIELD(StepRecord, count), FIELD(StepRecord, reserved),
+
+    SIZE(JournalEntry), FIELD(JournalEntry, saved), FIELD(JournalEntry, begin), FIELD(JournalEntry, end),
+    FIELD(JournalEntry, position), FIELD(JournalEntry, saved_at), FIELD(JournalEntry, reserved),
+
+    SIZE(MessageHeader), FIELD(MessageHeader, type), FIELD(MessageHeader, reserved),
+
+    SIZE(UpdateJob), FIELD(UpdateJob, type), FIELD(UpdateJob, block), FIELD(UpdateJob, job_id), FIELD(UpdateJob, first_step),
+    FIELD(UpdateJob, n_steps), FIELD(UpdateJob, publish_buffer), FIELD(UpdateJob, prediction_steps),
+    FIELD(UpdateJob, in_backward),
+
+    SIZE(Ready), FIELD(Ready, type), FIELD(Ready, n_threads), FIELD(Ready, version),
+
+    SIZE(Done), FIELD(Done, type), FIELD(Done, block), FIELD(Done, job_id), FIELD(Done, start_ns), FIELD(Done, wait_ns),
+    FIELD(Done, busy_ns), FIELD(Done, n_spans), FIELD(Done, reserved),
+
+    SIZE(ThreadSpan), FIELD(ThreadSpan, begin_ns), FIELD(ThreadSpan, end_ns),
+};
+// clang-format on
+
+}  // namespace
+
+void print_layout(std::ostream& out) {
+    for (const Line& line : kLines) out << line.name << ' ' << line.value << '\n';
+}
+
+}  // namespace zenflow

@@ -1,0 +1,114 @@
+#include "worker/step_records.h"
+
+#include <algorithm>
+#include <limits>
+#include <thread>
+
+#include "common/error.h"
+#include "replay/tile_journal.h"
+
+namespace zenflow {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+constexpr int kSpins = 1000;  // about 20 to 50 us
+constexpr microseconds kShortestSleep{20};
+constexpr microseconds kLongestSleep{200};
+constexpr milliseconds kTrainerCheckInterval{10};
+
+void pause_briefly() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// Acquires what was written before the sequence number.
+int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequence, __ATOMIC_ACQUIRE); }
+
+}  // namespace
+
+StepRecords::StepRecords(const Arena& arena, milliseconds word_timeout) : arena_(arena), word_timeout_(word_timeout) {}
+
+void StepRecords::check(const UpdateJob& job) const {
+    if (job.n_steps == 0) return;
+    const int64_t capacity = arena_.header().n_step_records;
+    require(job.n_steps <= capacity, "job: n_steps must be at most n_step_records = ", capacity, ", got ", job.n_steps);
+    require(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - job.n_steps,
+            "job: first_step must be at least 1 and its sum with n_steps representable, got ", job.first_step);
+    const int64_t last_step = job.first_step + job.n_steps - 1;
+    const int64_t resolved_step = arena_.resolved_step();
+    require(last_step - resolved_step <= capacity, "job: its last step must be at most ", resolved_step + capacity,
+            " with resolved_step = ", resolved_step, " and n_step_records = ", capacity, ", got ", last_step);
+}
+
+bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
+    if (job.n_steps == 0) return true;
+    if (job.in_backward == 0) return resolve_through(job.first_step + job.n_steps - 1, trainer_gone);
+    return resolve_through(job.first_step - 1, trainer_gone) &&
+           wait_for_word(arena_.block_word(job.block), job.first_step, trainer_gone);
+}
+
+bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const {
+    for (int64_t step = arena_.resolved_step(); step < last_step;) {
+        const int64_t count_before = arena_.step_record(step).count;
+        require(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max(), "arena: step ", step,
+                "'s count must be at least 0, got ", count_before);
+        ++step;
+        StepRecord& record = arena_.step_record(step);
+        if (!wait_for_word(record.word, step, trainer_gone)) return false;
+        const bool applied = record.word.clip == record.word.clip;
+        record.count = count_before + (applied ? 1 : 0);
+        // The step is resolved by the next store; a worker that restarts before it counts the step again, from the same count.
+        compiler_fence();
+        arena_.resolved_step() = step;
+    }
+    return true;
+}
+
+StepRecords::Step StepRecords::step(const UpdateJob& job, uint32_t index) const {
+    const int64_t step = job.first_step + index;
+    if (job.in_backward != 0) {
+        const float clip = arena_.block_word(job.block).clip;
+        return {clip == clip, clip, arena_.step_record(step - 1).count + 1};
+    }
+    const StepRecord& record = arena_.step_record(step);
+    const int64_t sequence = sequence_of(record.word);
+    require(sequence == step, "job: the record of resolved step ", step, " must still hold it, got step ", sequence,
+            "; n_step_records is ", arena_.header().n_step_records);
+    return {record.word.clip == record.word.clip, record.word.clip, record.count};
+}
+
+bool StepRecords::wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const {
+    for (int spin = 0; spin < kSpins; ++spin) {
+        if (arrived(word, step)) return true;
+        pause_briefly();
+    }
+    const auto deadline = steady_clock::now() + word_timeout_;
+    auto next_trainer_check = steady_clock::now();
+    microseconds sleep = kShortestSleep;
+    while (!arrived(word, step)) {
+        const auto now = steady_clock::now();
+        if (now >= next_trainer_check) {
+            if (trainer_gone()) return false;
+            next_trainer_check = now + kTrainerCheckInterval;
+        }
+        require(now < deadline, "step ", step, "'s clip coefficient did not arrive within ", word_timeout_.count(), " ms");
+        std::this_thread::sleep_for(sleep);
+        sleep = std::min(2 * sleep, kLongestSleep);
+    }
+    return true;
+}
+
+bool StepRecords::arrived(const StepWord& word, int64_t step) const {
+    const int64_t sequence = sequence_of(word);
+    require(sequence <= step, "job: the word of unresolved step ", step, " must not hold a later one, got step ", sequence,
+            "; n_step_records is ", arena_.header().n_step_records);
+    return sequence == step;
+}
+
+}  // namespace zenflow

@@ -1,0 +1,203 @@
+// The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs in order
+// and exits on request or when the trainer is gone. protocol.h holds the contract.
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <exception>
+#include <iostream>
+#include <string_view>
+#include <vector>
+
+#include "common/clock.h"
+#include "common/cpu_features.h"
+#include "common/error.h"
+#include "worker/arena.h"
+#include "worker/bench.h"
+#include "worker/block_replay.h"
+#include "worker/channel.h"
+#include "worker/cores.h"
+#include "worker/layout.h"
+#include "worker/step_records.h"
+
+namespace zenflow {
+namespace {
+
+constexpr std::string_view kUsage =
+    "usage: zenflow-worker --arena-fd N --socket-fd N --cores 2,3,5 [--word-timeout-ms 600000]\n"
+    "       zenflow-worker --bench --cores 2,3,5 [--elements N] [--repeats N] [--max-steps N]\n"
+    "       zenflow-worker --layout | --version\n"
+    "\n"
+    "lightning_zenflow starts the first form.\n"
+    "\n"
+    "  --arena-fd          inherited memfd that holds the arena\n"
+    "  --socket-fd         inherited end of a SOCK_SEQPACKET socket pair with the trainer\n"
+    "  --cores             logical cores, one thread pinned to each\n"
+    "  --word-timeout-ms   limit of the wait for a step's clip coefficient, in milliseconds\n"
+    "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on one block\n"
+    "  --layout            print sizes and offsets of the shared structures\n"
+    "  --version           print the protocol's version and the kernel's instruction set\n";
+
+struct Options {
+    int arena_fd = -1;
+    int socket_fd = -1;
+    std::vector<int> cores;
+    std::chrono::milliseconds word_timeout{600000};
+};
+
+int64_t parse_number(std::string_view option, std::string_view text, int64_t smallest) {
+    int64_t value = -1;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    require(error == std::errc() && end == text.data() + text.size() && value >= smallest && value <= INT32_MAX, option,
+            " must be a number from ", smallest, " to ", INT32_MAX, ", got '", text, "'");
+    return value;
+}
+
+// Calls `set(option, value)` for each pair of arguments; it returns false for an option that does not exist.
+template <typename Set>
+void for_each_option(const std::vector<std::string_view>& arguments, size_t first, const Set& set) {
+    for (size_t i = first; i < arguments.size(); i += 2) {
+        require(i + 1 < arguments.size(), arguments[i], ": its value is missing, or there is no such option");
+        require(set(arguments[i], arguments[i + 1]), arguments[i], ": there is no such option");
+    }
+}
+
+Options parse_options(const std::vector<std::string_view>& arguments) {
+    Options options;
+    for_each_option(arguments, 0, [&options](std::string_view option, std::string_view value) {
+        if (option == "--arena-fd") {
+            options.arena_fd = static_cast<int>(parse_number(option, value, 0));
+        } else if (option == "--socket-fd") {
+            options.socket_fd = static_cast<int>(parse_number(option, value, 0));
+        } else if (option == "--cores") {
+            options.cores = parse_cores(value);
+        } else if (option == "--word-timeout-ms") {
+            options.word_timeout = std::chrono::milliseconds(parse_number(option, value, 1));
+        } else {
+            return false;
+        }
+        return true;
+    });
+    require(options.arena_fd >= 0, "--arena-fd is missing");
+    require(options.socket_fd >= 0, "--socket-fd is missing");
+    require(!options.cores.empty(), "--cores is missing");
+    return options;
+}
+
+BenchOptions parse_bench_options(const std::vector<std::string_view>& arguments) {
+    BenchOptions options;
+    for_each_option(arguments, 1, [&options](std::string_view option, std::string_view value) {
+        if (option == "--cores") {
+            options.cores = parse_cores(value);
+        } else if (option == "--elements") {
+            options.elements = parse_number(option, value, 1);
+        } else if (option == "--repeats") {
+            options.repeats = parse_number(option, value, 1);
+        } else if (option == "--max-steps") {
+            options.max_steps = parse_number(option, value, 1);
+        } else {
+            return false;
+        }
+        return true;
+    });
+    require(!options.cores.empty(), "--cores is missing");
+    return options;
+}
+
+// Executes the job in a message and acknowledges it. Returns false if the trainer is gone.
+bool serve_job(const Channel::Message& message, const StepRecords& records, BlockReplay& replay, Channel& channel) {
+    const int64_t received_ns = now_ns();
+    require(message.size >= sizeof(UpdateJob), "job: the message must have at least ", sizeof(UpdateJob), " bytes, got ",
+            message.size);
+    UpdateJob job;
+    std::memcpy(&job, message.data, sizeof(job));
+    const uint64_t expected_size = sizeof(job) + uint64_t{job.n_steps} * sizeof(uint32_t);
+    require(message.size == expected_size, "job: the message must have ", expected_size, " bytes with n_steps = ", job.n_steps,
+            ", got ", message.size);
+    const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
+    replay.check(job, slots);
+    records.check(job);
+    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, received_ns, 0, 0, 0, 0};
+    if (replay.is_complete(job)) return channel.send(done);
+    if (!records.resolve(job, [&channel] { return channel.trainer_gone(); })) return false;
+    const int64_t arrived_ns = now_ns();
+    const std::vector<ThreadSpan>& spans = replay.run(job, slots);
+    done.wait_ns = arrived_ns - received_ns;
+    done.busy_ns = now_ns() - arrived_ns;
+    done.n_spans = static_cast<uint32_t>(std::min(spans.size(), kMaxThreadSpans));
+    // The socket's lock makes all earlier writes happen before the trainer's receipt of Done.
+    return channel.send(done, spans.data(), done.n_spans);
+}
+
+// Returns when the trainer requests an exit or is gone.
+void serve(const Options& options, Channel& channel) {
+    const Arena arena(options.arena_fd);
+    pin_threads(options.cores);
+    const StepRecords records(arena, options.word_timeout);
+    BlockReplay replay(arena, records);
+    // Before the trainer, which waits for Ready, writes there. After a restart the memory is already allocated.
+    if (arena.begun_job() == 0) replay.touch_states();
+
+    if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
+        return;
+    while (const auto message = channel.receive()) {
+        switch (static_cast<MessageType>(message->type)) {
+            case MessageType::kJob:
+                if (!serve_job(*message, records, replay, channel)) return;
+                break;
+            case MessageType::kExit:
+                return;
+            default:
+                fail("message: type must be ", static_cast<uint32_t>(MessageType::kJob), " (job) or ",
+                     static_cast<uint32_t>(MessageType::kExit), " (exit), got ", message->type);
+        }
+    }
+}
+
+int run(const Options& options) {
+    // A terminal sends these to the whole process group; the trainer handles them, and the socket reports its death.
+    std::signal(SIGINT, SIG_IGN);
+    std::signal(SIGHUP, SIG_IGN);
+    // A closed standard error must not end the process before the error message is sent.
+    std::signal(SIGPIPE, SIG_IGN);
+    Channel channel(options.socket_fd);
+    try {
+        serve(options, channel);
+        return 0;
+    } catch (const std::exception& error) {
+        std::cerr << "zenflow-worker: " << error.what() << '\n';
+        channel.send_error(error.what());
+        return 1;
+    }
+}
+
+int main(const std::vector<std::string_view>& arguments) {
+    if (arguments.size() == 1 && arguments[0] == "--layout") {
+        print_layout(std::cout);
+        return 0;
+    }
+    if (arguments.size() == 1 && arguments[0] == "--version") {
+        std::cout << "zenflow-worker protocol " << kVersion << ' ' << name(best_instruction_set()) << '\n';
+        return 0;
+    }
+    if (arguments.empty() || (arguments.size() == 1 && arguments[0] == "--help")) {
+        (arguments.empty() ? std::cerr : std::cout) << kUsage;
+        return arguments.empty() ? 2 : 0;
+    }
+    try {
+        if (arguments[0] == "--bench") {
+            run_benchmark(parse_bench_options(arguments), std::cout);
+            return 0;
+        }
+        return run(parse_options(arguments));
+    } catch (const std::exception& error) {
+        std::cerr << "zenflow-worker: " << error.what() << '\n';
+        return 1;
+    }
+}
+
+}  // namespace
+}  // namespace zenflow
+
+int main(int argc, char** argv) { return zenflow::main({argv + 1, argv + argc}); }
