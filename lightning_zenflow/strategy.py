@@ -351,8 +351,8 @@ def register() -> None:
 class ExactWeights(pl.Callback):
     """Makes weights exact before the user's callbacks read them.
 
-    Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that replace
-    the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
+    Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
+    replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
 
     Args:
         flush: makes the weights exact; called on every rank.

@@ -8,6 +8,7 @@ import torch
 
 from lightning_zenflow.core.partition import Partition, Range, blocks_of_tiles, merge_ranges, ranges_of_block
 from lightning_zenflow.deferred.window import UpdateJob
+from lightning_zenflow.telemetry.events import record_event
 from lightning_zenflow.worker.rank_state import RankState
 
 EXPOSED_COPIES = "h2d copies"
@@ -51,7 +52,7 @@ class Publisher:
         return self._ranges[block].keys()
 
     def age(self, tile_index: int, step: int) -> int:
-        """Number of gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
+        """Gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
         block = self._block_of_tile[tile_index]
         exact_for = self._exact_for[block]
         if exact_for is None:
@@ -66,9 +67,7 @@ class Publisher:
         """Event at the present end of the current stream; None where the device is the CPU."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return record_event()
 
     def upload(self, job: UpdateJob, slices: Collection[int]) -> int:
         """Copies the weights of some slices during backward, ordered behind all work enqueued on the current stream so far.

@@ -5,8 +5,6 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import lightning_zenflow
-
 _ENVIRONMENT_VARIABLE = "LIGHTNING_ZENFLOW_WORKER"
 
 
@@ -48,7 +46,7 @@ def device_library() -> Path:
 
 
 def _candidates() -> list[Path]:
-    folders = [Path(folder) for folder in lightning_zenflow.__path__]
+    folders = [Path(__file__).parents[1]]
     # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
     with suppress(PackageNotFoundError):
         folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zenflow.schedule.auto_policy import Decision, Observation, SchedulePolicy, observation_step
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.telemetry.counters import AsyncHostCopy
+from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.telemetry.stalls import StallClock
 
 _SHORTEST_OBSERVATION = 16

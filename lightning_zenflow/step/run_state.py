@@ -16,7 +16,8 @@ Layout 3, of plain numbers, lists and CPU tensors::
     planner
         synchronous_until, changing_until
         selector        current, check_interval, next, epoch, n_selections
-        schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients, strikes, calm, patience, probation
+        schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
+                        strikes, calm, patience, probation
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without
         factor          step scale of the last step

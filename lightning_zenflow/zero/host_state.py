@@ -11,8 +11,8 @@ from lightning_zenflow.worker.arena import Arena
 
 
 class HostState:
-    """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code reads
-    and writes the arena.
+    """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
+    reads and writes the arena.
 
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.

@@ -48,7 +48,10 @@ def test_the_command_takes_a_hugging_face_config(gpt2_config: Path, capsys: pyte
     [
         (["--gpu-mem", "0"], "argument --gpu-mem: gpu_mem must be a finite number > 0, got 0.0"),
         (["--gpus", "two"], "argument --gpus: invalid int value: 'two'"),
-        (["--topk-ratio", "2"], "argument --topk-ratio: ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 2.0"),
+        (
+            ["--topk-ratio", "2"],
+            "argument --topk-ratio: ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 2.0",
+        ),
         (["--update-interval", "some"], "argument --update-interval: must be an integer or 'auto', got 'some'"),
         (["--update-interval", "32"], "update_interval must be an integer from 1 to max_update_interval=16, got 32"),
         (["--params", "nan"], "argument --params: params must be a finite number >= 1, got nan"),
