@@ -2,13 +2,19 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_zenflow.config import ConfigValueError
 from lightning_zenflow.core.buckets import LARGEST_BUCKET
+from lightning_zenflow.core.domains import Domain, integer
 from lightning_zenflow.estimate.shapes import ModelShapes
 
 GB = 1e9
+
+_COUNT = integer(1)
+_POSITIVE = Domain(
+    "a finite number > 0", lambda x: isinstance(x, int | float) and x is not True and 0 < x < math.inf, float
+)
+_DTYPE_BYTES = Domain("2 or 4", lambda x: x in (2, 4), int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +42,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         """Validates all fields."""
-        for key in ("gpus", "gpus_per_host", "cpu_cores"):
-            _check_integer(key, getattr(self, key))
-        for key in ("gpu_mem", "pcie", "cpu_bw", "host_mem"):
-            _check_positive(key, getattr(self, key))
+        _check(self, _COUNT, "gpus", "gpus_per_host", "cpu_cores")
+        _check(self, _POSITIVE, "gpu_mem", "pcie", "cpu_bw", "host_mem")
 
     @property
     def ranks_per_host(self) -> int:
@@ -80,11 +84,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Validates all fields."""
-        _check_positive("step_ms", self.step_ms)
-        if self.dtype_bytes not in (2, 4):
-            raise ConfigValueError(f"dtype_bytes must be 2 or 4, got {self.dtype_bytes!r}", "dtype_bytes")
-        for key in ("accumulate_grad_batches", "reduce_bucket_size"):
-            _check_integer(key, getattr(self, key))
+        _check(self, _POSITIVE, "step_ms")
+        _check(self, _DTYPE_BYTES, "dtype_bytes")
+        _check(self, _COUNT, "accumulate_grad_batches", "reduce_bucket_size")
 
     @property
     def step_s(self) -> float:
@@ -109,11 +111,8 @@ class Workload:
         return -(-self.model.numel // gpus)
 
 
-def _check_positive(key: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not (math.isfinite(value) and value > 0)):
-        raise ConfigValueError(f"{key} must be a finite number > 0, got {value!r}", key)
-
-
-def _check_integer(key: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigValueError(f"{key} must be an integer >= 1, got {value!r}", key)
+def _check(inputs: Machine | Workload, domain: Domain, *keys: str) -> None:
+    for key in keys:
+        value = getattr(inputs, key)
+        if value is not None and not domain.contains(value):
+            raise ConfigValueError(f"{key} must be {domain.text}, got {value!r}", key)
