@@ -1,6 +1,7 @@
 """Paths of the compiled files: the worker's executable and the library of CPU kernels."""
 
 import os
+import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -46,7 +47,8 @@ def device_library() -> Path:
 
 
 def _candidates() -> list[Path]:
-    folders = [Path(__file__).parents[1]]
+    package = sys.modules[__name__.partition(".")[0]]  # not imported: its __init__ imports rooms above this one
+    folders = [Path(folder) for folder in package.__path__]
     # An editable install leaves the sources in place and puts compiled files next to the package's metadata.
     with suppress(PackageNotFoundError):
         folders.append(Path(str(distribution("lightning-zenflow").locate_file("lightning_zenflow"))))
