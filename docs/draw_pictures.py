@@ -190,7 +190,12 @@ def one_weight() -> Figure:
     axes.plot(x, y, color=TRAIN, linewidth=1.6, label="the model's weight: a provisional update in every step")
     axes.plot([], [], marker="o", color=HOST, linestyle="none", label="exact weight of the step before, in the worker")
     axes.plot(
-        [], [], marker="^", color=STEP, linestyle="none", label="publish: that weight, predicted, and the last provisional update reapplied"
+        [],
+        [],
+        marker="^",
+        color=STEP,
+        linestyle="none",
+        label="publish: that weight, predicted, and the last provisional update reapplied",
     )
     axes.set_xticks(range(first, last + 1))
     axes.set_yticks([])
