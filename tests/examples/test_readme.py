@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class Model(Perceptron):
         return DataLoader(Indexes(self.length), batch_size=32)
 
 
-class Parsed(Exception):  # noqa: N818  # not an error
+class Parsed(Exception):  # not an error
     """A program has parsed its arguments."""
 
 
@@ -129,9 +130,7 @@ def check_pip(words: list[str]) -> None:
     assert extras
     for extra in extras:
         assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
-    assert all(
-        (ROOT / file).is_file() for option, file in zip(words, words[1:], strict=False) if option == "--constraint"
-    )
+    assert all((ROOT / file).is_file() for option, file in pairwise(words) if option == "--constraint")
 
 
 def test_commands_are_found() -> None:
@@ -227,7 +226,7 @@ def test_links(document: Path) -> None:
 def test_paths(document: Path) -> None:
     """Every source file and folder that a document names exists: below the root, the package, the tests or the document's own folder."""
     places = [ROOT, ROOT / "lightning_zenflow", document.parent, ROOT / "tests", ROOT / "tests" / "training"]
-    places += [folder for folder in document.parent.glob("*_task")]
+    places += list(document.parent.glob("*_task"))
     of_others = {"zero_to_fp32.py"}
     for name in code_in_prose(document):
         if re.fullmatch(r"[\w./-]+(/|\.(py|h|cpp|txt|md|yaml))", name) and name not in of_others:
