@@ -51,6 +51,7 @@ RUN_ELSEWHERE = {
         "tests/unit/estimate/test_estimate.py",
         '"predictions.py"',
     ),
+    "python -m docs.configuration": ("tests/unit/config/test_config.py", "with_table(text) == text"),
     "python -m docs.quote_tables": ("tests/examples/test_readme.py", "quote_tables.with_quotes"),
     "python -m docs.draw_pictures": ("tests/examples/test_readme.py", "draw_pictures.main"),
     # Needs a GPU, which CI does not have; the benchmark that it ends with runs without one.
