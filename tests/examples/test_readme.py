@@ -44,7 +44,7 @@ RUN_ELSEWHERE = {
         'main(["timeline", str(path), "--png"',
     ),
     "python -m lightning_zenflow estimate": (
-        "tests/unit/estimate/test_estimate_command.py",
+        "tests/examples/test_command_line.py",
         '"-m", "lightning_zenflow"',
     ),
     "python benchmarks/predictions.py > docs/predictions.md": (
