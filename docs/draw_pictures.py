@@ -1,6 +1,6 @@
-"""Draws the pictures of how_it_works.md: `python -m docs.draw_pictures` writes them to docs/images, or to the folder that is named.
+"""Draws the pictures of how_it_works.md: `python -m docs.draw_pictures` writes them to docs/images, or to the given folder.
 
-They show orders and overlaps, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
+They show order and overlap, not measured times: durations are chosen to be legible. `docs/performance.md` has the measurements.
 """
 
 import random
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lightning_zenflow.schedule.compensation import gradient_steps, momentum_steps
-from lightning_zenflow.schedule.staggered import Pace, Schedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 
 TRAIN, STEP, COPY, HOST, WAIT, LIGHT = "#4c78a8", "#f58518", "#72b7b2", "#54a24b", "#e45756", "#d9dee5"
 STYLE = {
@@ -52,13 +52,13 @@ def lanes(axes: Axes, names: list[str], length: float) -> None:
 
 
 def draw_zero_offload(axes: Axes, length: float) -> None:
-    """Two steps: the device has nothing to do while gradients, AdamW and weights pass."""
+    """Two steps: the device is idle during the copy of gradients, AdamW and the copy of weights."""
     lanes(axes, ["GPU", "PCIe", "CPU"], length)
     begin = 0.0
     for step in ("t", "t+1"):
         bar(axes, 0, begin, 1, TRAIN, f"forw. {step}")
         bar(axes, 0, begin + 1, 2, TRAIN, f"backward {step}")
-        bar(axes, 0, begin + 3, 4.5, WAIT, "waits")
+        bar(axes, 0, begin + 3, 4.5, WAIT, "idle")
         bar(axes, 1, begin + 1.3, 2.2, COPY, "gradients, 2")
         bar(axes, 2, begin + 3.5, 3, HOST, f"AdamW {step}")
         bar(axes, 1, begin + 6.5, 1, COPY, "weights, 1")
@@ -80,7 +80,7 @@ def draw_zenflow(axes: Axes, length: float) -> None:
         bar(axes, 2, begin + 3.0 - (duration if number else 3.0), 2.4 if number else 2.0, HOST, "replays a quarter")
         begin += duration
     axes.set_title(
-        "ZenFlowStrategy, S = 4, d = 1 (a round is published one step after its hand-over)",
+        "ZenFlowStrategy, S = 4, d = 1 (a job is published one step after its submission)",
         loc="left",
         fontsize=10,
         fontweight="bold",
@@ -88,7 +88,7 @@ def draw_zenflow(axes: Axes, length: float) -> None:
 
 
 def steps_side_by_side() -> Figure:
-    """Two steps of ZeRO-Offload above four of ours."""
+    """Two steps of ZeRO-Offload above four of `ZenFlowStrategy`."""
     length = 15.1
     figure, (above, below) = plt.subplots(2, 1, figsize=(9.6, 3.7), layout="constrained")
     draw_zero_offload(above, length)
@@ -100,7 +100,7 @@ def steps_side_by_side() -> Figure:
 
 
 def columns() -> Figure:
-    """Who owns what of a matrix, and where its exact state lives."""
+    """Ownership of a matrix' columns, and the place of its exact state."""
     figure, axes = plt.subplots(figsize=(9.6, 2.9), layout="constrained")
     axes.set_axis_off()
     axes.set_xlim(0, 32)
@@ -111,12 +111,12 @@ def columns() -> Figure:
             color = STEP if column in owned else LIGHT
             axes.add_patch(Rectangle((column * 0.8, row * 0.9), 0.8, 0.9, facecolor=color, edgecolor="white"))
     axes.text(4.8, -0.5, "weights [out, in], on the GPU, in bf16", ha="center")
-    axes.text(4.8, 6.3, "a column is what multiplies one input", ha="center", fontsize=8)
+    axes.text(4.8, 6.3, "a column: the weights that multiply one input", ha="center", fontsize=8)
     axes.text(4.8, 7.1, "columns with the largest gradients: device-owned", ha="center", fontsize=8, color=STEP)
     axes.text(4.8, 7.9, "all others: host-owned", ha="center", fontsize=8, color="#66707c")
     texts = [
         (0.2, STEP, "GPU", "fp32 master and moments of the device-owned columns: AdamW in every step", 14),
-        (2.2, COPY, "GPU", "second moments of the stand-in: one float a row, one a column", 14),
+        (2.2, COPY, "GPU", "second moments of the provisional update: one float a row, one a column", 14),
         (4.2, HOST, "host", "fp32 master and moments of every weight: S steps of AdamW in one pass, late", 14),
         (6.2, TRAIN, "host", "gradients of the open windows, bf16", 14),
     ]
@@ -128,8 +128,8 @@ def columns() -> Figure:
 
 
 def windows() -> Figure:
-    """Which step closes which block's window, and when its round is published; from the package's own schedule."""
-    schedule = Schedule(n_blocks=4, update_interval=4, publish_lag=1)
+    """The steps that close each block's window and publish its job; from the package's own schedule."""
+    schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=1)
     figure, axes = plt.subplots(figsize=(9.6, 2.9), layout="constrained")
     last = 13
     opened = dict.fromkeys(range(schedule.n_blocks), 1)
@@ -149,7 +149,7 @@ def windows() -> Figure:
     axes.spines["left"].set_visible(False)
     axes.set_xlabel("step")
     axes.set_title(
-        "S = 4, d = 1: every step closes one window (hand-over), replays one and publishes one (triangle)",
+        "S = 4, d = 1: every step closes and submits one window, replays one and publishes one (triangle)",
         loc="left",
         fontsize=10,
     )
@@ -158,8 +158,8 @@ def windows() -> Figure:
 
 def one_weight() -> Figure:
     """A host-owned weight between publishes, beside AdamW's on the same gradients; by the package's own rule, with second moment 1."""
-    pace, beta1, last = Pace(update_interval=4, publish_lag=1), 0.9, 16
-    s, d = pace.update_interval, pace.publish_lag
+    schedule, beta1, last = UpdateSchedule(update_interval=4, publish_lag=1), 0.9, 16
+    s, d = schedule.update_interval, schedule.publish_lag
     noise = random.Random(3)
     gradients = [1.0 + 0.9 * noise.uniform(-1, 1) for _ in range(last + 1)]
     weight, momentum = [0.0], [1.0]
@@ -168,9 +168,9 @@ def one_weight() -> Figure:
         weight.append(weight[-1] - momentum[-1])
 
     def publish(end: int, step: int) -> float:
-        """What is shown after `step`, of a window that closed with `end`, with the moves since then."""
-        ahead = weight[end] - momentum_steps(pace, beta1) * momentum[end]
-        return ahead - sum(gradient_steps(pace, beta1, i - end) * gradients[i] for i in range(end + 1, step + 1))
+        """The model's weight after `step`: of a window that closed with `end`, with the provisional updates since then."""
+        ahead = weight[end] - momentum_steps(schedule, beta1) * momentum[end]
+        return ahead - sum(gradient_steps(schedule, beta1, i - end) * gradients[i] for i in range(end + 1, step + 1))
 
     figure, axes = plt.subplots(figsize=(9.6, 3.2), layout="constrained")
     first = 5
@@ -187,10 +187,15 @@ def one_weight() -> Figure:
             y += [publish(end, step - 1), publish(end, step)]
             x += [step, step]
     axes.plot(range(first, last + 1), weight[first:], color="#8a929c", linestyle="--", label="AdamW without offload")
-    axes.plot(x, y, color=TRAIN, linewidth=1.6, label="the model's weight: stand-in in every step")
+    axes.plot(x, y, color=TRAIN, linewidth=1.6, label="the model's weight: a provisional update in every step")
     axes.plot([], [], marker="o", color=HOST, linestyle="none", label="exact weight of the step before, in the worker")
     axes.plot(
-        [], [], marker="^", color=STEP, linestyle="none", label="publish: that, look-ahead, the last stand-in again"
+        [],
+        [],
+        marker="^",
+        color=STEP,
+        linestyle="none",
+        label="publish: that weight, predicted, and the last provisional update reapplied",
     )
     axes.set_xticks(range(first, last + 1))
     axes.set_yticks([])

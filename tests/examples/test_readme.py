@@ -1,8 +1,13 @@
-"""README: every command and snippet runs, every file has its place, every number is the measured one, every link leads somewhere."""
+"""README and documents: every command and snippet runs, every output and quoted number is the real one, every link and path exists."""
 
+import argparse
+import importlib
 import re
+import runpy
 import shlex
 import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +16,16 @@ import pytest
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks import convergence, kernel, step_time, timelines
 from docs import draw_pictures, quote_tables
 from example_runs import ROOT
+from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import main
-from lightning_zenflow.config import default_value, zenflow_keys
 from models import Indexes, OptimizerOptions
 from networks import Perceptron
 
-README = (ROOT / "README.md").read_text()
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")])
+README = ROOT / "README.md"
+GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*GUIDES, ROOT / "examples" / "README.md"]
 
 RUN_ELSEWHERE = {
     "scripts/train_glue": ("tests/examples/test_glue_example.py", 'run_script(tmp_path, "fit"'),
@@ -38,60 +43,118 @@ RUN_ELSEWHERE = {
         "tests/training/test_timeline.py",
         'main(["timeline", str(path), "--png"',
     ),
+    "python -m lightning_zenflow estimate": (
+        "tests/examples/test_command_line.py",
+        '"-m", "lightning_zenflow"',
+    ),
+    "python benchmarks/predictions.py > docs/predictions.md": (
+        "tests/unit/estimate/test_estimate.py",
+        '"predictions.py"',
+    ),
+    "python -m docs.configuration": ("tests/unit/config/test_config.py", "with_table(text) == text"),
     "python -m docs.quote_tables": ("tests/examples/test_readme.py", "quote_tables.with_quotes"),
+    "python -m docs.draw_pictures": ("tests/examples/test_readme.py", "draw_pictures.main"),
     # Needs a GPU, which CI does not have; the benchmark that it ends with runs without one.
     "scripts/gpu": ("tests/benchmarks/test_step_time_benchmark.py", "step_time.main"),
     "pytest -m gpu": ("scripts/gpu", "-m pytest -m gpu"),
 }
-"""Command of the README -> file that runs it, or a shorter case of it, and the text by which."""
+"""Command -> file that runs it, or a shorter case of it, and the text by which."""
 
-BENCHMARKS = {"step_time": step_time, "kernel": kernel, "convergence": convergence, "timelines": timelines}
-
-
-def blocks(language: str) -> list[str]:
-    """The README's fenced blocks in a language; "" for output."""
-    return [
-        body
-        for lang, body in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-        if lang == language
-    ]
+COMMAND = re.compile(
+    r"(PYTHON=\S+ )?(python |pytest |pip install \S|scripts/\w|\.ci/\w|tensorboard |lightning-zenflow [a-z]+ )"
+)
 
 
-def commands() -> list[str]:
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The fenced blocks in a language; "" for output."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+    return [body for lang, body in found if lang == language]
+
+
+def code_in_prose(document: Path) -> list[str]:
+    """Inline code, outside of blocks."""
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`\n]+)`", prose)
+
+
+def commands(document: Path) -> list[str]:
     """Those in blocks, without comments, and those in the text."""
-    in_blocks = [" ".join(shlex.split(line, comments=True)) for block in blocks("bash") for line in block.splitlines()]
-    prose = re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE)
-    first_words = r"python|pytest|scripts/|\.ci/|tensorboard|lightning-zenflow [a-z]+ "
-    in_text = [code for code in re.findall(r"`([^`\n]+)`", prose) if re.match(rf"(PYTHON=\S+ )?({first_words})", code)]
+    lines = [line for block in blocks(document, "bash") for line in block.splitlines()]
+    in_blocks = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    in_text = [code for code in code_in_prose(document) if COMMAND.match(code)]
     return sorted({command for command in in_blocks + in_text if command})
 
 
 class Model(Perceptron):
-    """A user's module: two optimizer steps an epoch for the batch size that it is given."""
+    """A user's module: two optimizer steps an epoch."""
 
-    def __init__(self, n_examples: int) -> None:
-        super().__init__(widths=(16, 16, 1), length=n_examples, optimizer=OptimizerOptions(scheduler=False))
+    def __init__(self) -> None:
+        super().__init__(widths=(16, 16, 1), length=64, optimizer=OptimizerOptions(scheduler=False))
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
         return DataLoader(Indexes(self.length), batch_size=32)
 
 
+class Parsed(Exception):  # not an error
+    """A program has parsed its arguments."""
+
+
+def parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a module's program until it has parsed its arguments."""
+    program = importlib.import_module(module)
+    if hasattr(program, "__path__"):
+        program = importlib.import_module(f"{module}.__main__")
+    if hasattr(program, "parse_arguments"):
+        program.parse_arguments(arguments)
+        return
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        parse_args(*args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.delitem(sys.modules, program.__name__)
+    with pytest.raises(Parsed):
+        runpy.run_module(program.__name__, run_name="__main__", alter_sys=True)
+
+
+def check_pip(words: list[str]) -> None:
+    """An installation's files and extras exist."""
+    extras = [extra for word in words for extra in re.findall(r"\[(\w+)\]", word)]
+    assert extras
+    for extra in extras:
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
+    assert all((ROOT / file).is_file() for option, file in pairwise(words) if option == "--constraint")
+
+
 def test_commands_are_found() -> None:
-    assert len(commands()) > 12
-    assert len(blocks("python")) == 3
+    assert {"scripts/train_glue", "scripts/train_alpaca", "scripts/test"} < set(commands(README))
+    assert sum(len(commands(document)) for document in GUIDES) > 30
+    assert len(blocks(README, "python")) == 3
 
 
-@pytest.mark.parametrize("command", commands())
-def test_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("document", "command"), [(short(d), command) for d in GUIDES for command in commands(d)])
+def test_command(
+    document: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = re.sub(r"^PYTHON=\S+ ", "", command)
     words = shlex.split(bare)
     if words[:2] == ["lightning-zenflow", "estimate"] and len(words) > 2:
         assert main(words[1:]) == 0
         printed = capsys.readouterr().out
-        assert any(block.strip() == printed.strip() for block in blocks("")), f"README's output should be\n{printed}"
+        shown = [block.strip() for block in blocks(ROOT / document, "")]
+        assert printed.strip() in shown, f"the output in {document} should be\n{printed}"
     elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
-        BENCHMARKS[words[2].removeprefix("benchmarks.")].parse_arguments(words[3:])
+        parse_only(words[2], words[3:], monkeypatch)
+    elif words[:2] == ["pip", "install"]:
+        check_pip(words)
     else:
         file, text = RUN_ELSEWHERE[bare]
         assert text in (ROOT / file).read_text(), f"{file} does not run {command!r} any more"
@@ -100,72 +163,54 @@ def test_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         subprocess.run(["bash", "-n", str(ROOT / words[0])], check=True)
 
 
-def test_trainings_of_the_quick_start_run_in_ci() -> None:
+def test_trainings_of_the_readme_run_in_ci() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
     for example in ("glue", "alpaca"):
-        assert f"-m slow tests/test_{example}_example.py" in ci
-        assert (
-            f"python examples/{example}.py fit --config conf/{example}.yaml"
-            in (ROOT / "scripts" / f"train_{example}").read_text()
-        )
+        assert f"-m slow tests/examples/test_{example}_example.py" in ci
+        script = (ROOT / "scripts" / f"train_{example}").read_text()
+        assert f"python examples/{example}.py fit --config conf/{example}.yaml" in script
 
 
-@pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_snippet(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("document", "number"), [(short(d), number) for d in GUIDES for number in range(len(blocks(d, "python")))]
+)
+def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").symlink_to(ROOT / "conf")
-    model = Model(n_examples=64)
+    snippet, model = blocks(ROOT / document, "python")[number], Model()
+    for checkpoint in re.findall(r'"([^"]+=[^"]+\.ckpt)"', snippet):
+        trainer = pl.Trainer(strategy=ZenFlowStrategy(), max_epochs=1)
+        trainer.fit(Model())
+        trainer.save_checkpoint(checkpoint)
     before = [p.detach().clone() for p in model.parameters()]
-    names: dict[str, Any] = {"model": model, "Trainer": pl.Trainer}
-    exec(compile(blocks("python")[number], f"README.md, snippet {number}", "exec"), names)
-    trainer = names.get("trainer")
+    names: dict[str, Any] = {"model": model, "MyModule": Model, "Trainer": pl.Trainer}
+    exec(compile(snippet, f"{document}, snippet {number}", "exec"), names)
     if "trainer" in names:
-        trainer.fit_loop.max_epochs = 1
-        trainer.fit(model)
-    assert any((p.float() != q.float()).any() for p, q in zip(model.parameters(), before, strict=True))
+        names["trainer"].fit_loop.max_epochs = 1
+        names["trainer"].fit(model)
+    if "Trainer" in snippet or names["model"] is not model:
+        trained = names["model"].parameters()
+        assert any((p.float() != q.float()).any() for p, q in zip(trained, before, strict=True))
 
 
-def test_every_key_is_in_the_table() -> None:
-    section = README.partition("## Configuration")[2].partition("## What holds")[0]
-    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section, re.MULTILINE))
-    assert set(rows) == set(zenflow_keys())
-    for key, shown in rows.items():
-        default = default_value(key)
-        text = "none" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-        assert shown.strip().strip("`") == text.removesuffix(".0"), key
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
 
 
-def test_every_file_has_its_place() -> None:
-    tables = README.partition("## Reading the code")[2]
-    named = {
-        Path(name).stem
-        for cell in re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
-        for name in re.findall(r"`([^`]+)`", cell)
-    }
-    files = [
-        file
-        for pattern in (
-            "lightning_zenflow/*.py",
-            "csrc/*.cpp",
-            "csrc/*.h",
-            "benchmarks/*.py",
-            "examples/*.py",
-            "docs/*.py",
-            "scripts/*",
-        )
-        for file in ROOT.glob(pattern)
-        if file.name != "__init__.py"
-    ]
-    assert len(files) > 100
-    missing = sorted({str(file.relative_to(ROOT)) for file in files if file.stem not in named})
-    assert not missing, f"the README's table of files lacks {missing}"
+@pytest.mark.parametrize("document", [README, ROOT / "docs" / "architecture.md"], ids=short)
+def test_every_room_has_its_place(document: Path) -> None:
+    named = {code.rstrip("/").split("/")[-1] for code in code_in_prose(document) if code.endswith("/")}
+    rooms = {file.parent.name for file in (ROOT / "lightning_zenflow").glob("*/__init__.py")}
+    folders = {"csrc", "tests", "benchmarks", "examples", "conf", "docs", "scripts"}
+    assert len(rooms) > 10
+    assert rooms | folders <= named, f"{short(document)} lacks {sorted((rooms | folders) - named)}"
 
 
-def test_measured_tables_are_those_of_the_documents() -> None:
-    assert quote_tables.with_quotes(README) == README, "run `python -m docs.quote_tables`"
+def test_quoted_tables_are_those_of_the_documents() -> None:
+    assert quote_tables.with_quotes(README.read_text()) == README.read_text(), "run `python -m docs.quote_tables`"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=short)
 def test_links(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if "://" in target:
@@ -176,6 +221,17 @@ def test_links(document: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=short)
+def test_paths(document: Path) -> None:
+    """Every source file and folder that a document names exists: below the root, the package, the tests or the document's own folder."""
+    places = [ROOT, ROOT / "lightning_zenflow", document.parent, ROOT / "tests", ROOT / "tests" / "training"]
+    places += list(document.parent.glob("*_task"))
+    of_others = {"zero_to_fp32.py"}
+    for name in code_in_prose(document):
+        if re.fullmatch(r"[\w./-]+(/|\.(py|h|cpp|txt|md|yaml))", name) and name not in of_others:
+            assert any((place / name).exists() for place in places), name
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
