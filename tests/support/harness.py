@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import deepspeed.ops
 import lightning.pytorch as pl
 import psutil
 import torch
@@ -19,6 +20,9 @@ from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from reference import Group, ReferenceZenFlow
 from scripted_schedule import scripted
+
+# On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})
 
 
 @dataclass(frozen=True, kw_only=True)
