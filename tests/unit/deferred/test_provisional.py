@@ -1,42 +1,43 @@
-"""The provisional update's owner on slices that ZeRO cut anywhere."""
+"""The provisional update's owner: slices that ZeRO cut anywhere, and updates that are applied again after a publish."""
 
 import pytest
 import torch
 
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate
-from lightning_zenflow.kernels.select import kernels_for
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.deferred.provisional import ProvisionalUpdate, TileGradient
+from lightning_zenflow.kernels.base import Destination
+from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.telemetry.counters import Traffic
+from rank_states import make_rank_state
 
-CPU = torch.device("cpu")
 HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
+SCHEDULE = UpdateSchedule(update_interval=4, publish_lag=1)
+COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
 
 
 class OneSlice:
-    """A stand-in of one slice, fed as `GradientRouter` feeds it."""
+    """The provisional update of one slice, fed as `GradientRouter` feeds it."""
 
     def __init__(self, columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> None:
         s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
-        self._kernels = kernels_for(CPU)
-        self._rectangles = tiles_of_slice(0, s)
-        self.provisional = ProvisionalUpdate(
-            build_partition([s], [numel], 3),
-            [weights],
-            prediction=StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5),
-            schedule=lambda: UpdateSchedule(update_interval=4, publish_lag=1),
-            rank=0,
-            kernels=self._kernels,
-            hyperparameters=lambda: [HYPERPARAMETERS],
-        )
+        self._rank = make_rank_state(build_partition([s], [numel], 3), [weights])
+        self._tiles = tiles_of_slice(0, s)
+        self._update = ProvisionalUpdate(self._rank, COMPENSATION, rank_number=0)
 
     def apply(self, gradient: torch.Tensor) -> None:
-        for tile in self._rectangles:
-            if tile.rows > 1 and self.provisional.moves(0):
-                rectangle = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
-                move = self.provisional.measure(0, self._kernels.squared_norms(rectangle, per_axis=True))
-                self.provisional.apply(move, 0, rectangle, age=1)
+        for tile in self._tiles:
+            if tile.rows > 1 and self._update.applies_to(0):
+                matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
+                squared_norms = self._rank.kernels.squared_norms(matrix, per_axis=True)
+                factors = self._update.measure(0, squared_norms, HYPERPARAMETERS)
+                self._update.apply(factors, 0, matrix, age=1, schedule=SCHEDULE)
+
+    def end_step(self, factor: float, *, finite: bool) -> None:
+        norm = torch.tensor(1.0)
+        self._update.end_step(StepScale(factor=torch.tensor(factor), finite=torch.tensor(finite), norm=norm))
 
 
 @pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
@@ -80,8 +81,37 @@ def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
     gradient = torch.ones(12)
     one.apply(gradient)
     before = weights.clone()
-    one.provisional.end_step(torch.tensor(torch.nan), torch.tensor(False))
-    one.provisional.end_step(torch.tensor(0.01), torch.tensor(True))
+    one.end_step(torch.nan, finite=False)
+    one.end_step(0.01, finite=True)
     # 100 times the gradient at a hundredth of the coefficient is the same step.
     one.apply(100 * gradient)
     torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "n_bytes"), [("cpu", 0), ("meta", 48), pytest.param("cuda", 48, marks=pytest.mark.gpu)]
+)
+def test_gradients_that_come_back_are_counted(
+    device: str, n_bytes: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda":
+        request.getfixturevalue("needs_cuda")
+    whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
+    partition = build_partition([whole], [24], 1)
+    weights = torch.zeros(24, dtype=torch.bfloat16, device=device)
+    rank = make_rank_state(partition, [weights], kernels=TorchKernels())
+    provisional = ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
+    slot = torch.randn(6, 4).bfloat16()
+    gradient = slot.to(device)
+    factors = provisional.measure(0, rank.kernels.squared_norms(gradient, per_axis=True), HYPERPARAMETERS)
+    tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
+    # Only CUDA says how much room it has, so for the meta device the gradient is in host memory from the start.
+    monkeypatch.setattr("lightning_zenflow.deferred.provisional.has_room", lambda *_: False)
+    provisional.reapply.keep(5, factors, slot if device == "meta" else gradient, tile, SCHEDULE)
+    traffic = rank.telemetry.traffic
+    assert traffic == Traffic()
+    provisional.reapply.published({0: 4}, SCHEDULE)
+    provisional.reapply.published({0: 5}, SCHEDULE)
+    assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
+    if device != "meta":
+        assert torch.equal(weights.view(6, 4).sign(), -slot.sign().to(device))
