@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import deepspeed.ops
@@ -23,6 +23,12 @@ from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+
+APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
+RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
+EVERYTHING = {**APPROXIMATE, **RESELECTING}
+"""All that changes weights or the ownership of columns between two exact results."""
+AUTO = {"update_interval": "auto", "publish_lag": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,16 @@ class Case:
         if "bf16" in self.precision:
             return torch.bfloat16
         return torch.float16 if "16" in self.precision else torch.float32
+
+    def with_keys(self, **keys: Any) -> "Case":
+        """The case with other keys of the strategy."""
+        return replace(self, strategy_options={**self.strategy_options, **keys})
+
+    def exact(self) -> "Case":
+        """AdamW on the same gradients: all columns host-owned, nothing late."""
+        return replace(
+            self, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), flush_after=(), strategy_options={}
+        )
 
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""

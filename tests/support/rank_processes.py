@@ -105,14 +105,20 @@ def run_on_ranks(
         environment: variables of the processes, beside those of this one.
 
     Returns:
-        For each case the ranks' runs; the optimizer state is the joint one. A case that failed holds the traceback in `Run.error`, and so
-        do the cases after it, which did not run, unless it `fails`.
+        For each case the ranks' runs; the optimizer state is the joint one. A case that `fails` holds the traceback in `Run.error`.
+
+    Raises:
+        AssertionError: another case failed.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.save(cases, folder / "cases.pt")
         fork_server(environment).run(folder, ranks, timeout_s)
-        return {name: _collect(folder, name, case, ranks) for name, case in cases.items()}
+        runs = {name: _collect(folder, name, case, ranks) for name, case in cases.items()}
+    for name, case in cases.items():
+        for rank, run in enumerate(runs[name]):
+            assert case.fails or run.error is None, f"{name}, rank {rank}: {run.error}"
+    return runs
 
 
 def _output(folder: Path, rank: int) -> Path:

@@ -5,16 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import Case, run_here
+from harness import APPROXIMATE, Case, run_here
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.torch import TorchKernels
-
-EVERYTHING = {"weight_prediction": "auto", "provisional_scale": "auto", "select_interval": 3}
 
 
 @pytest.mark.parametrize(("name", "precision"), [("torch", "32-true"), ("torch", "bf16-true"), ("triton", "bf16-true")])
 def test_the_state_is_adamws(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(topk_ratio=0.3, precision=precision, max_norm=1.0, accumulate=2, strategy_options=EVERYTHING)
+    case = Case(
+        topk_ratio=0.3,
+        precision=precision,
+        max_norm=1.0,
+        accumulate=2,
+        strategy_options={**APPROXIMATE, "select_interval": 3},
+    )
     kernels: Kernels = TorchKernels()
     if name == "triton":
         pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -29,7 +33,7 @@ def test_the_state_is_adamws(name: str, precision: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: kernels)
     ours = run_here(case)
     # By the same passes: the clip coefficient is then the same.
-    exact = run_here(replace(case, topk_ratio=0, update_interval=1, publish_lag=0, strategy_options={}))
+    exact = run_here(case.exact())
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         for a, b, c in zip(getattr(ours, kind), getattr(exact, kind), getattr(compiled, kind), strict=True):
             assert torch.equal(a, b), kind
