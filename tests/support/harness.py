@@ -1,5 +1,6 @@
 """Runs test models through Lightning's Trainer under `ZenFlowStrategy`, in this process, and collects what happened."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,6 +25,8 @@ from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+# Reads the metadata of all installed packages, for every Trainer: an eighth of a short run.
+callback_connector._load_external_callbacks = functools.cache(callback_connector._load_external_callbacks)
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
 RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
