@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from test_gpu_memory import WAITING, Profile
 
 from gpu_cases import RACES
-from harness import fit
+from harness import APPROXIMATE, fit
 from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.timeline import STEP_LANE, read_trace
 
