@@ -24,6 +24,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is in tests/unit as `unit`."""
+    for item in items:
+        if Path(__file__).parent / "unit" in item.path.parents and not {"gpu", "slow"} & {*item.keywords}:
+            item.add_marker(pytest.mark.unit)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_to_come(request: pytest.FixtureRequest) -> None:
+    """Starts the process that forks ranks before the first test, where any of them is to use it."""
+    if any("run_on_ranks" in vars(item.module) for item in request.session.items if isinstance(item, pytest.Function)):
+        from rank_processes import fork_server  # imports torch and DeepSpeed, which not every test needs
+
+        fork_server()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cpp_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds | None]:
     """What the C++ tests need, where any of them is to run; begun before the first test."""

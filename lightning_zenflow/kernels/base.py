@@ -1,6 +1,7 @@
-"""What the device does with gradients in every step, as passes over memory; one implementation per kind of device.
+"""The interface of the device's passes over gradients and weights.
 
-The torch implementation runs everywhere and says what each pass means. On a CPU compiled ones take its place, on CUDA Triton's.
+`kernels.torch.TorchKernels` runs on any device and defines the result of each pass; `kernels.cpu.CpuKernels` replaces it on a CPU and
+`kernels.triton.TritonKernels` on CUDA. `kernels.select.kernels_for` chooses.
 """
 
 from abc import ABC, abstractmethod
@@ -21,58 +22,58 @@ class SquaredNorms:
     total: Tensor
     """0-D float64."""
     rows: Tensor | None
-    """[rows] float32; None if only the total was asked for."""
+    """[rows] float32; None without `per_axis`."""
     columns: Tensor | None
-    """[columns] float32; likewise."""
+    """[columns] float32; None without `per_axis`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """Columns of a rectangle, and where their entries go."""
+    """Columns of a tile of a gradient, and the tensor that receives them."""
 
     columns: Tensor | None
-    """[k] int64, on the gradient's device; None: all of them."""
+    """[k] int64, on the gradient's device; None: all columns."""
     target: Tensor
     """[rows, k], model dtype, on the gradient's device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Destination:
-    """Where a part of a gradient goes: full rows, or a piece of a single one."""
+    """A part of a gradient, either full rows or a range of one row, and the tensors that receive it."""
 
     begin: int
     """First element, in the flat gradient."""
     slot: Tensor
-    """[rows, width], model dtype; host memory, page-locked where the gradient is on a GPU."""
+    """[rows, width], model dtype; host memory, page-locked if the gradient is on a GPU."""
     selections: Sequence[Selection] = ()
 
     def part_of(self, gradient: Tensor) -> Tensor:
-        """The part that goes here, [rows, width], a view of the gradient."""
+        """[rows, width]: the part, a view of the gradient."""
         return gradient.view(-1).narrow(0, self.begin, self.slot.numel()).view_as(self.slot)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColumnWrite:
-    """Where selected entries go."""
+    """Columns of a matrix, and the tensor that is written to them."""
 
     matrix: Tensor
     """[rows, width], contiguous, model dtype."""
     columns: Tensor | None
-    """[k] int64; None: all of them."""
+    """[k] int64; None: all columns."""
     selected: Tensor
-    """[rows, k], contiguous, model dtype; what it holds when it is written."""
+    """[rows, k], contiguous, model dtype; read at each write."""
 
 
 class Kernels(ABC):
-    """The passes. Matrices are contiguous, [rows, columns]; nothing waits for the device."""
+    """The passes of one step. Matrices are contiguous, [rows, columns]; no pass synchronises with the device."""
 
     def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
-        """Everything that is done with a gradient when it arrives: copied, selected from, measured.
+        """Copies the parts of a gradient to their slots, gathers the selected columns and computes the squared norms.
 
         Args:
             gradient: [rows, columns], model dtype.
-            destinations: of its parts, disjoint.
-            per_axis: as for `squared_norms`.
+            destinations: disjoint parts of the gradient.
+            per_axis: see `squared_norms`.
         """
         for destination in destinations:
             part = destination.part_of(gradient)
@@ -81,7 +82,7 @@ class Kernels(ABC):
         return self.squared_norms(gradient, per_axis=per_axis)
 
     def select(self, part: Tensor, selections: Sequence[Selection]) -> None:
-        """Copies columns of a part of a gradient, [rows, width]."""
+        """Copies columns of a part of a gradient, [rows, width], to the selections' targets."""
         for selection in selections:
             if selection.columns is None:
                 selection.target.copy_(part)
@@ -90,17 +91,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
-        """Sums of squares.
+        """Computes sums of squares.
 
         Args:
             gradient: [rows, columns], model dtype.
-            per_axis: whether those of rows and columns are wanted as well; the total has the same bits either way.
+            per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
         """
 
     def factored_step_(
         self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        """See `provisional.factored_step_`; the sums of squares of rows and columns as in `SquaredNorms`."""
+        """See `kernels.factored.factored_step_`; `rows` and `columns` are those of `SquaredNorms`."""
         return factored_step_(moment, rows, columns, beta2=beta2, lr=lr, scale=scale)
 
     @abstractmethod
@@ -115,16 +116,16 @@ class Kernels(ABC):
         *,
         size: float = 1.0,
     ) -> None:
-        """Does w <- round(w - g * (row_scale * size) * col_scale), see `provisional`.
+        """Applies w <- round(w - g * (row_scale * size) * col_scale), see `kernels.factored`.
 
         Args:
             weights: [rows, columns], model dtype; changed in place.
             gradient: [rows, columns], model dtype.
             row_scale: [rows, 1] float32.
             col_scale: [1, columns] float32.
-            noise: for stochastic rounding.
-            finite: 0-D bool; where False nothing changes.
-            size: b of `provisional`.
+            noise: random bits for stochastic rounding.
+            finite: 0-D bool; if False, no weight changes.
+            size: b, the size of the provisional update.
         """
 
     @abstractmethod
@@ -138,19 +139,19 @@ class Kernels(ABC):
         count: Tensor,
         scale: StepScale,
     ) -> None:
-        """One exact step, see `adamw.adamw_step_`.
+        """Applies one exact step, see `kernels.torch.adamw_step_`.
 
         Args:
             state: [3, n] float32: master weights, first and second moments; changed in place.
             gradient: [n], model dtype.
-            weights: [n], model dtype; receives the new master weights. May be `gradient`.
-            hyperparameters: of the parameter group.
-            count: 0-D float64; number of applied steps, this one included if it is applied.
-            scale: of the step.
+            weights: [n], model dtype; receives the rounded master weights. May be `gradient` itself.
+            hyperparameters: those of the parameter group.
+            count: 0-D float64; number of applied steps, including this one if it is applied.
+            scale: factor on the gradient, and whether the step is applied at all.
         """
 
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
-        """Returns what does matrix[:, columns] <- selected for all of them whenever it is called; every step repeats them."""
+        """Returns a function that does matrix[:, columns] <- selected for all writes; prepared once, called in every step."""
         some = [(w.matrix, w.columns, w.selected) for w in writes if w.columns is not None]
         whole = [(w.matrix, w.selected) for w in writes if w.columns is None]
         targets, sources = [target for target, _ in whole], [source for _, source in whole]

@@ -1,13 +1,12 @@
-"""The provisional update: a cheap stand-in that moves host-owned weights at once, until the worker's exact result overwrites it.
+"""The formula of the provisional update: an approximate step on host-owned weights, overwritten by the next publish.
 
-Host-owned weights would otherwise stand still for up to S + d steps. What is applied here is Adam's step without its memory: the
-momentum is left out, and the second moment is kept in factored form, as in Adafactor (arXiv 1804.04235, section 3): one float a
-row and one a column,
+Host-owned weights would otherwise keep their values for up to S + d steps. The update is Adam's without momentum and with a factored
+second moment, as in Adafactor (arXiv 1804.04235, section 3), which takes one float per row and one per column:
 
     v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).
 
-c is the *last* step's clip coefficient, because this step's norm is not known during backward. The next publish of a block overwrites its
-weights, so errors never accumulate. Pure functions but for the noise, which is drawn from a seeded generator.
+c is the clip coefficient of the *last* step, because this step's norm is not known during backward. Every publish overwrites the weights
+with exact ones, so errors do not accumulate. The functions are pure except for the rounding noise, which has a seeded generator.
 """
 
 import random
@@ -18,14 +17,15 @@ import torch
 from torch import Tensor
 
 _SMALLEST = 1e-30
-"""Second moments below it belong to rows or columns without any gradient, whose update is zero whatever it is divided by."""
+"""Lower bound of second moments: rows and columns below it have no gradient, so their update is zero for any divisor."""
 
 NOISE_NUMEL = 1 << 16
+"""Elements of a tile of noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondMoment:
-    """Of one matrix's gradient, factored; changed in place."""
+    """The factored second moment of one matrix's gradient; changed in place."""
 
     row: Tensor
     """[rows] float32; running mean over columns of the squared, clipped gradient."""
@@ -36,7 +36,7 @@ class SecondMoment:
 
     @classmethod
     def zeros(cls, rows: int, columns: int, device: torch.device) -> "SecondMoment":
-        """Of no step so far."""
+        """The second moment before the first step."""
         return cls(
             row=torch.zeros(rows, device=device),
             col=torch.zeros(columns, device=device),
@@ -44,28 +44,28 @@ class SecondMoment:
         )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """All of it, for a checkpoint."""
+        """All tensors, for a checkpoint."""
         return self.row, self.col, self.n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """A provisional update but for the gradient and its size b: w <- w - b * g * row_scale * col_scale."""
+    """The factors of a provisional update w <- w - b * g * row_scale * col_scale."""
 
     row_scale: Tensor
-    """[rows, 1] float32; learning rate and factor on the gradient included."""
+    """[rows, 1] float32; includes the learning rate and the factor on the gradient."""
     col_scale: Tensor
     """[1, columns] float32."""
     finite: Tensor
-    """0-D bool; where False nothing moves."""
+    """0-D bool; if False, no weight changes."""
 
 
 class RoundingNoise:
-    """Random bits for stochastic rounding: one tile drawn once, read from random offsets.
+    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets.
 
     Args:
-        seed: runs with the same seed round alike.
-        device: where the weights are.
+        seed: determines all draws.
+        device: that of the weights.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -75,19 +75,19 @@ class RoundingNoise:
         self._offsets = random.Random(seed)
 
     def get_state(self) -> tuple[Any, ...]:
-        """The generator's, for a checkpoint."""
+        """The generator's state, for a checkpoint."""
         return self._offsets.getstate()
 
     def set_state(self, state: tuple[Any, ...]) -> None:
-        """The inverse of `get_state`."""
+        """Restores what `get_state` returned."""
         self._offsets.setstate(state)
 
     def draw_tile(self) -> Tensor:
-        """[65536] int32, each 0 to 65535; to be repeated."""
+        """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
         return self._bits.narrow(0, self._offsets.randrange(NOISE_NUMEL), NOISE_NUMEL)
 
     def draw_address(self) -> int:
-        """Where the tile begins that `draw_tile` would return, for compiled code on the same device."""
+        """The address of the tile that `draw_tile` would return, for compiled code on the same device."""
         return self._bits.data_ptr() + self._offsets.randrange(NOISE_NUMEL) * self._bits.itemsize
 
     def draw(self, numel: int) -> Tensor:
@@ -98,45 +98,45 @@ class RoundingNoise:
 
 
 def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
-    """Writes float32 values into a tensor of the model's type; bfloat16 is rounded up or down with the right expectation.
+    """Converts float32 values to the model's type; to bfloat16 stochastically, with the value as expectation.
 
-    Without it, updates below half a bfloat16 step would all be lost. float16 has 8 times finer steps and is rounded to nearest.
+    Rounding to nearest would lose all updates below half a unit of bfloat16. float16 is 8 times finer and is rounded to nearest.
 
     Args:
         target: any shape, model dtype, contiguous.
         values: the same shape, float32, contiguous; overwritten.
-        noise: where random bits come from.
+        noise: the source of random bits.
     """
     if target.dtype == torch.bfloat16:
         bits = values.view(torch.int32).view(-1)
-        # Adding 16 random bits carries into the upper half with the probability that the lower half stands for.
+        # Adding 16 random bits carries into the upper half with probability (lower half) / 65536.
         bits.add_(noise.draw(bits.numel())).bitwise_and_(-65536)
     target.copy_(values)
 
 
 def factored_step_(
-    moment: SecondMoment, row_squared_norms: Tensor, col_energy: Tensor, *, beta2: float, lr: float, scale: Tensor
+    moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
 ) -> Factors:
-    """Takes a step's gradient into its second moment; the same in one pass on a CPU: ``zenflow_factored_step``.
+    """Adds a step's gradient to its second moment and returns the factors of its provisional update.
 
     Args:
-        moment: changed in place, but not by a gradient that is not finite.
-        row_squared_norms: [rows] float32; this step's sum of squares of each row.
-        col_energy: [columns] float32; of each column.
+        moment: changed in place, unless the gradient is not finite.
+        rows: [rows] float32; sum of squares of each row of the gradient.
+        columns: [columns] float32; sum of squares of each column.
         beta2: decay per step.
         lr: learning rate.
         scale: 0-D float32; factor on the gradient.
 
     Returns:
-        What the gradient is multiplied by: lr * scale / sqrt(v_ij), bias-corrected.
+        Factors whose product is lr * scale / sqrt(v_ij), bias-corrected.
     """
-    # The sum in float32, as everything that follows: squares overflow there that float64 still holds.
-    finite = torch.isfinite(col_energy.sum())
+    # In float32, like the operations below: float64 would not see squares that overflow there.
+    finite = torch.isfinite(columns.sum())
     weight = (1 - beta2) * finite
     squared = scale.square()
     row, col = moment.row, moment.col
-    row.lerp_(torch.where(finite, row_squared_norms * (squared / col.numel()), 0.0), weight)
-    col.lerp_(torch.where(finite, col_energy * (squared / row.numel()), 0.0), weight)
+    row.lerp_(torch.where(finite, rows * (squared / col.numel()), 0.0), weight)
+    col.lerp_(torch.where(finite, columns * (squared / row.numel()), 0.0), weight)
     moment.n.add_(finite)
     bias_correction = 1 - beta2 ** moment.n.clamp(min=1)
     row_scale = row.clamp(min=_SMALLEST).rsqrt_().mul_((col.mean() * bias_correction).sqrt()).mul_(scale * lr)
@@ -147,14 +147,14 @@ def factored_step_(
 def provisional_values(
     weights: Tensor, gradient: Tensor, row_scale: Tensor, col_scale: Tensor, *, finite: Tensor
 ) -> Tensor:
-    """The weights after the stand-in update.
+    """The weights after the provisional update.
 
     Args:
         weights: [rows, columns], model dtype.
         gradient: [rows, columns], model dtype.
-        row_scale: [rows, 1] float32; times the step size b * lr * factor on the gradient.
+        row_scale: [rows, 1] float32; includes b, the learning rate and the factor on the gradient.
         col_scale: [1, columns] float32.
-        finite: 0-D bool; where False the weights come back as they are.
+        finite: 0-D bool; if False, the weights are returned unchanged.
 
     Returns:
         [rows, columns] float32.

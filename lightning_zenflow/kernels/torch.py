@@ -1,7 +1,7 @@
-"""AdamW on the device for the entries the device owns. A pure function over flat float32 tensors.
+"""The passes by torch's operations, and AdamW as a pure function over flat float32 tensors.
 
-The order of operations is that of the worker's kernel (``csrc/replay_adamw.h``) and of DeepSpeedCPUAdam, but torch fuses other
-pairs of operations than the kernel, so the two agree to a few units in the last place, not bit for bit.
+AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than the
+kernel, so the two agree to a few units in the last place, not bit for bit.
 """
 
 import torch
@@ -10,11 +10,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Kernels, SquaredNorms
-from lightning_zenflow.kernels.factored import (
-    RoundingNoise,
-    provisional_values,
-    round_stochastically_,
-)
+from lightning_zenflow.kernels.factored import RoundingNoise, provisional_values, round_stochastically_
 
 
 def adamw_step_(
@@ -28,21 +24,21 @@ def adamw_step_(
     factor: Tensor,
     finite: Tensor,
 ) -> None:
-    """One step in place, without a word to the host: whether it applies at all is decided on the device.
+    """Applies one step in place, without synchronisation: the device itself decides whether the step is applied.
 
     With g = gradient * factor (plus weight_decay * w for Adam), s = count:
     m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
     w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
     Args:
-        master: [n], float32; the weights.
-        exp_avg: [n], float32; m.
-        exp_avg_sq: [n], float32; v.
+        master: [n] float32; w, the master weights.
+        exp_avg: [n] float32; m.
+        exp_avg_sq: [n] float32; v.
         gradient: [n], any floating-point type.
-        hyperparameters: of the parameter group.
-        count: 0-D float64; number of applied steps including this one, if this one is applied.
+        hyperparameters: those of the parameter group.
+        count: 0-D float64; number of applied steps, including this one if it is applied.
         factor: 0-D float32; see `lightning_zenflow.core.step_inputs.StepScale`.
-        finite: 0-D bool; where False all three tensors stay as they are, bit for bit.
+        finite: 0-D bool; if False, the three tensors keep their bits.
     """
     h = hyperparameters
     one = torch.ones_like(count)
@@ -63,11 +59,11 @@ def adamw_step_(
 
 
 class TorchKernels(Kernels):
-    """By torch's operations, on any device."""
+    """The passes by torch's operations, on any device."""
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
-        # The total from the rows: over long runs torch's sums in float are off by 1e-5.
+        # The total is the sum of the rows' in float64: torch's float32 sums over long vectors are off by 1e-5.
         rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
         total = rows.double().square().sum()
         if not per_axis:

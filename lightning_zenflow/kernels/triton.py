@@ -1,8 +1,8 @@
-"""The passes of `kernels` on a CUDA device, each fused into one kernel by Triton.
+"""The passes on a CUDA device, each fused into one Triton kernel.
 
-torch needs three to fifteen passes over memory where these need one, and temporary tensors where these need none. Every operation is
-rounded once and in the order that `provisional` and ``csrc/replay_adamw.h`` state, fused multiply-adds included: torch's bits in the
-stand-in update and in copies, the worker's in the exact step. ``TRITON_INTERPRET=1`` before Triton's import runs them on a CPU.
+Each pass reads and writes memory once, without temporary tensors; torch needs three to fifteen passes. Operations are rounded in the order
+of `kernels.factored` and of the worker's replay kernel, fused multiply-adds included: the provisional update and the copies have torch's
+bits, the exact step has the worker's. With ``TRITON_INTERPRET=1`` set before Triton's import, the kernels run on a CPU.
 """
 
 import torch
@@ -16,10 +16,10 @@ from lightning_zenflow.kernels.base import Kernels, SquaredNorms
 from lightning_zenflow.kernels.factored import RoundingNoise
 
 _BLOCK = 1024
-"""Elements that one program works on, in passes without structure."""
+"""Elements of one program, in the elementwise passes."""
 
 _TILE_ROWS, _TILE_COLUMNS, _TILES = 16, 128, 8
-"""SquaredNorms: a program takes a strip of tiles side by side; 4 bytes of partial sums are written for 16 and for 1,024 elements."""
+"""Of `squared_norms`: a program reduces a strip of adjacent tiles and writes 4 bytes of partial sums per 16 and per 1,024 elements."""
 
 _NO_DECAY, _DECAY_OF_WEIGHT, _DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -29,21 +29,21 @@ def _sums_of_squares(
     gradient, row_parts, column_parts, n_rows, n_columns, n_strips,
     per_axis: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr, n_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one strip: row_parts[row, strip], and column_parts[block of rows, column]. No two programs write the same place."""
+    """Sums over one strip: row_parts[row, strip] and column_parts[block of rows, column]. No two programs write the same element."""
     block, strip = tl.program_id(0), tl.program_id(1)
     rows = block.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
-    row_scale = tl.zeros((tile_rows,), dtype=tl.float32)
+    row_sums = tl.zeros((tile_rows,), dtype=tl.float32)
     for tile in range(n_tiles):
         columns = (strip * n_tiles + tile) * tile_columns + tl.arange(0, tile_columns)
         inside = (rows[:, None] < n_rows) & (columns[None, :] < n_columns)
         values = tl.load(gradient + rows[:, None] * n_columns + columns[None, :], mask=inside, other=0.0)
         values = values.to(tl.float32)
         squares = values * values
-        row_scale += tl.sum(squares, axis=1)
+        row_sums += tl.sum(squares, axis=1)
         if per_axis:
             target = column_parts + block.to(tl.int64) * n_columns + columns
             tl.store(target, tl.sum(squares, axis=0), mask=columns < n_columns)
-    tl.store(row_parts + rows * n_strips + strip, row_scale, mask=rows < n_rows)
+    tl.store(row_parts + rows * n_strips + strip, row_sums, mask=rows < n_rows)
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def _provisional(
     i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = i < n
     row = i // n_columns
-    of_row = tl.load(row_scale + row, mask=inside) * size
-    update = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * of_row
+    scale = tl.load(row_scale + row, mask=inside) * size
+    update = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * scale
     update = update * tl.load(col_scale + (i - row * n_columns), mask=inside)
     old = tl.load(weights + i, mask=inside)
     values = old.to(tl.float32) - update
@@ -110,7 +110,7 @@ def _copy_columns(
 
 
 class TritonKernels(Kernels):
-    """One kernel a pass; no memory but for the partial sums of `squared_norms`. Nothing waits for the device."""
+    """One kernel a pass; only `squared_norms` allocates memory, for partial sums."""
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
@@ -142,7 +142,7 @@ class TritonKernels(Kernels):
         size: float = 1.0,
     ) -> None:
         stochastic = weights.dtype == torch.bfloat16
-        # Drawn from only where it is used, as by torch's passes: the sequence of draws is part of a run.
+        # Drawn for stochastic rounding only, as TorchKernels does: the sequence of draws is part of the run's reproducible state.
         bits = noise.draw_tile() if stochastic else weights
         _provisional[(triton.cdiv(weights.numel(), _BLOCK),)](
             weights, gradient, row_scale.contiguous(), size, col_scale.contiguous(), bits, finite,

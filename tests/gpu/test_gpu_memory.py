@@ -12,14 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from typing_extensions import override
 
-from gpu_cases import (
-    APPROXIMATE,
-    MILLISECOND,
-    RACES,
-    device,
-    optimizer_of,
-)
-from harness import Case, run_here
+from gpu_cases import MILLISECOND, RACES, device, optimizer_of
+from harness import APPROXIMATE, Case, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 
@@ -28,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_
 
 @pytest.mark.parametrize("n_first", [1, 3, 5])
 def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> None:
-    """Pages are reserved little by little, as the schedule grows; a copy into one must not cross from one reservation to the next."""
+    """Slots are reserved little by little, as the schedule grows; a copy into one must not cross from one reservation to the next."""
     numel, n_slots = 5 * 7 * 1237, 8
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=numel, columns=1237, is_matrix=True)
     partition = build_partition([whole], [numel], 1)

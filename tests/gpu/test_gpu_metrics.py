@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 from test_gpu_memory import WAITING, Profile
 
-from gpu_cases import APPROXIMATE, RACES
-from harness import fit
+from gpu_cases import RACES
+from harness import APPROXIMATE, fit
 from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.timeline import STEP_LANE, read_trace
 

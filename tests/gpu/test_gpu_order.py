@@ -87,14 +87,14 @@ def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round that is due is waited for in backward, and the device sleeps before its weights arrive."""
+    """Every due job is waited for in backward, and the device sleeps before its weights arrive."""
     # The answer comes in any case, and `wait` takes it.
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: True)
     late(Publisher, "_copy")(monkeypatch)
 
 
 def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No round is seen to be done before the step's end."""
+    """No job is seen to be done before the step's end."""
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: False)
 
 
@@ -102,7 +102,7 @@ DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "backward": SlowBackward,
     "worker": SlowWorker,
     "reduced gradients": late(GradientRouter, "route"),
-    "copies to the host": late(Kernels, "take"),
+    "copies to the host": late(Kernels, "route"),
     "sums of gradients": late(GradientRouter, "finish"),
     "the step's number": late(JobQueue, "seal"),
     "the device's update": late(Ownership, "step"),

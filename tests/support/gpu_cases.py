@@ -1,4 +1,4 @@
-"""What the tests on a GPU (`-m gpu`) have in common."""
+"""Cases of the tests on a GPU (`-m gpu`)."""
 
 from dataclasses import replace
 
@@ -6,17 +6,12 @@ import lightning.pytorch as pl
 import torch
 
 import random_selection  # noqa: F401  # named by cases
-from harness import Case
+from harness import EVERYTHING, Case
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 MILLISECOND = 1_800_000
-"""Of the device, in its cycles, roughly."""
-
-APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
-RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
-EVERYTHING = {**APPROXIMATE, **RESELECTING}
-AUTO = {"update_interval": "auto", "publish_lag": "auto"}
+"""Cycles of the device, roughly."""
 
 
 def device() -> torch.device:
@@ -58,7 +53,7 @@ RACES = {
         max_norm=1.0,
         strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "accumulate_on": "host"},
     ),
-    "handed over in backward": Case(
+    "submitted in backward": Case(
         model="Perceptron",
         model_options={"widths": [96] * 12 + [4096, 4096, 64]},
         topk_ratio=0.1,

@@ -1,15 +1,18 @@
 """Runs test models through Lightning's Trainer under `ZenFlowStrategy`, in this process, and collects what happened."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import deepspeed.ops
 import lightning.pytorch as pl
 import psutil
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,6 +22,17 @@ from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
 from reference import Group, ReferenceZenFlow
 from scripted_schedule import scripted
+
+# On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+# Reads the metadata of all installed packages, for every Trainer: an eighth of a short run.
+callback_connector._load_external_callbacks = functools.cache(callback_connector._load_external_callbacks)
+
+APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
+RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
+EVERYTHING = {**APPROXIMATE, **RESELECTING}
+"""All that changes weights or the ownership of columns between two exact results."""
+AUTO = {"update_interval": "auto", "publish_lag": "auto"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +75,16 @@ class Case:
         if "bf16" in self.precision:
             return torch.bfloat16
         return torch.float16 if "16" in self.precision else torch.float32
+
+    def with_keys(self, **keys: Any) -> "Case":
+        """The case with other keys of the strategy."""
+        return replace(self, strategy_options={**self.strategy_options, **keys})
+
+    def exact(self) -> "Case":
+        """AdamW on the same gradients: all columns host-owned, nothing late."""
+        return replace(
+            self, topk_ratio=0, update_interval=1, publish_lag=0, schedules=(), flush_after=(), strategy_options={}
+        )
 
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""

@@ -1,60 +1,99 @@
-"""What the tests of all implementations of the device's passes have in common."""
+"""The implementations of `Kernels` on the devices they run on, as parameters of tests; see the fixture `on` in tests/unit/kernels."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.kernels.base import ColumnWrite, Kernels
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.kernels.torch import TorchKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CPU = torch.device("cpu")
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Tensor:
-    """The same normal numbers on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check_squared_norms_of_a_bad_gradient(kernels: Kernels, value: float, position: int, device: torch.device) -> None:
-    """A number that is not finite shows in the sums of its own row and column, and in the total."""
-    gradient = torch.ones(2, 517, device=device)
-    gradient[1, position] = value
-    squared_norms = kernels.squared_norms(gradient, per_axis=True)
-    assert squared_norms.rows is not None and squared_norms.columns is not None
-    assert not torch.isfinite(squared_norms.total)
-    assert torch.isfinite(squared_norms.rows).tolist() == [True, False]
-    assert (~torch.isfinite(squared_norms.columns)).nonzero().flatten().tolist() == [position]
+def group(**options: Any) -> GroupHyperparameters:
+    defaults = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+    return GroupHyperparameters(**{**defaults, **options})
 
 
-def check_columns_there_and_back(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-    """What is gathered are the columns; what is scattered goes there and nowhere else."""
-    matrix = random(900, 701, dtype=dtype, device=device)
-    columns = torch.tensor([0, 3, 350, 700], device=device)
-    selected = torch.empty(900, 4, dtype=dtype, device=device)
-    kernels.gather_columns(matrix, columns, selected)
-    assert torch.equal(selected, matrix[:, columns])
-    target = torch.zeros_like(matrix)
-    kernels.scatter_columns(target, columns, selected)
-    assert torch.equal(target[:, columns], selected)
-    assert int((target != 0).sum()) == int((selected != 0).sum())
-    check_repeated_writes(kernels, dtype, device)
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """An implementation on a device."""
+
+    name: Literal["torch", "cpu", "triton"]
+    device_type: Literal["cpu", "cuda"]
+    threads: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.device_type}" + ("-threads" if self.threads > 1 else "")
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs it, slowly."""
+        return self.name == "triton" and self.device_type == "cpu"
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        if self.name == "triton":
+            from lightning_zenflow.kernels.triton import TritonKernels
+
+            return TritonKernels()
+        return TorchKernels() if self.name == "torch" else CpuKernels()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type)
+
+    def tensor(self, value: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=self.device)
+
+    def random(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same normal numbers on every device."""
+        return random(*shape, seed=seed, dtype=dtype).to(self.device)
+
+    def adamw_(
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, *, count: float, factor: float
+    ) -> None:
+        """One exact step; a factor that is not finite makes it one that is skipped."""
+        scale = StepScale(factor=self.tensor(factor), finite=self.tensor(factor == factor), norm=self.tensor(1.0))
+        count_tensor = self.tensor(float(count), torch.float64)
+        self.kernels.adamw_(state, gradient, weights, hyperparameters=h, count=count_tensor, scale=scale)
 
 
-def check_repeated_writes(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
-    """Some columns, all of them and none, of matrices of several sizes; again with what the tensors hold by then."""
-    shapes, columns = ((900, 701), (3, 5), (7, 1), (4, 6)), ([0, 3, 700], [1, 4], None, [])
-    matrices = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-    chosen = [None if c is None else torch.tensor(c, dtype=torch.int64, device=device) for c in columns]
-    widths = [shape[1] if c is None else len(c) for shape, c in zip(shapes, columns, strict=True)]
-    selected = [torch.zeros(shape[0], k, dtype=dtype, device=device) for shape, k in zip(shapes, widths, strict=True)]
-    write = kernels.column_writer(
-        [ColumnWrite(matrix=m, columns=c, selected=s) for m, c, s in zip(matrices, chosen, selected, strict=True)]
-    )
-    kernels.column_writer([])()
-    for seed in (1, 2):
-        for values in selected:
-            values.copy_(random(*values.shape, seed=seed, dtype=dtype))
-        write()
-        for matrix, of_matrix, values in zip(matrices, chosen, selected, strict=True):
-            expected = torch.zeros_like(matrix)
-            expected[:, slice(None) if of_matrix is None else of_matrix] = values
-            assert torch.equal(matrix, expected)
+TORCH, COMPILED = (Implementation(name=name, device_type="cpu") for name in ("torch", "cpu"))
+THREADS = [
+    Implementation(name="torch", device_type="cpu", threads=3),
+    Implementation(name="cpu", device_type="cpu", threads=3),
+]
+"""Work is cut among threads only where there is much of it."""
+INTERPRETED = Implementation(name="triton", device_type="cpu")
+ON_GPU = [Implementation(name=name, device_type="cuda") for name in ("torch", "triton")]
+ALL = [TORCH, COMPILED, INTERPRETED, *ON_GPU]
+
+
+def parameter(implementation: Implementation, *others: Any) -> Any:
+    name = "-".join(map(str, (implementation, *others)))
+    marks = [pytest.mark.gpu] if implementation.device_type == "cuda" else []
+    return pytest.param(implementation, *others, id=name, marks=marks)
+
+
+def each_with(sizes: Iterable[Any], *, large: int = 140_000) -> list[Any]:
+    """Parameters (`on`, size): large ones not with the interpreter, and also on several threads."""
+    parameters = []
+    for size in sizes:
+        n = prod(size) if isinstance(size, tuple) else size
+        parameters += [parameter(on, size) for on in ALL if n < large or not on.is_interpreted]
+        parameters += [parameter(on, size) for on in THREADS if n >= large]
+    return parameters

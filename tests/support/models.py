@@ -23,7 +23,7 @@ def generator(*key: int) -> torch.Generator:
 
 
 def learning_rate_factor(step: int) -> float:
-    """What the scheduler multiplies learning rates with in a step, counted from 0."""
+    """Factor of the scheduler on learning rates in a step, counted from 0."""
     return 1 / (1 + 0.25 * step)
 
 
@@ -51,7 +51,7 @@ class OptimizerOptions:
     scheduler: bool = True
 
     def groups(self, step: int) -> list[Group]:
-        """What the oracle needs to know of a step, counted from 0."""
+        """Hyperparameters in a step, counted from 0, for the oracle."""
         factor = learning_rate_factor(step) if self.scheduler else 1.0
         decoupled = self.kind != "Adam"
         return [
@@ -63,18 +63,24 @@ class OptimizerOptions:
 
 
 class TestModule(pl.LightningModule):
-    """What the models have in common: two parameter groups, a scheduler, data loaders, the micro-batch's number.
+    """Base of the models: two parameter groups, a scheduler, data loaders, the micro-batch's number.
 
     Subclasses define `loss`.
+
+    Args:
+        length: micro-batches in an epoch.
+        accumulate: micro-batches in a step.
+        optimizer: None: the defaults, with the class's own learning rate.
     """
 
     __test__ = False  # pytest takes classes of this name for tests
+    lr = 1e-2
 
-    def __init__(self, *, length: int, accumulate: int, optimizer: OptimizerOptions) -> None:
+    def __init__(self, *, length: int = 100, accumulate: int = 1, optimizer: OptimizerOptions | None = None) -> None:
         super().__init__()
         self.length = length
         self.accumulate = accumulate
-        self.optimizer_options = optimizer
+        self.optimizer_options = optimizer or OptimizerOptions(lr=self.lr)
 
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         """The loss of one micro-batch."""
@@ -156,15 +162,13 @@ class LinearLossModule(TestModule):
     def __init__(
         self,
         *,
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
         not_finite: dict[tuple[int, int], float] | None = None,
         not_finite_in: int = 0,
         ranks_differ: bool = True,
         shapes: Sequence[Sequence[int]] = SHAPES,
+        **options: Any,
     ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions())
+        super().__init__(**options)
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(shape, generator=generator(1, i))) for i, shape in enumerate(shapes)
         )
@@ -256,7 +260,7 @@ class FreezingModule(LinearLossModule):
         return (begin, self.micro) <= (step, micro) < (end, self.micro)
 
     def is_left_alone(self, index: int, step: int) -> bool:
-        """Whether the whole step does without the parameter: what it is when the step begins."""
+        """Whether the parameter is frozen when the step begins, which then does without it."""
         return self.is_frozen(index, step, 0)
 
     @override

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from models import OptimizerOptions, TestModule, generator
+from models import TestModule, generator
 
 
 class Perceptron(TestModule):
@@ -21,16 +21,16 @@ class Perceptron(TestModule):
         batch_size: rows of an input.
     """
 
+    lr = 1e-3
+
     def __init__(
         self,
         *,
         widths: Sequence[int],
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
         batch_size: int = 8,
+        **options: Any,
     ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=1e-3))
+        super().__init__(**options)
         self.batch_size = batch_size
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         with torch.no_grad():
@@ -55,16 +55,16 @@ class SmallNet(TestModule):
         ranks_differ: whether ranks see different data.
     """
 
+    lr = 3e-3
+
     def __init__(
         self,
         *,
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
         batch_size: int = 4,
         ranks_differ: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
+        super().__init__(**options)
         self.batch_size = batch_size
         self.ranks_differ = ranks_differ
         self.embedding = nn.Embedding(23, 13)
@@ -98,20 +98,20 @@ class TiedNet(TestModule):
         used_every: a step in so many uses the last layer; 0: none does.
     """
 
+    lr = 3e-3
+
     def __init__(
         self,
         *,
-        length: int = 100,
-        accumulate: int = 1,
-        optimizer: OptimizerOptions | None = None,
         checkpoint: str = "",
         head_in_checkpoint: bool = False,
         shared: bool = False,
         frozen: Sequence[int] = (),
         frozen_in: dict[int, tuple[int, int]] | None = None,
         used_every: int = 1,
+        **options: Any,
     ) -> None:
-        super().__init__(length=length, accumulate=accumulate, optimizer=optimizer or OptimizerOptions(lr=3e-3))
+        super().__init__(**options)
         self.checkpoint = checkpoint
         self.head_in_checkpoint = head_in_checkpoint
         self.shared = shared

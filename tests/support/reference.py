@@ -1,12 +1,10 @@
-"""The oracle: what ZenFlow must compute, in one process, one step at a time, in plain torch.
+"""The oracle: ZenFlow's rules in one process, one step at a time, in plain torch.
 
-It knows nothing of slots, jobs, buffers or a worker, because the rules need none of them. Gradients change the exact state in order,
-whatever weights they were computed at; so there is one exact state after each step, AdamW's, and all that ZenFlow decides is
-*which step's* exact weights the model shows at each element. `ReferenceZenFlow` keeps every step's exact weights and, for
-each element, the number of the step that is shown.
+It has no slots, jobs, buffers or worker: the rules need none. Gradients change the exact state in order, whatever weights they were
+computed at, so there is one exact state after each step, AdamW's. ZenFlow only decides *which step's* exact weights the model shows at each
+element: `ReferenceZenFlow` keeps every step's exact weights and, for each element, the number of the step that is shown.
 
-The one thing taken from the package is `partition.build_partition`, and from its result only which block each element is in: where blocks
-are cut between rows is a choice, not a rule.
+From the package it takes `build_partition` alone, and of its result the block of each element: blocks may be cut between any two rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,9 +142,9 @@ def owned_elements(gradient: Tensor, topk_ratio: float) -> Tensor:
     if topk_ratio == 0 or topk_ratio == 1 or gradient.dim() < 2:
         return torch.full(gradient.shape, topk_ratio > 0)
     matrix = gradient.reshape(gradient.shape[0], -1)
-    energy = matrix.double().square().sum(0).tolist()
-    by_energy = sorted(range(len(energy)), key=lambda column: (-energy[column], column))
-    chosen = by_energy[: max(1, round(topk_ratio * len(energy)))]
+    squared_norms = matrix.double().square().sum(0).tolist()
+    best_first = sorted(range(len(squared_norms)), key=lambda column: (-squared_norms[column], column))
+    chosen = best_first[: max(1, round(topk_ratio * len(best_first)))]
     owned = torch.zeros_like(matrix, dtype=torch.bool)
     owned[:, chosen] = True
     return owned.view(gradient.shape)
@@ -158,7 +156,7 @@ Loss = Callable[[nn.Module, int, int, int], Tensor]
 
 @dataclass(kw_only=True)
 class ReferenceZenFlow:
-    """Training under ZenFlow.
+    """The oracle of a training under ZenFlow.
 
     Args:
         module: the model, in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
@@ -226,7 +224,7 @@ class ReferenceZenFlow:
         self._show()
 
     def follow(self, shown: Sequence[Tensor]) -> None:
-        """Takes somebody else's shown weights for the next step's gradient, so that rounding differences do not grow with the steps."""
+        """Takes the weights of another run for the next step's gradient, so that rounding differences do not grow with the steps."""
         with torch.no_grad():
             for p, theirs in zip(self.parameters, shown, strict=True):
                 p.copy_(theirs)
@@ -255,7 +253,7 @@ class ReferenceZenFlow:
             shown_step.fill_(self.steps)
 
     def _publish_what_is_due(self) -> None:
-        """What was handed over `publish_lag` steps ago; and, always, what the device owns."""
+        """Blocks that were submitted `publish_lag` steps ago; and, always, what the device owns."""
         submitted = self.steps - self.publish_lag
         for i, (shown_step, block) in enumerate(zip(self.shown_step, self.blocks, strict=True)):
             # Where everything was published since then, the window was closed early and nothing is left to publish.

@@ -11,12 +11,12 @@ from lightning_zenflow.schedule.auto_policy import Decision, SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
 
-class ScriptedPace:
-    """Has `ScheduleControl`'s interface; takes each schedule as soon as it may from its step on.
+class ScriptedSchedule:
+    """Stands in for `ScheduleControl`; changes to each schedule as soon as allowed from its step on.
 
     Args:
         script: (step, S, d), ascending.
-        auto: only its start counts.
+        auto: gives the first schedule.
     """
 
     def __init__(self, script: Sequence[tuple[int, int, int]], auto: SchedulePolicy) -> None:
@@ -36,7 +36,7 @@ class ScriptedPace:
         self.schedule = UpdateSchedule(**state)
 
     def interrupt(self) -> None:
-        """Nothing is measured."""
+        """No effect: nothing is measured."""
 
     def end_step(self, step: int, *, max_interval_by_gradients: Tensor | None, may_change: bool) -> Decision | None:
         """As `ScheduleControl.end_step`."""
@@ -51,12 +51,12 @@ class ScriptedPace:
 
 
 @contextmanager
-def scripted(script: Sequence[tuple[int, int, int]]) -> Iterator[list[ScriptedPace]]:
-    """Optimizers that are built inside follow the script; they are appended to the list."""
-    built: list[ScriptedPace] = []
+def scripted(script: Sequence[tuple[int, int, int]]) -> Iterator[list[ScriptedSchedule]]:
+    """Optimizers that are built inside follow the script; their schedules are appended to the list."""
+    built: list[ScriptedSchedule] = []
 
-    def build(auto: SchedulePolicy, **_: Any) -> ScriptedPace:
-        built.append(ScriptedPace(script, auto))
+    def build(auto: SchedulePolicy, **_: Any) -> ScriptedSchedule:
+        built.append(ScriptedSchedule(script, auto))
         return built[-1]
 
     with mock.patch("lightning_zenflow.zero.build.ScheduleControl", build):

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
-from harness import Case, make_trainer, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, make_trainer, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step.accumulation import Accumulation
@@ -14,7 +14,6 @@ from rank_processes import run_on_ranks
 from rank_states import make_rank_state
 from same_bits import assert_same_run
 
-APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
 BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)
 CASES: dict[str, Case] = {
     "defaults": BASE,
@@ -24,17 +23,12 @@ CASES: dict[str, Case] = {
     "flushes": replace(BASE, flush_after=(2, 5)),
     "reselection, offload": replace(
         BASE,
-        strategy_options={
-            **APPROXIMATE,
-            "select_interval": 3,
-            "select_strategy": "random_selection:choose",
-            "offload": True,
-        },
+        strategy_options={**EVERYTHING, "offload": True},
     ),
     "changes of schedule": replace(
         BASE,
         schedules=((3, 8, 1), (6, 1, 0)),
-        strategy_options={**APPROXIMATE, "update_interval": "auto", "publish_lag": "auto"},
+        strategy_options={**APPROXIMATE, **AUTO},
     ),
     "not finite": replace(BASE, model_options={"not_finite": {(4, 0): float("nan")}}),
     "frozen in mid-run": replace(
@@ -45,20 +39,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def on(where: str, case: Case) -> Case:
-    return replace(case, strategy_options={**case.strategy_options, "accumulate_on": where})
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_gives_the_same_bits_as_the_device(name: str) -> None:
-    assert_same_run(run_here(on("host", CASES[name])), run_here(on("device", CASES[name])))
+    host, device = (run_here(CASES[name].with_keys(accumulate_on=where)) for where in ("host", "device"))
+    assert_same_run(host, device)
 
 
 def test_flushes_between_micro_batches() -> None:
     """Validation in mid-step: what is added up so far belongs to no window yet."""
     weights = []
     for where in ("host", "device"):
-        case = on(where, BASE)
+        case = BASE.with_keys(accumulate_on=where)
         model = case.make_model()
         trainer = make_trainer(
             case.make_strategy(),
@@ -74,9 +65,10 @@ def test_flushes_between_micro_batches() -> None:
 
 def test_two_ranks() -> None:
     names = ("bf16", "training")
-    runs = run_on_ranks({f"{name} {where}": on(where, CASES[name]) for name in names for where in ("host", "device")})
-    for of_ranks in runs.values():
-        assert [run.error for run in of_ranks] == [None, None]
+    cases = {
+        (name, where): CASES[name].with_keys(accumulate_on=where) for name in names for where in ("host", "device")
+    }
+    runs = run_on_ranks({" ".join(key): case for key, case in cases.items()})
     for name in names:
         for ours, theirs in zip(runs[f"{name} host"], runs[f"{name} device"], strict=True):
             assert_same_run(ours, theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import Case, Run, StockStrategy, run_here
+from harness import APPROXIMATE, Case, Run, StockStrategy, run_here
 from lightning_zenflow.core.step_inputs import step_scale
 from reference import AdamWState, adamw_reference
 
@@ -20,7 +20,6 @@ APPLIED = (0.0, 1e-40, 1e-25, 1e10, 1e17)
 SKIPPED = (math.nan, math.inf, -math.inf, 3e18, 1e20, 1e25, 1e38)
 """Factors on the loss of one step, and with it on its gradients, whose norm is 30 before: above 1.8e19 its square is not in float32."""
 
-APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
 BASE = Case(model="HostileModule", steps=9, topk_ratio=0.3, strategy_options=APPROXIMATE)
 
 
@@ -57,7 +56,7 @@ def assert_is_adamw(run: Run, state: AdamWState) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("factor", [*APPLIED, *SKIPPED])
 def test_one_hostile_step(factor: float, precision: str, max_norm: float | None) -> None:
-    """With look-ahead and stand-in: what the model shows stays finite, and what the flush leaves is AdamW."""
+    """With weight prediction and provisional updates: what the model shows stays finite, and what the flush leaves is AdamW."""
     case = hostile(factor, precision=precision, max_norm=max_norm)
     run, state = run_here(case), exact(case)
     assert state.skipped == (factor in SKIPPED)

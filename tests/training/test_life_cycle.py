@@ -262,7 +262,7 @@ class ReadsOfDeviceValues(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
 def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward and optimizer step of all steps after the selection, stand-in updates and look-ahead included."""
+    """Forward, backward and optimizer step of all steps after the selection, provisional updates and weight prediction included."""
     # Those for a GPU; where the device is the CPU there is nothing to wait for.
     monkeypatch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: TorchKernels())
     mode = ReadsOfDeviceValues()

@@ -1,7 +1,6 @@
 """What users put into a LightningModule: with nothing late, the same numbers as under DeepSpeed's offload and plain Lightning.
 
-What needs later steps to show (tied and unused weights, layers frozen in turn, activation checkpointing under look-ahead and stand-in) is
-in test_stand_in.
+Tied and unused weights, layers frozen in turn and activation checkpointing under weight prediction: see test_provisional_update.
 """
 
 import math
@@ -167,7 +166,7 @@ def test_fp16_with_overflows(precision: str) -> None:
 
 @pytest.mark.usefixtures("fp16_on_the_cpu")
 def test_fp16_with_results_that_are_late() -> None:
-    """Steps that overflow change nothing, and the stand-in stays finite."""
+    """Steps that overflow change nothing, and provisional updates stay finite."""
     late = {**NOTHING_LATE, "update_interval": 4, "publish_lag": 1}
     ours = train("zenflow", Overflows, lambda: {"max_steps": 14, "precision": "16-mixed"}, late)
     assert ours.skipped > 0

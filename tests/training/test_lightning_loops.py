@@ -173,7 +173,7 @@ class AtTheEnd(pl.Callback):
 
 
 def test_the_users_hooks_see_exact_weights_and_may_replace_them() -> None:
-    """With results that are late, look-ahead and stand-in; exact weights are the ones that a flush leaves."""
+    """With late results, weight prediction and provisional updates; exact weights are the ones that a flush leaves."""
     first = AtTheEnd()
     model = Net()
     trainer = make_trainer(

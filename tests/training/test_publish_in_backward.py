@@ -1,4 +1,4 @@
-"""Weights that are copied into the model while backward goes on: the same bits as at the end of the step, whenever the worker is done."""
+"""Publishing during backward: the same bits as at the end of the step, whenever the worker is done."""
 
 import functools
 from collections.abc import Collection
@@ -7,22 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness import Case, Run, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-ON = {"weight_prediction": "auto", "provisional_scale": "auto"}
-CASE = Case(steps=14, topk_ratio=0.3, max_norm=1.0, update_interval=4, publish_lag=1, strategy_options=ON)
+CASE = Case(steps=14, topk_ratio=0.3, max_norm=1.0, update_interval=4, publish_lag=1, strategy_options=APPROXIMATE)
 CASES = {
     "S=4, d=1": CASE,
     "S=2, d=3, bf16": replace(CASE, update_interval=2, publish_lag=3, precision="bf16-true"),
     "many blocks, accumulation": replace(CASE, update_interval=16, accumulate=2, steps=20),
-    "reselection": replace(
-        CASE, strategy_options={**ON, "select_interval": 3, "select_strategy": "random_selection:choose"}
-    ),
+    "reselection": replace(CASE, strategy_options=EVERYTHING),
     "flush in between": replace(CASE, flush_after=(5, 6)),
     "nothing late": replace(CASE, publish_lag=0),
     "tied weights, checkpointing": replace(
@@ -32,7 +29,7 @@ CASES = {
     "changes of schedule": replace(
         CASE,
         schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)),
-        strategy_options={**ON, "update_interval": "auto", "publish_lag": "auto"},
+        strategy_options={**APPROXIMATE, **AUTO},
     ),
 }
 
@@ -46,7 +43,7 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
     def has_answered(self: SupervisedWorker) -> bool:
         nonlocal asked
         asked += 1
-        # The round is in flight, so that its answer, which `wait` takes, comes in any case.
+        # The job is in flight, so that its answer, which `wait` takes, comes in any case.
         return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
 
     def counted_upload(self: Publisher, job: UpdateJob, slices: Collection[int]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import random_selection
-from harness import Case, Run, fit, make_trainer, run_here
+from harness import EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.topk.importance import overlap
 from lightning_zenflow.topk.selector import Selector
@@ -105,15 +105,9 @@ def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_i
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize(("update_interval", "publish_lag"), [(4, 1), (2, 3)])
 def test_approximations_change_no_exact_bit_and_repeat(precision: str, update_interval: int, publish_lag: int) -> None:
-    """Look-ahead, stand-in and random columns at once: another run shows the same weights, and the flush leaves AdamW's."""
-    options = {
-        "weight_prediction": "auto",
-        "provisional_scale": "auto",
-        "select_interval": 3,
-        "select_strategy": "random_selection:choose",
-    }
+    """All of them at once: another run shows the same weights, and the flush leaves AdamW's."""
     case = case_of(
-        precision=precision, update_interval=update_interval, publish_lag=publish_lag, strategy_options=options
+        precision=precision, update_interval=update_interval, publish_lag=publish_lag, strategy_options=EVERYTHING
     )
     first, second = run_here(case), run_here(case)
     plain = run_here(case_of(precision=precision, topk_ratio=0, update_interval=1, publish_lag=0))

@@ -1,13 +1,10 @@
-"""The device's AdamW against torch's and against float64."""
-
-import itertools
-from typing import Any
+"""Every implementation's exact step against torch's optimizers, float64 and the worker's kernel."""
 
 import pytest
 import torch
 
+from kernel_cases import COMPILED, DTYPES, TORCH, Implementation, each_with, group, random
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.kernels.torch import adamw_step_
 from models import generator
 from reference import Group, adamw_reference
 
@@ -21,98 +18,119 @@ def gradients(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [(torch.randn(N, generator=generator(9, step)) * sizes).to(dtype) for step in range(STEPS)]
 
 
-def hyperparameters(step: int, *, weight_decay: float, decoupled: bool) -> GroupHyperparameters:
-    return GroupHyperparameters(
-        lr=1e-2 / (1 + step), beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled
-    )
+def learning_rate(step: int) -> float:
+    return 1e-2 / (1 + step)
 
 
 class State:
-    def __init__(self) -> None:
-        self.master = torch.randn(N, generator=generator(8))
-        self.exp_avg = torch.zeros(N)
-        self.exp_avg_sq = torch.zeros(N)
-        self.count = torch.zeros((), dtype=torch.float64)
+    def __init__(self, on: Implementation, *, weight_decay: float = 0.1, decoupled: bool = True) -> None:
+        self.on = on
+        self.options = {"weight_decay": weight_decay, "decoupled": decoupled}
+        self.state = torch.stack([torch.randn(N, generator=generator(8)), torch.zeros(N), torch.zeros(N)]).to(on.device)
+        self.count = 0
 
-    def step(self, gradient: torch.Tensor, factor: float = 1.0, finite: bool = True, **options: Any) -> None:
-        self.count += finite
-        adamw_step_(
-            self.master,
-            self.exp_avg,
-            self.exp_avg_sq,
-            gradient,
-            hyperparameters=hyperparameters(**options),
-            count=self.count,
-            factor=torch.tensor(factor if finite else float("nan")),
-            finite=torch.tensor(finite),
-        )
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.master, self.exp_avg, self.exp_avg_sq]
+    def step(self, gradient: torch.Tensor, step: int, *, factor: float = 1.0) -> None:
+        self.count += factor == factor
+        gradient = gradient.to(self.on.device)
+        h = group(lr=learning_rate(step), beta2=0.999, **self.options)
+        self.on.adamw_(self.state, gradient, torch.empty_like(gradient), h, count=self.count, factor=factor)
 
 
 @pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.1, True), (0.0, False), (0.1, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_torch_and_float64(weight_decay: float, decoupled: bool, dtype: torch.dtype) -> None:
-    ours = State()
-    initial = ours.master.clone()
+def test_equals_torch_and_float64(on: Implementation, weight_decay: float, decoupled: bool, dtype: torch.dtype) -> None:
+    ours = State(on, weight_decay=weight_decay, decoupled=decoupled)
+    initial = ours.state[0].cpu().clone()
     theirs = torch.nn.Parameter(initial.clone())
-    optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)([theirs], lr=1e-2, weight_decay=weight_decay)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([theirs], lr=1e-2, weight_decay=weight_decay)
     for step, gradient in enumerate(gradients(dtype)):
-        ours.step(gradient, step=step, weight_decay=weight_decay, decoupled=decoupled)
-        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        ours.step(gradient, step)
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
         theirs.grad = gradient.float()
         optimizer.step()
     # Twenty steps of a few roundings each, in another order than torch's.
-    torch.testing.assert_close(ours.master, theirs.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(ours.exp_avg, optimizer.state[theirs]["exp_avg"], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(ours.exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=1e-12)
+    master, exp_avg, exp_avg_sq = ours.state.cpu()
+    torch.testing.assert_close(master, theirs.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(exp_avg, optimizer.state[theirs]["exp_avg"], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=1e-12)
 
+    options = {"weight_decay": weight_decay, "decoupled": decoupled}
     exact = adamw_reference(
         [initial],
         [[g] for g in gradients(dtype)],
-        [[Group(lr=1e-2 / (1 + step), weight_decay=weight_decay, decoupled=decoupled)] for step in range(STEPS)],
+        [[Group(lr=learning_rate(step), **options)] for step in range(STEPS)],
     )
-    torch.testing.assert_close(ours.master.double(), exact.weights[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(ours.exp_avg.double(), exact.exp_avg[0], rtol=1e-5, atol=1e-9)
-    torch.testing.assert_close(ours.exp_avg_sq.double(), exact.exp_avg_sq[0], rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(master.double(), exact.weights[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(exp_avg.double(), exact.exp_avg[0], rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(exp_avg_sq.double(), exact.exp_avg_sq[0], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize(("on", "n"), each_with([1, 17, 513, 2049, 600_000]), indirect=["on"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "h", [group(), group(decoupled=False), group(weight_decay=0.0)], ids=["adamw", "adam", "no decay"]
+)
+def test_the_workers_arithmetic(on: Implementation, n: int, dtype: torch.dtype, h: GroupHyperparameters) -> None:
+    """Of `CpuKernels`, which is compiled from the worker's kernel, and that one against torch's."""
+    other = TORCH if on.name == "cpu" else COMPILED
+    state, expected = on.random(3, n).abs(), random(3, n).abs()
+    weights = torch.empty(n, dtype=dtype, device=on.device)
+    for step, factor in ((1, 0.5), (2, 0.5), (2, torch.nan), (3, 0.5)):
+        gradient, before = random(n, seed=step, dtype=dtype), state.clone()
+        on.adamw_(state, gradient.to(on.device), weights, h, count=step, factor=factor)
+        other.adamw_(expected, gradient, torch.empty(n, dtype=dtype), h, count=step, factor=factor)
+        assert factor == factor or torch.equal(state, before)
+        # The interpreter truncates to bfloat16.
+        unit = torch.finfo(dtype).eps if on.is_interpreted and dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(weights, state[0].to(dtype), rtol=unit, atol=0)
+    # The interpreter rounds between the two operations of a fused multiply-add.
+    torch.testing.assert_close(state.cpu(), expected, rtol=2e-6, atol=2e-7)
+    assert str(on) != "triton-cuda" or torch.equal(state.cpu(), expected)
 
 
 @pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.1, True), (0.1, False)])
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_step_that_is_not_finite_changes_no_bit(weight_decay: float, decoupled: bool, at: int) -> None:
-    skipping, plain = State(), State()
-    options = {"weight_decay": weight_decay, "decoupled": decoupled}
+def test_a_step_that_is_not_finite_changes_no_bit(
+    on: Implementation, weight_decay: float, decoupled: bool, at: int
+) -> None:
+    skipping, plain = (State(on, weight_decay=weight_decay, decoupled=decoupled) for _ in range(2))
     for step, gradient in enumerate(gradients()):
         if step == at:
-            bad = gradient.clone()
+            bad, before = gradient.clone(), skipping.state.clone()
             bad[0], bad[1], bad[2] = float("nan"), float("inf"), -float("inf")
-            before = [t.clone() for t in skipping.tensors()]
-            skipping.step(bad, finite=False, step=step, **options)
-            assert all(torch.equal(a, b) for a, b in zip(before, skipping.tensors(), strict=True))
-        skipping.step(gradient, step=step, **options)
-        plain.step(gradient, step=step, **options)
-    assert all(torch.equal(a, b) for a, b in zip(skipping.tensors(), plain.tensors(), strict=True))
+            skipping.step(bad, step, factor=float("nan"))
+            assert torch.equal(skipping.state, before)
+        skipping.step(gradient, step)
+        plain.step(gradient, step)
+    assert torch.equal(skipping.state, plain.state)
     assert skipping.count == plain.count == STEPS
 
 
-def test_the_factor_multiplies_the_gradient() -> None:
-    scaled, plain = State(), State()
+def test_the_factor_multiplies_the_gradient(on: Implementation) -> None:
+    scaled, plain = State(on), State(on)
     for step, gradient in enumerate(gradients()):
-        scaled.step(gradient * 8, factor=0.125, step=step, weight_decay=0.1, decoupled=True)
-        plain.step(gradient, step=step, weight_decay=0.1, decoupled=True)
-    assert all(torch.equal(a, b) for a, b in itertools.zip_longest(scaled.tensors(), plain.tensors()))
+        scaled.step(gradient * 8, step, factor=0.125)
+        plain.step(gradient, step)
+    assert torch.equal(scaled.state, plain.state)
 
 
-def test_nothing_to_update() -> None:
-    empty = torch.empty(0)
-    adamw_step_(
-        empty,
-        empty.clone(),
-        empty.clone(),
-        empty,
-        hyperparameters=hyperparameters(0, weight_decay=0.1, decoupled=True),
-        count=torch.ones((), dtype=torch.float64),
-        factor=torch.tensor(1.0),
-        finite=torch.tensor(True),
-    )
+def test_weights_may_replace_the_gradient(on: Implementation) -> None:
+    state, gradient = on.random(3, 1000).abs(), on.random(1000, seed=1)
+    separate = torch.empty_like(gradient)
+    on.adamw_(state.clone(), gradient, separate, group(), count=1, factor=1.0)
+    on.adamw_(state, gradient, gradient, group(), count=1, factor=1.0)
+    assert torch.equal(gradient, separate)
+
+
+def test_nothing_to_update(on: Implementation) -> None:
+    empty = torch.empty(0, device=on.device)
+    on.adamw_(torch.empty(3, 0, device=on.device), empty, empty, group(), count=1, factor=1.0)
+
+
+def test_weights_of_a_bad_first_step_are_the_masters(on: Implementation) -> None:
+    state, weights = on.random(3, 15).abs(), torch.zeros(15, device=on.device)
+    expected = state.clone()
+    on.adamw_(state, torch.full_like(weights, torch.nan), weights, group(), count=0, factor=torch.nan)
+    assert torch.equal(state, expected)
+    assert torch.equal(weights, expected[0])

@@ -1,4 +1,4 @@
-"""Gradients of small vectors, which are handled together: the same training as where each is handled alone."""
+"""Gradients of small vectors, which are handled together: the same training as with each handled alone."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 VECTOR = 3
 """Number of a vector in `models.SHAPES`."""
 CASE = Case(steps=10, topk_ratio=0.3)
-EARLY = replace(CASE, update_interval=1, publish_lag=0, strategy_options={"reduce_bucket_size": 200})
+IN_BACKWARD = replace(CASE, update_interval=1, publish_lag=0, strategy_options={"reduce_bucket_size": 200})
 FROZEN = {"frozen_in": {VECTOR: (2, 6)}}
 CASES = {
     "S=4": CASE,
@@ -24,8 +24,8 @@ CASES = {
     "accumulation": replace(CASE, accumulate=3),
     "flush in between": replace(CASE, flush_after=(5, 6)),
     "frozen for a while": replace(CASE, model="FreezingModule", model_options=FROZEN),
-    "early": EARLY,
-    "early, frozen for a while": replace(EARLY, model="FreezingModule", model_options=FROZEN),
+    "in backward": IN_BACKWARD,
+    "in backward, frozen for a while": replace(IN_BACKWARD, model="FreezingModule", model_options=FROZEN),
     # With so many blocks some end within a vector.
     "S=16": replace(CASE, update_interval=16, steps=20),
 }
@@ -56,7 +56,7 @@ def test_they_are_part_of_the_norm(case: Case, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", [replace(CASE, max_norm=1.0), EARLY], ids=["S=4", "early"])
+@pytest.mark.parametrize("case", [replace(CASE, max_norm=1.0), IN_BACKWARD], ids=["S=4", "in backward"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_one_that_is_not_finite(case: Case, value: float) -> None:
     """The step is skipped, or what of it comes after; nothing is left of it in the next steps, when the vector is frozen."""

@@ -1,0 +1,117 @@
+"""The provisional update's owner: slices that ZeRO cut anywhere, and updates that are applied again after a publish."""
+
+import pytest
+import torch
+
+from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.deferred.provisional import ProvisionalUpdate, TileGradient
+from lightning_zenflow.kernels.base import Destination
+from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.schedule.compensation import StalenessCompensation
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.telemetry.counters import Traffic
+from rank_states import make_rank_state
+
+HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
+SCHEDULE = UpdateSchedule(update_interval=4, publish_lag=1)
+COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
+
+
+class OneSlice:
+    """The provisional update of one slice, fed as `GradientRouter` feeds it."""
+
+    def __init__(self, columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> None:
+        s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
+        self._rank = make_rank_state(build_partition([s], [numel], 3), [weights])
+        self._tiles = tiles_of_slice(0, s)
+        self._update = ProvisionalUpdate(self._rank, COMPENSATION, rank_number=0)
+
+    def apply(self, gradient: torch.Tensor) -> None:
+        for tile in self._tiles:
+            if tile.rows > 1 and self._update.applies_to(0):
+                matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
+                squared_norms = self._rank.kernels.squared_norms(matrix, per_axis=True)
+                factors = self._update.measure(0, squared_norms, HYPERPARAMETERS)
+                self._update.apply(factors, 0, matrix, age=1, schedule=SCHEDULE)
+
+    def end_step(self, factor: float, *, finite: bool) -> None:
+        norm = torch.tensor(1.0)
+        self._update.end_step(StepScale(factor=torch.tensor(factor), finite=torch.tensor(finite), norm=norm))
+
+
+@pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
+def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) -> None:
+    weights = torch.zeros(numel)
+    first = -start % columns
+    last = first + (numel - first) // columns * columns
+    # Of rank one, so that the factored second moment is exact: each entry of the first step's update is b * lr in size.
+    generator = torch.Generator().manual_seed(0)
+    rows = (last - first) // columns
+    rank_one = (torch.rand(rows, 1, generator=generator) + 0.5) * (torch.rand(1, columns, generator=generator) + 0.5)
+    gradient = torch.ones(numel)
+    gradient[first:last] = rank_one.flatten()
+    OneSlice(columns, start, numel, weights).apply(gradient)
+    torch.testing.assert_close(weights[first:last], torch.full((last - first,), -0.5 * 0.01), rtol=1e-5, atol=0)
+    assert not weights[:first].any()
+    assert not weights[last:].any()
+
+
+@pytest.mark.parametrize(("columns", "numel", "is_matrix"), [(1, 8, False), (1, 8, True), (8, 8, True)])
+def test_vectors_and_single_rows_wait_for_their_publish(columns: int, numel: int, is_matrix: bool) -> None:
+    weights = torch.zeros(numel)
+    OneSlice(columns, 0, numel, weights, is_matrix=is_matrix).apply(torch.ones(numel))
+    assert not weights.any()
+
+
+def test_gradients_that_are_not_finite_are_never_applied() -> None:
+    weights = torch.zeros(12)
+    one = OneSlice(4, 0, 12, weights)
+    gradient = torch.ones(12)
+    gradient[5] = torch.inf
+    one.apply(gradient)
+    assert not weights.any()
+    one.apply(torch.ones(12))
+    torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
+
+
+def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
+    weights = torch.zeros(12)
+    one = OneSlice(4, 0, 12, weights)
+    gradient = torch.ones(12)
+    one.apply(gradient)
+    before = weights.clone()
+    one.end_step(torch.nan, finite=False)
+    one.end_step(0.01, finite=True)
+    # 100 times the gradient at a hundredth of the coefficient is the same step.
+    one.apply(100 * gradient)
+    torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "n_bytes"), [("cpu", 0), ("meta", 48), pytest.param("cuda", 48, marks=pytest.mark.gpu)]
+)
+def test_gradients_that_come_back_are_counted(
+    device: str, n_bytes: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cuda":
+        request.getfixturevalue("needs_cuda")
+    whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
+    partition = build_partition([whole], [24], 1)
+    weights = torch.zeros(24, dtype=torch.bfloat16, device=device)
+    rank = make_rank_state(partition, [weights], kernels=TorchKernels())
+    provisional = ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
+    slot = torch.randn(6, 4).bfloat16()
+    gradient = slot.to(device)
+    factors = provisional.measure(0, rank.kernels.squared_norms(gradient, per_axis=True), HYPERPARAMETERS)
+    tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
+    # Only CUDA says how much room it has, so for the meta device the gradient is in host memory from the start.
+    monkeypatch.setattr("lightning_zenflow.deferred.provisional.has_room", lambda *_: False)
+    provisional.reapply.keep(5, factors, slot if device == "meta" else gradient, tile, SCHEDULE)
+    traffic = rank.telemetry.traffic
+    assert traffic == Traffic()
+    provisional.reapply.published({0: 4}, SCHEDULE)
+    provisional.reapply.published({0: 5}, SCHEDULE)
+    assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
+    if device != "meta":
+        assert torch.equal(weights.view(6, 4).sign(), -slot.sign().to(device))

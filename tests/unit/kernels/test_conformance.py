@@ -1,0 +1,177 @@
+"""Every implementation of `Kernels` on every device: the same results, on awkward sizes. AdamW and the factors: see their own files."""
+
+import pytest
+import torch
+
+from kernel_cases import DTYPES, TORCH, Implementation, each_with, random
+from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection
+from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.kernels.factored import RoundingNoise
+from lightning_zenflow.kernels.select import kernels_for
+from lightning_zenflow.kernels.torch import TorchKernels
+
+SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (33, 17), (7, 515), (2, 2500), (70, 1031), (2, 70001), (700, 1031)]
+ON_EACH_SHAPE = pytest.mark.parametrize(("on", "shape"), each_with(SHAPES), indirect=["on"])
+
+
+def test_each_device_has_its_own() -> None:
+    assert isinstance(kernels_for(torch.device("cpu")), CpuKernels)
+    assert isinstance(kernels_for(torch.device("meta")), TorchKernels)
+
+
+@pytest.mark.gpu
+def test_cuda_has_tritons(needs_cuda: None) -> None:
+    assert type(kernels_for(torch.device("cuda"))).__name__ == "TritonKernels"
+
+
+@ON_EACH_SHAPE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    # Columns are added up row by row in float32 by some.
+    of_rows, of_columns = (1e-5, 2e-5) if on.device_type == "cuda" else (5e-6, 1e-5)
+    if on.is_interpreted:
+        of_rows = of_columns = 2e-6
+    gradient = on.random(*shape, dtype=dtype)
+    exact = gradient.double().square()
+    both = on.kernels.squared_norms(gradient, per_axis=True)
+    total_only = on.kernels.squared_norms(gradient, per_axis=False)
+    assert both.rows is not None and both.columns is not None
+    assert both.total.dtype == torch.float64 and both.rows.dtype == both.columns.dtype == torch.float32
+    torch.testing.assert_close(both.total, exact.sum(), rtol=of_rows, atol=0)
+    torch.testing.assert_close(both.rows.double(), exact.sum(1), rtol=of_rows, atol=0)
+    torch.testing.assert_close(both.columns.double(), exact.sum(0), rtol=of_columns, atol=0)
+    assert torch.equal(both.total, total_only.total)
+    assert total_only.rows is None and total_only.columns is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("position", [0, 500, 516])
+def test_a_number_that_is_not_finite_shows_in_its_row_its_column_and_the_total(
+    on: Implementation, value: float, position: int
+) -> None:
+    gradient = torch.ones(2, 517, device=on.device)
+    gradient[1, position] = value
+    squared_norms = on.kernels.squared_norms(gradient, per_axis=True)
+    assert squared_norms.rows is not None and squared_norms.columns is not None
+    assert not torch.isfinite(squared_norms.total)
+    assert torch.isfinite(squared_norms.rows).tolist() == [True, False]
+    assert (~torch.isfinite(squared_norms.columns)).nonzero().flatten().tolist() == [position]
+
+
+@ON_EACH_SHAPE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Rows cut anywhere; no, one and two selections, all columns among them; a single row cut in the middle."""
+    rows, columns = shape
+    gradient = on.random(*shape, dtype=dtype)
+    some = on.tensor(sorted({0, columns // 3, columns - 1}))
+    row_ranges = [(0, rows // 3), (rows // 3, rows)] if rows > 2 else [(0, rows)]
+
+    def slot(n_rows: int, width: int) -> torch.Tensor:
+        return torch.full((n_rows, width), 7, dtype=dtype, pin_memory=on.device_type == "cuda")
+
+    def selection(n_rows: int, chosen: torch.Tensor | None) -> Selection:
+        width = columns if chosen is None else len(chosen)
+        return Selection(columns=chosen, target=torch.zeros(n_rows, width, dtype=dtype, device=on.device))
+
+    destinations = [
+        Destination(
+            begin=first * columns,
+            slot=slot(last - first, columns),
+            selections=[selection(last - first, c) for c in (None, some, some[:1]) if first > 0 or rows < 3],
+        )
+        for first, last in row_ranges
+    ]
+    if rows == 1 and columns > 1:
+        destinations = [Destination(begin=0, slot=slot(1, 1)), Destination(begin=1, slot=slot(1, columns - 1))]
+    squared_norms = on.kernels.route(gradient, destinations, per_axis=True)
+    alone = on.kernels.squared_norms(gradient, per_axis=True)
+    assert squared_norms.rows is not None and squared_norms.columns is not None
+    assert alone.rows is not None and alone.columns is not None
+    assert torch.equal(squared_norms.total, alone.total)
+    assert torch.equal(squared_norms.rows, alone.rows)
+    assert torch.equal(squared_norms.columns, alone.columns)
+    if on.device_type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(torch.cat([d.slot.view(-1) for d in destinations]), gradient.view(-1).cpu())
+    for destination in destinations:
+        part = destination.part_of(gradient)
+        for s in destination.selections:
+            assert torch.equal(s.target, part if s.columns is None else part[:, s.columns])
+
+
+@ON_EACH_SHAPE
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_provisional_update(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """torch's bits; the largest shapes have more elements than the tile of noise."""
+    rows, columns = shape
+    factors = [
+        random(*shape, seed=1, dtype=dtype),
+        random(rows, 1, seed=2).abs() * 1e-2,
+        random(1, columns, seed=3).abs(),
+    ]
+    results = []
+    for implementation in (TORCH, on):
+        device = implementation.device
+        weights, noise = implementation.random(*shape, dtype=dtype), RoundingNoise(7, device)
+        for size, finite in ((1.0, True), (0.3, True), (1.0, False)):
+            here = [t.to(device) for t in factors]
+            implementation.kernels.provisional_update_(
+                weights, *here, noise, torch.tensor(finite, device=device), size=size
+            )
+        results.append(weights.cpu())
+    expected, found = results
+    if on.device_type == "cuda":
+        # The same random bits: two roundings of float32 may tip a weight by one unit of its own type, rarely.
+        rtol = max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=rtol, atol=1e-6)
+        assert dtype == torch.float32 or int((found != expected).sum()) <= 1e-3 * found.numel() + 1
+    else:
+        assert torch.equal(found, expected)
+    assert found.numel() < 10 or not torch.equal(found, random(*shape, dtype=dtype))
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(on: Implementation) -> None:
+    weights, before, gradient = on.random(3, 5), on.random(3, 5), torch.full((3, 5), torch.nan, device=on.device)
+    factors = torch.ones(3, 1, device=on.device), torch.ones(1, 5, device=on.device)
+    on.kernels.provisional_update_(weights, gradient, *factors, RoundingNoise(1, on.device), on.tensor(False))
+    assert torch.equal(weights, before)
+
+
+@pytest.mark.parametrize(("on", "n_rows"), each_with([900], large=900), indirect=["on"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_there_and_back(on: Implementation, n_rows: int, dtype: torch.dtype) -> None:
+    """What is gathered are the columns; what is scattered goes there and nowhere else."""
+    matrix = on.random(n_rows, 701, dtype=dtype)
+    columns = on.tensor([0, 3, 350, 700])
+    selected = torch.empty(n_rows, 4, dtype=dtype, device=on.device)
+    on.kernels.gather_columns(matrix, columns, selected)
+    assert torch.equal(selected, matrix[:, columns])
+    target = torch.zeros_like(matrix)
+    on.kernels.scatter_columns(target, columns, selected)
+    assert torch.equal(target[:, columns], selected)
+    assert int((target != 0).sum()) == int((selected != 0).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_writes(on: Implementation, dtype: torch.dtype) -> None:
+    """Some columns, all of them and none, of matrices of several sizes; again with what the tensors hold by then."""
+    shapes, columns = ((900, 701), (3, 5), (7, 1), (4, 6)), ([0, 3, 700], [1, 4], None, [])
+    matrices = [torch.zeros(shape, dtype=dtype, device=on.device) for shape in shapes]
+    chosen = [None if c is None else on.tensor(c, torch.int64) for c in columns]
+    widths = [shape[1] if c is None else len(c) for shape, c in zip(shapes, columns, strict=True)]
+    selected = [
+        torch.zeros(shape[0], k, dtype=dtype, device=on.device) for shape, k in zip(shapes, widths, strict=True)
+    ]
+    write = on.kernels.column_writer(
+        [ColumnWrite(matrix=m, columns=c, selected=s) for m, c, s in zip(matrices, chosen, selected, strict=True)]
+    )
+    on.kernels.column_writer([])()
+    for seed in (1, 2):
+        for values in selected:
+            values.copy_(random(*values.shape, seed=seed, dtype=dtype))
+        write()
+        for matrix, of_matrix, values in zip(matrices, chosen, selected, strict=True):
+            expected = torch.zeros_like(matrix)
+            expected[:, slice(None) if of_matrix is None else of_matrix] = values
+            assert torch.equal(matrix, expected)
