@@ -11,7 +11,10 @@ import pytest
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks import convergence, kernel, step_time, timelines
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.kernel import __main__ as kernel
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time import timelines
 from docs import draw_pictures, quote_tables
 from example_runs import ROOT
 from lightning_zenflow.cli import main
@@ -45,7 +48,7 @@ RUN_ELSEWHERE = {
 }
 """Command of the README -> file that runs it, or a shorter case of it, and the text by which."""
 
-BENCHMARKS = {"step_time": step_time, "kernel": kernel, "convergence": convergence, "timelines": timelines}
+BENCHMARKS = {"step_time": step_time, "kernel": kernel, "convergence": convergence, "step_time.timelines": timelines}
 
 
 def blocks(language: str) -> list[str]:
