@@ -59,9 +59,9 @@ QUOTES = (
 
 def rows_of(table: str) -> list[dict[str, str]]:
     """The rows of a Markdown table, each as header -> cell; other lines are ignored."""
-    lines = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
-    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    cells = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    lines = [[cell.strip() for cell in line] for line in cells]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def quoted(quote: Quote) -> str:

@@ -59,7 +59,7 @@ def test_former_names_are_understood() -> None:
 
 def test_results_and_failures_of_processes() -> None:
     assert run_process(json.loads, "[1, 2]", timeout=60) == [1, 2]
-    with pytest.raises(RuntimeError, match="no result .exit status 1, .*JSONDecodeError"):
+    with pytest.raises(RuntimeError, match="(?s)no result .exit status 1, .*JSONDecodeError"):
         run_process(json.loads, "[", timeout=60)
     with pytest.raises(RuntimeError, match="no result .exit status -9, after at most 0.2 s"):
         run_process(json.loads, "[1, 2]", timeout=0.2)
