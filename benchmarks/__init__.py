@@ -1,1 +1,1 @@
-"""Measurements that are too long for tests. `python -m benchmarks.convergence --help`."""
+"""Measurements that take longer than tests; README.md lists them."""

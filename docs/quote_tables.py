@@ -1,17 +1,15 @@
-"""Copies the columns and rows that the README shows from the measured tables of other documents: `python -m docs.quote_tables`.
+"""Copies columns and rows of measured tables from the documents into the README: `python -m docs.quote_tables`.
 
-With a name behind it, the result goes to that file instead of the README.
+`python -m docs.quote_tables FILE` writes the result to a file instead.
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tabulate import tabulate
+from benchmarks.common.provenance import ROOT
+from benchmarks.common.results import markdown, put_into_document
 
-from benchmarks.documents import put_into_document
-
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
 
@@ -23,7 +21,7 @@ class Quote:
     table: str
     columns: tuple[str, ...]
     rows: tuple[str, ...] = ()
-    """First cells of the rows; none: all rows."""
+    """First cells of the rows; empty: all rows."""
 
 
 QUOTES = (
@@ -35,8 +33,8 @@ QUOTES = (
             "floor: gradients dropped, no step",
             "DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
             "DeepSpeed ZenFlow, S=4, overlap",
-            "ours, S=4, d=1",
-            "ours, S=1, d=0 (AdamW itself), no clipping",
+            "ZenFlowStrategy, S=4, d=1",
+            "ZenFlowStrategy, S=1, d=0 (AdamW itself), no clipping",
         ),
     ),
     Quote(
@@ -53,13 +51,15 @@ QUOTES = (
 )
 
 
-def cells(line: str) -> list[str]:
-    """Those of one line of a Markdown table."""
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+def rows_of(table: str) -> list[dict[str, str]]:
+    """The rows of a Markdown table, each as header -> cell; other lines are ignored."""
+    cells = [line.strip().strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    lines = [[cell.strip() for cell in line] for line in cells]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
 
 
 def quoted(quote: Quote) -> str:
-    """The part of the table that is shown, with the command that measured it, where the document has one, and when and where that was.
+    """The quoted part of the table, followed by the table's notes: the command that measured it and its provenance.
 
     Raises:
         ValueError: the document does not have the table, a column or a row.
@@ -68,20 +68,18 @@ def quoted(quote: Quote) -> str:
     _, found, rest = text.partition(f"<!-- table {quote.table} -->\n")
     if not found:
         raise ValueError(f"{quote.document} has no table {quote.table!r}; change QUOTES in docs/quote_tables.py")
-    lines = rest.partition("<!-- end -->")[0].strip().splitlines()
-    table = [cells(line) for line in lines if line.startswith("|")]
-    header, rows = table[0], table[2:]
-    missing = {*quote.columns} - {*header} | {*quote.rows} - {row[0] for row in rows}
+    table = rest.partition("<!-- end -->")[0].strip()
+    rows = {next(iter(row.values())): row for row in rows_of(table)}
+    missing = {*quote.columns} - {*next(iter(rows.values()))} | {*quote.rows} - {*rows}
     if missing:
         raise ValueError(f"{quote.document}, table {quote.table}: there is no {sorted(missing)}; change QUOTES")
-    places = [header.index(column) for column in quote.columns]
-    chosen = [[row[place] for place in places] for row in rows if not quote.rows or row[0] in quote.rows]
-    notes = [line for line in lines if line and not line.startswith("|")]
-    return "\n\n".join([tabulate(chosen, quote.columns, tablefmt="github", disable_numparse=True), *notes])
+    chosen = [{column: rows[name][column] for column in quote.columns} for name in quote.rows or rows]
+    notes = [line for line in table.splitlines() if line and not line.startswith("|")]
+    return "\n\n".join([markdown(chosen), *notes])
 
 
 def with_quotes(document: str) -> str:
-    """The document with every quoted table as it is now."""
+    """The document with every quoted table up to date."""
     return put_into_document(document, {quote.table: quoted(quote) for quote in QUOTES})
 
 

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Where the test of the dashboard leaves the picture that README shows."""
+    """Where the test of the dashboard leaves the picture that docs/metrics.md shows."""
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
 
 

@@ -1,12 +1,13 @@
-"""The benchmark of bookkeeping: a smoke run, and its arithmetic."""
+"""The bookkeeping benchmark: a smoke run, and its arithmetic."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.accelerator import Gpt
-from benchmarks.bookkeeping import main, table
+from benchmarks.step_time.bookkeeping import main, table
+from benchmarks.step_time.models import TimedGpt
+from docs.quote_tables import rows_of
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,13 +20,13 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert min(min(step_s) for step_s in repeat.values()) > 0
     text = (tmp_path / "bookkeeping.md").read_text()
-    assert text.strip() in capsys.readouterr().out and "ours, S=4, d=1" in text
+    assert text.strip() in capsys.readouterr().out and "ZenFlowStrategy, S=4, d=1" in text
 
 
-def test_without_a_floor_there_is_nothing_to_compare_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_without_the_floor_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--methods", "zenflow"])
-    assert "allowed are lists with 'floor'" in capsys.readouterr().err
+    assert "--methods must contain 'floor'" in capsys.readouterr().err
 
 
 def test_table_by_hand() -> None:
@@ -34,16 +35,15 @@ def test_table_by_hand() -> None:
         {"floor": [0.012], "zenflow": [0.014, 0.014, 0.014], "the model's own step": [0.1]},
         {"floor": [0.010], "zenflow": [0.013, 0.013, 0.013], "the model's own step": [0.1]},
     ]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(repeats, n_tensors=100).splitlines()]
-    floor, ours, own = (dict(zip(lines[0], line, strict=True)) for line in lines[2:])
+    floor, zenflow, own = rows_of(table(repeats, n_tensors=100))
     assert (floor["step ms"], floor["above floor ms"], own["step ms"]) == ("10.0", "", "100.0")
-    assert (ours["step ms"], ours["above floor ms"], ours["min..max"]) == ("14.0", "3.0", "2.0..6.0")
-    assert (ours["us a tensor"], ours["of the model's own step"]) == ("30", "3.0%")
-    assert ours["above floor, mean ms"] == "3.0"
+    assert (zenflow["step ms"], zenflow["above floor ms"], zenflow["min..max"]) == ("14.0", "3.0", "2.0..6.0")
+    assert (zenflow["us a tensor"], zenflow["of the model's own step"]) == ("30", "3.0%")
+    assert zenflow["above floor, mean ms"] == "3.0"
 
 
 def test_the_narrow_model_has_the_same_tensors() -> None:
-    wide, narrow = (Gpt(steps=1, params=25e6, batch=1, tokens=16, narrow=narrow) for narrow in (False, True))
+    wide, narrow = (TimedGpt(steps=1, params=25e6, batch=1, tokens=16, narrow=narrow) for narrow in (False, True))
     assert [(name, p.dim()) for name, p in wide.named_parameters()] == [
         (n, p.dim()) for n, p in narrow.named_parameters()
     ]

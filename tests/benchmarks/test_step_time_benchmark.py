@@ -8,18 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernel, step_time
-from benchmarks.accelerator import SHAPES, Gpt, SimulatedAccelerator
-from benchmarks.copied_bytes import copied_bytes
-from benchmarks.step_methods import METHODS
-from benchmarks.step_report import percentile, table
-from benchmarks.step_run import StepResult, StepSpec
-
-
-def spec(method: str) -> StepSpec:
-    return StepSpec(
-        device="simulated", method=method, params=8e6, batch=1, tokens=16, compute_s=0.02, warm_up=3, steps=4
-    )
+from benchmarks.kernel.measure import measure_replay
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time.copied_bytes import copied_bytes
+from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.models import SHAPES, SimulatedAccelerator, TimedGpt
+from benchmarks.step_time.report import percentile, table
+from benchmarks.step_time.run import StepResult, StepSpec
+from docs.quote_tables import rows_of
 
 
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,19 +23,19 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments += ["--warm-up", "3", "--methods", "floor,zenflow", "--results", str(tmp_path), "--name", "smoke"]
     assert step_time.main(arguments) == 0, capsys.readouterr().out
     written = json.loads((tmp_path / "step_time_smoke.json").read_text())
-    floor, ours = written["runs"][0]
-    assert len(ours["step_s"]) == len(floor["step_s"]) == 4
-    assert min(ours["step_s"]) >= 0.02
-    assert ours["schedule"] == [4, 1]
-    assert max(ours["worker_s"]) > 0
-    assert ours["host_bytes"] > 16 * 4e6
-    assert ours["n_params"] == 4096 * 1024
-    # What would cross PCIe: the gradients, a quarter of the weights, and less than that for columns.
-    down, up = ours["counted_sizes"]
-    assert down == pytest.approx(1, abs=0.01) and 0.24 < up < 1
-    assert ours["copied_sizes"] == floor["copied_sizes"] == floor["counted_sizes"] == []
+    floor, zenflow = written["runs"][0]
+    assert len(zenflow["step_s"]) == len(floor["step_s"]) == 4
+    assert min(zenflow["step_s"]) >= 0.02
+    assert zenflow["schedule"] == [4, 1]
+    assert max(zenflow["worker_s"]) > 0
+    assert zenflow["host_bytes"] > 16 * 4e6
+    assert zenflow["n_params"] == 4096 * 1024
+    # Traffic that would cross PCIe: the gradients, a quarter of the weights, and less than that for columns.
+    d2h, h2d = zenflow["counted_sizes"]
+    assert d2h == pytest.approx(1, abs=0.01) and 0.24 < h2d < 1
+    assert zenflow["copied_sizes"] == floor["copied_sizes"] == floor["counted_sizes"] == []
     text = (tmp_path / "step_time_smoke.md").read_text()
-    assert "ours, S=4, d=1" in text and "benchmarks.step_time" in text
+    assert "ZenFlowStrategy, S=4, d=1" in text and "benchmarks.step_time" in text
     assert (tmp_path / "step_time_smoke.png").stat().st_size > 1000
 
 
@@ -49,32 +45,26 @@ def test_a_failed_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "FAILED: no result" in capsys.readouterr().out
 
 
-def rows_of(text: str) -> list[dict[str, str]]:
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
-
-
 def test_table_by_hand() -> None:
     def result(method: str, step_s: list[float], **values: object) -> StepResult:
-        return StepResult(spec=spec(method), step_s=step_s, host_bytes=10**9, **values)  # type: ignore[arg-type]
+        spec = StepSpec(device="simulated", method=method, params=8e6, warm_up=3, steps=4)
+        return StepResult(spec=spec, step_s=step_s, host_bytes=10**9, **values)  # type: ignore[arg-type]
 
-    ours = {"stall_s": [0.1, 0.0], "worker_s": [0.5, 0.5], "schedule": [4, 1]}
-    repeats = [
-        [result("floor", [1.0, 1.0]), result("zero_offload", [2.0, 4.0]), result("zenflow", [1.0, 1.5], **ours)],
-        [result("floor", [1.0, 1.0]), result("zero_offload", [2.0, 4.0]), result("zenflow", [1.0, 1.5], **ours)],
-    ]
-    rows = {row["method"]: row for row in rows_of(table(repeats))}
-    row = rows["ours, S=4, d=1"]
+    zenflow = {"stall_s": [0.1, 0.0], "worker_s": [0.5, 0.5], "schedule": [4, 1]}
+    floor = result("floor", [1.0, 1.0])
+    repeat = [floor, result("zero_offload", [2.0, 4.0]), result("zenflow", [1.0, 1.5], **zenflow)]
+    rows = {row["method"]: row for row in rows_of(table([repeat, repeat]))}
+    row = rows["ZenFlowStrategy, S=4, d=1"]
     assert (row["mean ms"], row["median ms"], row["above floor ms"]) == ("1250", "1250", "250")
     assert (row["speed of floor"], row["time / zero_offload"]) == ("80%", "0.42")
     assert (row["waiting"], row["worker ms"], row["S, d"], row["host GB"]) == ("4.0%", "500", "4, 1", "1.00")
     assert rows["floor: gradients dropped, no step"]["waiting"] == ""
-    assert "down" not in row
-    by_counters = result("zenflow", [1.0], **ours, counted_sizes=[1.0, 0.26])
-    assert ["1.00", "0.26"] in [[row["down"], row["up"]] for row in rows_of(table([[repeats[0][0], by_counters]]))]
-    by_profiler = result("zenflow", [1.0], **ours, counted_sizes=[1.0, 0.26], copied_sizes=[1.01, 0.27])
-    found = {row["method"]: (row["down"], row["up"]) for row in rows_of(table([[repeats[0][0], by_profiler]]))}
-    assert found == {"floor: gradients dropped, no step": ("", ""), "ours, S=4, d=1": ("1.01", "0.27")}
+    assert "d2h" not in row
+    by_counters = result("zenflow", [1.0], **zenflow, counted_sizes=[1.0, 0.26])
+    assert ["1.00", "0.26"] in [[row["d2h"], row["h2d"]] for row in rows_of(table([[floor, by_counters]]))]
+    by_profiler = result("zenflow", [1.0], **zenflow, counted_sizes=[1.0, 0.26], copied_sizes=[1.01, 0.27])
+    found = {row["method"]: (row["d2h"], row["h2d"]) for row in rows_of(table([[floor, by_profiler]]))}
+    assert found == {"floor: gradients dropped, no step": ("", ""), "ZenFlowStrategy, S=4, d=1": ("1.01", "0.27")}
 
 
 def test_percentile() -> None:
@@ -86,7 +76,7 @@ def test_percentile() -> None:
 def test_models_have_the_size_they_are_named_by() -> None:
     for params in (25e6, 150e6):
         with torch.device("meta"):
-            model = Gpt(steps=1, params=params, batch=1, tokens=16)
+            model = TimedGpt(steps=1, params=params, batch=1, tokens=16)
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(params, rel=0.15)
     assert set(SHAPES) >= {25e6, 150e6, 1.5e9, 3e9}
     with torch.device("meta"):
@@ -94,15 +84,15 @@ def test_models_have_the_size_they_are_named_by() -> None:
     assert len(simulated.weights) == 36
 
 
-def test_kernel_benchmark(tmp_path: Path) -> None:
-    triad, jobs = kernel.measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
+def test_kernel_benchmark() -> None:
+    triad, jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
     assert triad > 0
     assert sorted(jobs) == [1, 2, 4, 8, 16]
     assert min(jobs.values()) > 0
 
 
 def test_bytes_of_a_trace() -> None:
-    """As torch's profiler writes it on CUDA; copies on the device, kernels and what the host does are no traffic."""
+    """A trace as of torch's profiler on CUDA: copies on the device, kernels and host events are no traffic."""
     names = {
         "Memcpy DtoH (Device -> Pinned)": ("gpu_memcpy", 1000),
         "Memcpy DtoH (Device -> Pageable)": ("gpu_memcpy", 4),
@@ -127,15 +117,15 @@ def test_a_method_is_refused_where_it_does_not_apply(capsys: pytest.CaptureFixtu
 
 
 def test_torchaos_optimizer_as_far_as_a_cpu_shows_it() -> None:
-    """Its constructor wants CUDA; here it is seen to take what it is given, and to have nothing that Lightning would move."""
+    """The constructor needs CUDA; tested are its signature and that Lightning finds no state to move."""
     from torchao.optim import CPUOffloadOptimizer
 
-    from benchmarks.torchao_peer import HostAdamW
+    from benchmarks.peers.torchao import HostAdamW
 
     inspect.signature(CPUOffloadOptimizer).bind([], offload_gradients=True, lr=1e-4, weight_decay=0.01)
     assert not METHODS["torchao"].clips
     if not torch.cuda.is_available():
-        module = Gpt(steps=1, params=25e6, batch=1, tokens=16)
+        module = TimedGpt(steps=1, params=25e6, batch=1, tokens=16)
         module.optimizer_class = METHODS["torchao"].optimizer
         with pytest.raises(AssertionError, match="only supports CUDA"):
             module.configure_optimizers()

@@ -1,4 +1,4 @@
-"""The picture of measured timelines: what is recorded of ZeRO-Offload, and that both are drawn over the same time."""
+"""The picture of measured timelines: the recorded phases of ZeRO-Offload, and the common time axis."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,27 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import timeline_run, timelines
-from benchmarks.step_methods import METHODS
-from benchmarks.step_run import StepSpec
+from benchmarks.step_time import timelines
+from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.run import StepSpec
 from lightning_zenflow.monitor.plot import lanes
-from lightning_zenflow.monitor.timeline import read_trace
 
 WAITS = "waits of the training thread"
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("timelines")
-    for method in ("zero_offload", "zenflow"):
-        spec = StepSpec(
-            device="simulated", method=method, params=8.4e6, batch=1, tokens=1, compute_s=0.004, warm_up=2, steps=6
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            # DeepSpeed's own AdamW would be compiled first.
-            patch.setitem(METHODS, method, replace(METHODS[method], optimizer=torch.optim.AdamW))
-            timeline_run.main(spec, folder / f"{method}.json")
-    return {method: read_trace(folder / f"{method}.json") for method in ("zero_offload", "zenflow")}
+def record(method: str) -> dict[str, Any]:
+    spec = StepSpec(device="simulated", method=method, params=8.4e6, compute_s=0.004, warm_up=2, steps=6)
+    with pytest.MonkeyPatch.context() as patch:
+        # DeepSpeed's own AdamW would be compiled first.
+        patch.setitem(METHODS, method, replace(METHODS[method], optimizer=torch.optim.AdamW))
+        return timelines.record(spec)
 
 
 def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -36,7 +29,10 @@ def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == tid]
 
 
-def test_zero_offload_waits_while_the_cpu_works(traces: dict[str, dict[str, Any]]) -> None:
+def test_zero_offload_waits_while_the_cpu_works(tmp_path: Path) -> None:
+    traces = {method: record(method) for method in ("zero_offload", "zenflow")}
+    timelines.draw(traces, tmp_path / "out.png", about="a test")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     trace = traces["zero_offload"]
     assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
     assert all(
@@ -59,11 +55,6 @@ def test_zero_offload_waits_while_the_cpu_works(traces: dict[str, dict[str, Any]
         assert all(
             wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in of_step["exact step"] + of_step["h2d copies"]
         )
-
-
-def test_both_are_drawn(traces: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    timelines.draw(traces, tmp_path / "out.png", about="a test")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_step_of_median_length_comes_first() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.processes import fresh_environment
+from benchmarks.common.processes import fresh_environment
 
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
 

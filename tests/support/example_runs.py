@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import fresh_environment
+from benchmarks.common.processes import fresh_environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_training import LATE, compare_with_oracle
 
-from benchmarks.processes import fresh_environment
+from benchmarks.common.processes import fresh_environment
 from harness import APPROXIMATE, Case, Run
 from rank_processes import free_port, run_on_ranks
 from reference import adamw_reference

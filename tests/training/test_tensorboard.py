@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
-from benchmarks.accelerator import SimulatedAccelerator
+from benchmarks.step_time.models import SimulatedAccelerator
 from harness import fit
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.monitor.tensorboard import CHARTS, TIMELINE_TAG

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.processes import fresh_environment
+from benchmarks.common.processes import fresh_environment
 from processes import is_alive, wait_for
 
 _SCRIPT = Path(__file__).parents[1] / "support" / "dying_trainer.py"

@@ -285,5 +285,5 @@ def test_more_gpus_than_parameters() -> None:
 
 def test_the_page_of_predictions_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
-        runpy.run_path(str(ROOT / "benchmarks" / "predictions.py"), run_name="__main__")
+        runpy.run_module("benchmarks.estimate.predictions", run_name="__main__")
     assert capsys.readouterr().out == (ROOT / "docs" / "predictions.md").read_text()

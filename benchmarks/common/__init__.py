@@ -1,0 +1,1 @@
+"""Shared by the benchmarks: command lines, processes, provenance, result files, models and plots."""

@@ -1,0 +1,102 @@
+"""Calls in processes of their own: `python -m benchmarks.common.processes FOLDER` performs the call that FOLDER holds."""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.common.provenance import ROOT
+
+T = TypeVar("T")
+
+_RENDEZVOUS = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_CALL, _RESULT, _OUTPUT = "call.pickle", "result.pickle", "output.txt"
+_TAIL = 2000
+
+
+def fresh_environment(**variables: str) -> dict[str, str]:
+    """This process' environment and `variables`, for a process that trains by itself.
+
+    Rendezvous variables are removed: those of a launcher would make the process a rank, and those that a fit in this process has left
+    name a port that is taken.
+    """
+    return {**{key: value for key, value in os.environ.items() if key not in _RENDEZVOUS}, **variables}
+
+
+def run_process(
+    function: Callable[..., T],
+    *arguments: Any,
+    timeout: float,
+    cores: Sequence[int] | None = None,
+    **environment: str,
+) -> T:
+    """Calls a function in a process of its own, and ends all that is left of its session afterwards.
+
+    Args:
+        function: importable by its name; it, its arguments and its result are pickled.
+        arguments: positional arguments.
+        timeout: seconds.
+        cores: logical cores of the process and its children; None: those of this process.
+        environment: variables to set.
+
+    Raises:
+        RuntimeError: there is no result; with exit status and the end of the output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / _CALL).write_bytes(pickle.dumps((function, arguments)))
+        with open(Path(folder) / _OUTPUT, "w+b") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.common.processes", folder],
+                cwd=ROOT,
+                env=fresh_environment(**environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                os.sched_setaffinity(process.pid, cores or os.sched_getaffinity(0))
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                pass  # the missing result says so
+            finally:
+                _end_session(process)
+            result = Path(folder) / _RESULT
+            if result.exists():
+                value: T = pickle.loads(result.read_bytes())
+                return value
+            output.seek(0)
+            tail = output.read().decode(errors="replace").strip()[-_TAIL:]
+    raise RuntimeError(f"no result (exit status {process.returncode}, after at most {timeout:g} s): {tail}")
+
+
+def _end_session(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a process and its children: DeepSpeed's ZenFlow leaves its optimizer process behind when it fails."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _call(folder: Path) -> None:
+    function, arguments = pickle.loads((folder / _CALL).read_bytes())
+    temporary = folder / f"{_RESULT}.part"
+    temporary.write_bytes(pickle.dumps(function(*arguments)))
+    temporary.rename(folder / _RESULT)
+
+
+if __name__ == "__main__":
+    _call(Path(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""Does training with `ZenFlowStrategy` converge like AdamW? Trains small models with every method and tabulates the results.
+
+    python -m benchmarks.convergence                                     # everything: hours on two cores
+    python -m benchmarks.convergence --settings fast --methods adamw,zenflow_s4 --seeds 1
+    python -m benchmarks.convergence --report-only
+    python -m benchmarks.convergence --check-repeat
+
+Each run is a process with its own cores and one thread. Its record is appended to RESULTS/convergence.jsonl at once. Runs that the same
+code has finished are skipped, so an interrupted comparison continues. docs/convergence.md describes the comparison.
+"""
+
+import argparse
+import os
+import queue
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from benchmarks.common import provenance
+from benchmarks.common.command_line import CommandLine, list_of, one_of
+from benchmarks.common.processes import run_process
+from benchmarks.common.results import update_document
+from benchmarks.convergence import records
+from benchmarks.convergence.methods import METHODS
+from benchmarks.convergence.records import Record, Spec
+from benchmarks.convergence.report import write_reports
+from benchmarks.convergence.run import run
+from benchmarks.convergence.settings import SETTINGS
+
+CACHE = Path.home() / ".cache" / "lightning_zenflow"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = CommandLine("benchmarks.convergence", __doc__)
+    add = parser.add_argument
+    add("--settings", type=list_of(one_of(SETTINGS, "setting")), default=list(SETTINGS), metavar="NAME,...")
+    add(
+        "--methods",
+        type=list_of(one_of(METHODS, "method")),
+        metavar="NAME,...",
+        help="default: all; the main ones in settings whose runs take minutes",
+    )
+    add("--lrs", type=list_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
+    add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...")
+    add("--steps", type=int, help="optimizer steps; default: the setting's; others are left out of the tables")
+    add("--jobs", type=int, default=2, help="concurrent runs; the cores are divided among them")
+    add("--timeout", type=float, default=3600, help="limit of a run in seconds")
+    add("--cache", type=Path, default=CACHE, metavar="FOLDER", help="for the pre-trained model")
+    add("--again", action="store_true", help="repeat finished runs")
+    add("--check-repeat", action="store_true", help="run zenflow_s4 twice and compare the bits of the final weights")
+    parser.add_results()
+    options = parser.parse(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    return options
+
+
+def grid(options: argparse.Namespace) -> list[Spec]:
+    """All requested runs; the first seed of everything in a setting precedes any second one."""
+    specs = []
+    for name in options.settings:
+        setting = SETTINGS[name]
+        methods = options.methods or [key for key, method in METHODS.items() if method.main or setting.all_methods]
+        specs += [
+            Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or setting.steps)
+            for seed in options.seeds
+            for lr in options.lrs or setting.lrs
+            for method in methods
+        ]
+    return specs
+
+
+def run_all(specs: Sequence[Spec], options: argparse.Namespace) -> Iterator[Record]:
+    """Runs specs, `options.jobs` at a time, and yields records in the order of completion."""
+    allowed = sorted(os.sched_getaffinity(0))
+    free: queue.Queue[list[int]] = queue.Queue()
+    for job in range(options.jobs):
+        free.put([core for i, core in enumerate(allowed) if i % options.jobs == job] or allowed)
+
+    def run_on_free_cores(spec: Spec) -> Record:
+        cores = free.get()
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            return run_process(run, spec, options.cache, cores=cores, timeout=options.timeout, **environment)
+        except RuntimeError as error:
+            return Record(spec=spec, **provenance.origin(), error=str(error))
+        finally:
+            free.put(cores)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        pending = [pool.submit(run_on_free_cores, spec) for spec in specs]
+        try:
+            for future in as_completed(pending):
+                yield future.result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def check_repeat(options: argparse.Namespace) -> int:
+    """Runs zenflow_s4 twice; the exit status is 0 if the final weights have the same bits."""
+    spec = grid(argparse.Namespace(**{**vars(options), "methods": ["zenflow_s4"]}))[0]
+    first, second = run_all([spec, spec], options)
+    if first.error or second.error:
+        print(first.error or second.error)
+        return 1
+    equal = first.final_weights == second.final_weights
+    found = "the same bits" if equal else "DIFFERENT"
+    print(f"{spec}: final weights {first.final_weights} and {second.final_weights}: {found}")
+    return 0 if equal else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = parse_arguments(arguments)
+    path = options.results / "convergence.jsonl"
+    if not options.report_only:
+        provenance.check_origin()
+    if options.check_repeat:
+        return check_repeat(options)
+    if not options.report_only:
+        commit, done = provenance.commit_of_code(), records.read(path)
+        specs = [spec for spec in grid(options) if options.again or not records.is_finished(spec, commit, done)]
+        start = time.perf_counter()
+        for number, record in enumerate(run_all(specs, options), start=1):
+            records.append(path, record)
+            spec, minutes = record.spec, (time.perf_counter() - start) / 60
+            result = f"val. loss {record.val_loss:.4f}" if record.error is None else f"FAILED: {record.error[-300:]}"
+            print(
+                f"[{number}/{len(specs)}, {minutes:.1f} min] {spec.setting} {spec.method} lr={spec.lr:g} seed={spec.seed}: {result}"
+                f" ({record.seconds:.0f} s)",
+                flush=True,
+            )
+    tables = write_reports(records.read(path), options.results)
+    for setting, text in tables.items():
+        print(f"\n{setting}: {SETTINGS[setting].title}\n\n{text}")
+    update_document("convergence.md", tables, options.results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

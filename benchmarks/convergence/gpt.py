@@ -1,0 +1,130 @@
+"""The byte-level GPT: fine-tuning on C headers, pre-training on Python's standard library."""
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from benchmarks.common.gpt import GPT
+from benchmarks.convergence.corpus import c_headers, python_library, sha256, to_tensor
+from benchmarks.convergence.initial_weights import PreTraining, pretrainer, trained_once
+
+TRAIN_BYTES = 2_000_000
+HELD_OUT_FROM = 2_100_000
+EVALUATION_SEED = 123
+EVALUATION_WINDOWS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Size of the model and its batches."""
+
+    width: int = 96
+    layers: int = 3
+    heads: int = 4
+    context: int = 64
+    """Bytes in a window."""
+    batch: int = 16
+    """Windows in a batch."""
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """Factor of the learning rate: linear warm-up over a tenth of the steps, at most 40, times a cosine that ends at a tenth."""
+    warm_up = min(40, max(1, steps // 10))
+    return min(1.0, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+
+
+class GptModule(pl.LightningModule):
+    """Fine-tunes a GPT with AdamW, all parameters in one group."""
+
+    def __init__(self, model: GPT, *, lr: float, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self.lr = lr
+        self.steps = steps
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model.loss(batch)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("held_out_loss", self.model.loss(batch), batch_size=len(batch))
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+        scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, self.steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Windows(Dataset[Tensor]):
+    """`count` windows, int64 [T + 1], at random positions that depend on the seed alone; window i belongs to step i // batch."""
+
+    def __init__(self, data: Tensor, *, count: int, context: int, seed: int) -> None:
+        self._data = data
+        self._length = context + 1
+        generator = torch.Generator().manual_seed(seed)
+        self._starts = torch.randint(len(data) - self._length, (count,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        start = self._starts[index]
+        return self._data[start : start + self._length].long()
+
+
+class HeaderData(pl.LightningDataModule):
+    """Training batches of C headers, one epoch of `steps`; validation on fixed windows of a held-out part."""
+
+    def __init__(self, shape: Shape, *, steps: int, seed: int) -> None:
+        super().__init__()
+        data = c_headers()
+        self.sha256 = sha256(data)
+        tensor = to_tensor(data)
+        self._batch = shape.batch
+        self._train = Windows(
+            tensor[:TRAIN_BYTES], count=steps * shape.batch, context=shape.context, seed=seed * 1000 + 7
+        )
+        self._held_out = Windows(
+            tensor[HELD_OUT_FROM:], count=EVALUATION_WINDOWS, context=shape.context, seed=EVALUATION_SEED
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._train, batch_size=self._batch)
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self._held_out, batch_size=32)
+
+
+def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:
+    """The model trained on Python's standard library, from `cache` if possible."""
+    data = python_library()
+    # Biases begin with random numbers too.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = GPT(vocabulary=256, width=shape.width, heads=shape.heads, layers=shape.layers, context=shape.context)
+    identity = [sha256(data), asdict(shape), asdict(recipe)]
+    trained_once(cache, "gpt", identity, model, lambda: _pretrain(model, to_tensor(data), shape, recipe))
+    return model
+
+
+def _pretrain(model: GPT, data: Tensor, shape: Shape, recipe: PreTraining) -> None:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+    windows = Windows(data, count=recipe.steps * shape.batch, context=shape.context, seed=recipe.seed)
+    module = GptModule(model, lr=recipe.lr, steps=recipe.steps)
+    pretrainer(recipe).fit(module, DataLoader(windows, batch_size=shape.batch))

@@ -1,0 +1,103 @@
+"""One run of the comparison, in bf16-true: weights and gradients in bfloat16, master weights and moments in 32 bits."""
+
+import hashlib
+import math
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from benchmarks.common import provenance
+from benchmarks.common.trainer import quiet_trainer
+from benchmarks.convergence.gpt import GptModule, HeaderData, Shape, pretrained
+from benchmarks.convergence.initial_weights import PreTraining
+from benchmarks.convergence.methods import METHODS
+from benchmarks.convergence.records import Record, Spec
+from benchmarks.convergence.settings import SETTINGS
+
+
+class LossRecorder(pl.Callback):
+    """Means of the training loss over `every` steps."""
+
+    def __init__(self, every: int) -> None:
+        self.means: list[float] = []
+        self._every = every
+        self._open: list[float] = []
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._open.append(float(outputs["loss"]))
+        if len(self._open) == self._every:
+            self.means.append(sum(self._open) / self._every)
+            self._open.clear()
+
+
+def weights_hash(module: torch.nn.Module) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of all parameters' bits."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
+def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
+    """Module and data of a run."""
+    if SETTINGS[spec.setting].task == "glue":
+        from benchmarks.convergence import glue  # the import of transformers takes seconds
+
+        return glue.build(cache, lr=spec.lr, seed=spec.seed)
+    shape = Shape()
+    module = GptModule(pretrained(cache, shape, PreTraining(steps=1500)), lr=spec.lr, steps=spec.steps)
+    return module, HeaderData(shape, steps=spec.steps, seed=spec.seed)
+
+
+def train(spec: Spec, record: Record, cache: Path) -> None:
+    """Trains, validates after the last step and completes the record."""
+    module, data = build(spec, cache)
+    record.data = data.sha256
+    record.initial_weights = weights_hash(module)
+    losses = LossRecorder(record.loss_every)
+    torch.manual_seed(spec.seed)
+    trainer = quiet_trainer(
+        strategy=METHODS[spec.method].make_strategy(),
+        precision="bf16-true",
+        max_steps=spec.steps,
+        gradient_clip_val=1.0,
+        callbacks=[losses],
+        num_sanity_val_steps=0,
+        # Validation only after the last step: an earlier flush would make methods with deferred updates more exact.
+        val_check_interval=spec.steps,
+        check_val_every_n_epoch=None,
+    )
+    start = time.perf_counter()
+    trainer.fit(module, datamodule=data)
+    record.seconds = round(time.perf_counter() - start, 2)
+    record.train_loss = [round(mean, 5) for mean in losses.means]
+    metrics = trainer.callback_metrics
+    val_loss = float(metrics["held_out_loss"])
+    if not math.isfinite(val_loss):
+        raise FloatingPointError(f"the validation loss is {val_loss}")
+    record.val_loss = val_loss
+    if "val/accuracy" in metrics:
+        record.dev_accuracy = float(metrics["val/accuracy"])
+        record.dev_loss_of_labels = float(metrics["development_loss_of_labels"])
+    record.final_weights = weights_hash(module)
+
+
+def run(spec: Spec, cache: Path) -> Record:
+    """Trains in this process; the record of a failed run has `error` set."""
+    torch.set_num_threads(1)
+    record = Record(spec=spec, **provenance.origin())
+    try:
+        provenance.check_origin()
+        train(spec, record, cache)
+    except Exception as error:
+        record.error = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    return record

@@ -1,0 +1,1 @@
+"""How accurate is `lightning-zenflow estimate`? Its error against measurements, and its predictions for large models."""

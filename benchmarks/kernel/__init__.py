@@ -1,0 +1,1 @@
+"""What does AdamW cost a CPU? The worker's kernel beside DeepSpeed's and torch's."""

@@ -1,0 +1,86 @@
+"""What does AdamW cost a CPU, per parameter and step? The worker's kernel beside DeepSpeed's and torch's, in turn, on the same cores.
+
+    python -m benchmarks.kernel
+    python -m benchmarks.kernel --elements 268435456 --repeats 9
+
+* `replay`: the worker's executable applies windows of S steps of bfloat16 gradients in one pass and publishes bfloat16 weights.
+* `DeepSpeedCPUAdam`: ZeRO-Offload's work for one step: the clip pass over the 32-bit gradient, Adam, and the copy to bfloat16.
+* `torch AdamW, fused`: one step of torch's fused CPU kernel and the same two passes.
+
+The memory bandwidth is that of an in-place triad in the same run. Prints a table; writes RESULTS/kernel.json and .md.
+"""
+
+import argparse
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from benchmarks.common.command_line import CommandLine
+from benchmarks.common.provenance import with_origin
+from benchmarks.common.results import markdown, report
+from benchmarks.kernel.measure import BYTES_OF_ONE_STEP, bytes_of_replay, measure_replay, one_step_of
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = CommandLine("benchmarks.kernel", __doc__)
+    parser.add_argument("--elements", type=int, default=1 << 26, help="parameters")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_results()
+    return parser.parse(arguments)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Of each kernel and repeat nanoseconds, share of the memory bandwidth, and speed relative to DeepSpeed's."""
+    cores = sorted(os.sched_getaffinity(0))
+    torch.set_num_threads(len(cores))
+    peers = {
+        "DeepSpeedCPUAdam": one_step_of(lambda p: DeepSpeedCPUAdam(p, lr=1e-4, weight_decay=0.01), options.elements),
+        "torch AdamW, fused": one_step_of(lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True), options.elements),
+    }
+    ns: dict[str, list[float]] = defaultdict(list)
+    share: dict[str, list[float]] = defaultdict(list)
+    against: dict[str, list[float]] = defaultdict(list)
+    for _ in range(options.repeats):
+        triad, jobs = measure_replay(options.elements, cores)
+        of_repeat = {f"replay, S={s}": (t, s, bytes_of_replay(s)) for s, t in jobs.items()}
+        of_repeat |= {name: (1e9 * step() / options.elements, 1, BYTES_OF_ONE_STEP) for name, step in peers.items()}
+        deepspeed = of_repeat["DeepSpeedCPUAdam"][0]
+        for name, (ns_of_job, n_steps, n_bytes) in of_repeat.items():
+            ns[name].append(ns_of_job / n_steps)
+            share[name].append(n_bytes / ns_of_job / triad)
+            against[name].append(deepspeed * n_steps / ns_of_job)
+    return {"threads": len(cores), "ns": ns, "share": share, "against_deepspeed": against}
+
+
+def describe(written: Mapping[str, Any]) -> str:
+    """The table of a result file."""
+    ns = written["ns"]
+    rows = [
+        {
+            "kernel": name,
+            "ns a parameter and step": f"{median(values):.2f}",
+            "min..max": f"{min(values):.2f}..{max(values):.2f}",
+            "memory speed used": f"{median(written['share'][name]):.0%}",
+            "DeepSpeed's time / its": f"{median(written['against_deepspeed'][name]):.1f}",
+        }
+        for name, values in ns.items()
+    ]
+    n_repeats = len(ns["DeepSpeedCPUAdam"])
+    return with_origin(markdown(rows), written, f"{written['threads']} threads", f"medians of {n_repeats} repeats")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    report(parse_arguments(arguments), "kernel", "performance.md", measure, describe)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

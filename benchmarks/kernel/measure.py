@@ -1,0 +1,57 @@
+"""Kernels of AdamW on the CPU: the worker's, and steps of other optimizers with the passes around them."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from lightning_zenflow.native.paths import worker_executable
+
+BYTES_OF_ONE_STEP = 28
+"""Reads and writes of master weights and moments, and the 32-bit gradient; passes around the step are not counted."""
+
+
+def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[int, float]]:
+    """GB/s of the triad, and for each S nanoseconds a parameter and update job."""
+    command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores))]
+    command += ["--elements", str(elements), "--repeats", "1"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    measured = [json.loads(line) for line in lines if "kernel" in line]
+    triad = next(m["gb_per_s"] for m in measured if m["kernel"] == "triad")
+    return triad, {m["steps"]: m["ns_per_parameter"] for m in measured if m["kernel"] == "replay"}
+
+
+def bytes_of_replay(steps: int) -> int:
+    """Reads and writes a parameter of an update job of `steps` steps."""
+    return 26 + 2 * steps
+
+
+def triad_gb_per_s(written: Mapping[str, Any]) -> float:
+    """The memory bandwidth to which the shares in a result file refer."""
+    ns, share = (written[key]["DeepSpeedCPUAdam"] for key in ("ns", "share"))
+    return median(BYTES_OF_ONE_STEP / n / s for n, s in zip(ns, share, strict=True))
+
+
+def one_step_of(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], elements: int
+) -> Callable[[], float]:
+    """A function that performs one step with the passes around it, and returns its seconds."""
+    parameter = torch.nn.Parameter(torch.randn(elements))
+    parameter.grad = torch.randn(elements)
+    published = torch.empty(elements, dtype=torch.bfloat16)
+    optimizer = make([parameter])
+
+    def step() -> float:
+        begin = time.perf_counter()
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.999)
+        optimizer.step()
+        published.copy_(parameter.detach())
+        return time.perf_counter() - begin
+
+    step()  # creates the moments
+    return step

@@ -1,0 +1,1 @@
+"""What does `StallMonitor` cost a step?"""

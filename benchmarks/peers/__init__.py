@@ -1,0 +1,1 @@
+"""Existing methods under comparison, as Lightning strategies and optimizers."""

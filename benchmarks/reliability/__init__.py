@@ -1,0 +1,1 @@
+"""Does training survive an hour of killed workers, saves and resumes?"""

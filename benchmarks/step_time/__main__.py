@@ -1,0 +1,104 @@
+"""How long does a step take, and how much of it is waiting? Times the same model under every method, each run in a process of its own.
+
+    python -m benchmarks.step_time                                # on CUDA if available, else on the simulated accelerator
+    python -m benchmarks.step_time --device simulated --params 150e6 --compute-ms 540
+    python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
+    python -m benchmarks.step_time --methods floor,zenflow --repeats 1
+
+Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
+repeat. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
+RESULTS/step_time_NAME.json (every step of every run), .md and .png.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.common.command_line import CommandLine, list_of, one_of
+from benchmarks.common.processes import run_process
+from benchmarks.common.provenance import with_origin
+from benchmarks.common.results import report
+from benchmarks.step_time.methods import DEVICES, METHODS
+from benchmarks.step_time.report import plot, table
+from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = CommandLine("benchmarks.step_time", __doc__)
+    add = parser.add_argument
+    add("--device", choices=list(DEVICES), default="cuda" if torch.cuda.is_available() else "simulated")
+    add("--params", type=float, default=150e6, help="weights; for cpu and cuda one of 25e6, 150e6, 1.5e9, 3e9")
+    add("--batch", type=int, default=1, help="sequences in a step")
+    add("--tokens", type=int, default=16, help="length of a sequence")
+    add("--compute-ms", type=float, default=540.0, help="forward and backward of the simulated accelerator")
+    add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
+    add("--repeats", type=int, default=3)
+    add("--steps", type=int, default=24, help="timed steps")
+    add("--warm-up", type=int, default=8, help="steps before them")
+    add("--timeout", type=float, default=900, help="limit of a run in seconds")
+    add("--name", help="of the result files; default: device and size")
+    parser.add_results()
+    options = parser.parse(arguments)
+    options.methods = options.methods or DEVICES[options.device]
+    for name in options.methods:
+        reason = METHODS[name].not_on.get(options.device)
+        if reason is not None:
+            parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
+    options.name = options.name or f"{options.device}_{options.params / 1e6:g}M_{options.batch}x{options.tokens}"
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Runs every method in every repeat: `runs`, of each repeat a list of results, and `failures`, method -> error."""
+    runs: list[list[StepResult]] = []
+    failures: dict[str, str] = {}
+    start = time.perf_counter()
+    for repeat in range(options.repeats):
+        runs.append([])
+        for method in options.methods:
+            spec = StepSpec(
+                device=options.device,
+                method=method,
+                params=options.params,
+                batch=options.batch,
+                tokens=options.tokens,
+                compute_s=options.compute_ms / 1e3,
+                # The automatic schedule measures for some 25 steps before it decides.
+                warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
+                steps=options.steps,
+            )
+            try:
+                runs[-1].append(run_process(run, spec, timeout=options.timeout))
+                step_s = runs[-1][-1].step_s
+                outcome = f"{1e3 * sum(step_s) / len(step_s):.0f} ms a step"
+            except RuntimeError as error:
+                failures[method] = str(error)
+                outcome = f"FAILED: {error}"
+            minutes = (time.perf_counter() - start) / 60
+            print(f"[{repeat + 1}/{options.repeats}, {minutes:.1f} min] {method}: {outcome}", flush=True)
+    return {"failures": failures, "runs": runs}
+
+
+def describe(written: Mapping[str, Any]) -> str:
+    """The table of a result file."""
+    results = results_of(written)
+    n_steps = max((len(r.step_s) for of_repeat in results for r in of_repeat), default=0)
+    return with_origin(table(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status is 1 if a run failed."""
+    options = parse_arguments(arguments)
+    name = f"step_time_{options.name}"
+    written = report(options, name, "performance.md", measure, describe)
+    plot(results_of(written), options.results / f"{name}.png")
+    return 1 if written["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Methods of the step-time benchmark, by name, and those of each device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from torch.optim import Optimizer
+
+from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
+from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
+from lightning_zenflow import ZenFlowStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMethod:
+    """A training strategy and its optimizer."""
+
+    make_strategy: Callable[[], Strategy]
+    title: str
+    optimizer: Callable[..., Optimizer] = torch.optim.AdamW
+    """Takes parameters, `lr` and `weight_decay`."""
+    clips: bool = True
+    """Clips gradients by norm."""
+    zenflow_keys: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `ZenFlowConfig` that differ from its defaults."""
+    not_on: Mapping[str, str] = field(default_factory=dict)
+    """Devices to which the method does not apply -> reason."""
+
+
+def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
+    return StepMethod(
+        make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys),
+        title=f"ZenFlowStrategy, {title}",
+        clips=clips,
+        zenflow_keys=keys,
+    )
+
+
+def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
+    from benchmarks.peers.torchao import HostAdamW
+
+    return HostAdamW(*args, **kwargs)
+
+
+_NEEDS_CUDA = "its optimizer copies between a CUDA device and the host"
+
+METHODS = {
+    "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
+    "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
+    "zero_offload": StepMethod(
+        make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam
+    ),
+    "zero_offload_default_buckets": StepMethod(
+        make_strategy=lambda: ZeroOffload(default_buckets=True),
+        title="the same with Lightning's default buckets",
+        optimizer=DeepSpeedCPUAdam,
+    ),
+    "deepspeed_zenflow": StepMethod(
+        make_strategy=lambda: DeepSpeedZenFlow(repair=False), title="DeepSpeed ZenFlow, S=4, overlap"
+    ),
+    "torchao": StepMethod(
+        make_strategy=lambda: SingleDeviceStrategy(torch.device("cuda", 0)),
+        title="torchao CPUOffloadOptimizer, bf16 states, no clipping",
+        optimizer=_torchao,
+        clips=False,
+        not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
+    ),
+    "zenflow": _zenflow("S=4, d=1", update_interval=4, publish_lag=1),
+    "zenflow_no_provisional": _zenflow(
+        "S=4, d=1, no provisional update", update_interval=4, publish_lag=1, provisional_scale=0
+    ),
+    "zenflow_auto": _zenflow("auto"),
+    "zenflow_auto_unclipped": _zenflow("auto, no clipping", clips=False),
+    "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),
+    "zenflow_at_the_end": _zenflow(
+        "S=1, d=0, submitted after backward, no clipping",
+        update_interval=1,
+        publish_lag=0,
+        optimizer_in_backward=False,
+        clips=False,
+    ),
+}
+
+_ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_at_once"]
+DEVICES = {
+    "simulated": ["floor", *_ALWAYS, "zenflow_no_provisional", "zenflow_at_the_end"],
+    "cpu": ["none", *_ALWAYS],
+    "cuda": ["none", *_ALWAYS, "torchao", "zenflow_no_provisional"],
+}
+"""Device -> methods by default."""

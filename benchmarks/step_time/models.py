@@ -1,0 +1,112 @@
+"""Models of the step-time benchmark: a simulated accelerator and a real GPT.
+
+Layers of the simulated accelerator hold real weights, so gradients, buckets and optimizer states are real. Forward and backward sleep and
+return a prepared gradient: all cores are left to offloading, as beside a GPU. What the device would do itself, DeepSpeed's bucket
+copies for instance, is charged to the CPU too; the method `floor` measures it.
+"""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from benchmarks.common.gpt import GPT
+
+
+class TimedModule(pl.LightningModule):
+    """Trains with AdamW on batches that are numbers of steps.
+
+    Args:
+        steps: number of batches.
+    """
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._steps = steps
+        self.optimizer_class: Any = torch.optim.AdamW
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer_class(self.parameters(), lr=1e-4, weight_decay=0.01)
+        # DeepSpeed's ZenFlow takes its learning rates from a scheduler.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @override
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(self._steps))  # type: ignore[arg-type]
+
+
+class _Layer(torch.autograd.Function):
+    """Sleeps, and returns the prepared gradient as the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.gradient, ctx.backward_s = gradient, backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        time.sleep(ctx.backward_s)
+        return outputs[0], ctx.gradient, None, None, None
+
+
+class SimulatedAccelerator(TimedModule):
+    """Layers of [4096, 1024] weights on a device that takes `compute_s` for forward and backward, a third and two thirds.
+
+    Args:
+        steps: number of batches.
+        params: number of weights, rounded down to whole layers.
+        compute_s: seconds a step.
+    """
+
+    def __init__(self, *, steps: int, params: float, compute_s: float) -> None:
+        super().__init__(steps)
+        shape = (4096, 1024)
+        n_layers = max(1, int(params / (shape[0] * shape[1])))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for _ in range(n_layers))
+        # Columns of different norms, as in real gradients; a buffer, so that it takes the model's dtype.
+        self.register_buffer("gradient", torch.randn(shape) * torch.logspace(-5, -3, shape[1]))
+        self._forward_s, self._backward_s = compute_s / 3 / n_layers, compute_s * 2 / 3 / n_layers
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.ones(1, requires_grad=True)
+        for weight in self.weights:
+            x = _Layer.apply(x, weight, self.gradient, self._forward_s, self._backward_s)  # type: ignore[no-untyped-call]
+        return x.float().sum()
+
+
+SHAPES = {25e6: (512, 8, 6), 150e6: (1024, 16, 11), 1.5e9: (2048, 16, 28), 3e9: (2560, 20, 37)}
+"""Approximate number of parameters -> (width, heads, layers) of `TimedGpt`."""
+
+
+class TimedGpt(TimedModule):
+    """A GPT on random tokens.
+
+    Args:
+        steps: number of batches.
+        params: a key of `SHAPES`.
+        batch: sequences in a step.
+        tokens: length of a sequence.
+        narrow: keep all tensors but hardly any weights: calls take the time then, not passes over memory.
+    """
+
+    def __init__(self, *, steps: int, params: float, batch: int, tokens: int, narrow: bool = False) -> None:
+        super().__init__(steps)
+        width, heads, layers = SHAPES[params]
+        self._batch, self._tokens = batch, tokens
+        width, vocabulary = (2 * heads, 64) if narrow else (width, 8192)
+        self.model = GPT(vocabulary=vocabulary, width=width, heads=heads, layers=layers, context=tokens)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(batch_idx)
+        shape = (self._batch, self._tokens + 1)
+        tokens = torch.randint(self.model.vocabulary, shape, generator=generator, device=self.device)
+        return self.model.loss(tokens)

@@ -1,0 +1,91 @@
+"""Tables and plots of step times."""
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, median
+
+from benchmarks.common.plots import plot_lines
+from benchmarks.common.results import markdown
+from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.run import StepResult
+
+_BASELINES = ("floor", "none")
+"""Steps without offloading: the first of these that was run."""
+
+
+def runs_by_method(results: Iterable[Iterable[StepResult]]) -> dict[str, list[StepResult]]:
+    """All repeats of each method, in the order of `METHODS`."""
+    runs: dict[str, list[StepResult]] = {}
+    for of_repeat in results:
+        for result in of_repeat:
+            runs.setdefault(result.spec.method, []).append(result)
+    return {method: runs[method] for method in METHODS if method in runs}
+
+
+def baseline_of(methods: Container[str]) -> str | None:
+    """The method whose step stands for a step without offloading, if any."""
+    return next((name for name in _BASELINES if name in methods), None)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _compared(
+    results: Sequence[Sequence[StepResult]],
+    method: str,
+    peer: str,
+    style: str,
+    compare: Callable[[float, float], float],
+) -> str:
+    """Median over the repeats of a comparison of two methods' mean step times in seconds; "" without a common repeat."""
+    repeats = [{r.spec.method: mean(r.step_s) for r in of_repeat} for of_repeat in results]
+    values = [compare(step_s[method], step_s[peer]) for step_s in repeats if method in step_s and peer in step_s]
+    return style.format(median(values)) if values else ""
+
+
+def table(results: Sequence[Sequence[StepResult]]) -> str:
+    """A Markdown table with a row for each method."""
+    runs = runs_by_method(results)
+    baseline = baseline_of(runs)
+    peers = [name for name in ("zero_offload", "deepspeed_zenflow", "torchao") if name in runs]
+    every_run = [r for of_method in runs.values() for r in of_method]
+    rows = []
+    for method, of_method in runs.items():
+        row = {
+            "method": METHODS[method].title,
+            "mean ms": f"{1e3 * median(mean(r.step_s) for r in of_method):.0f}",
+            "median ms": f"{1e3 * median(median(r.step_s) for r in of_method):.0f}",
+            "p99/p50": f"{median(percentile(r.step_s, 0.99) / median(r.step_s) for r in of_method):.2f}",
+        }
+        if baseline is not None:
+            above = _compared(results, method, baseline, "{:.0f}", lambda step_s, floor_s: 1e3 * (step_s - floor_s))
+            row[f"above {baseline} ms"] = above
+            share = _compared(results, method, baseline, "{:.0%}", lambda step_s, floor_s: floor_s / step_s)
+            row[f"speed of {baseline}"] = share
+        for peer in peers:
+            row[f"time / {peer}"] = _compared(results, method, peer, "{:.2f}", lambda step_s, peer_s: step_s / peer_s)
+        zenflow = any(r.schedule for r in of_method)
+        row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if zenflow else ""
+        row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if zenflow else ""
+        row["S, d"] = ", ".join(map(str, of_method[-1].schedule))
+        if any(r.moved_sizes for r in every_run):
+            for way, name in enumerate(("d2h", "h2d")):
+                sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]
+                row[name] = f"{median(sizes):.2f}" if sizes else ""
+        row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
+        if any(r.device_bytes for r in every_run):
+            row["device GB"] = f"{median(r.device_bytes for r in of_method) / 1e9:.2f}"
+        rows.append(row)
+    return markdown(rows)
+
+
+def plot(results: Sequence[Sequence[StepResult]], path: Path) -> None:
+    """Plots the time of each step in the last repeat."""
+    lines = {
+        METHODS[result.spec.method].title: (range(len(result.step_s)), [1e3 * s for s in result.step_s])
+        for result in (results[-1] if results else [])
+    }
+    plot_lines(path, lines, xlabel="step", ylabel="ms", ylim=(0, None), title="Time of each step in the last repeat")

@@ -1,0 +1,200 @@
+"""One run of the step-time benchmark."""
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from benchmarks.common.trainer import quiet_trainer
+from benchmarks.step_time.copied_bytes import CopyMeter
+from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.models import SimulatedAccelerator, TimedGpt, TimedModule
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+
+Device = Literal["simulated", "cpu", "cuda"]
+
+PROFILED_STEPS = 4
+"""Steps after the timed ones in which the profiler counts copies, on CUDA: a whole window of the methods with S=4."""
+_DTYPE_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """Identity of a run."""
+
+    device: Device
+    method: str
+    params: float
+    batch: int = 1
+    """Sequences in a step."""
+    tokens: int = 16
+    """Length of a sequence."""
+    compute_s: float = 0.0
+    """Seconds of forward and backward, on the simulated device."""
+    warm_up: int
+    """Steps that are not counted."""
+    steps: int
+    narrow: bool = False
+    """See `TimedGpt`."""
+
+    @property
+    def total_steps(self) -> int:
+        """All steps of the training."""
+        return self.warm_up + self.steps + (PROFILED_STEPS if self.device == "cuda" else 0)
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """Measurements of one run. Stalls, the worker's time, the schedule and counted sizes are `ZenFlowStrategy`'s only."""
+
+    spec: StepSpec
+    step_s: list[float] = field(default_factory=list)
+    """Wall time of each counted step."""
+    stall_s: list[float] = field(default_factory=list)
+    """Waiting in each counted step, by `StallClock.device_s`."""
+    worker_s: list[float] = field(default_factory=list)
+    """The worker's time for the jobs published in each counted step."""
+    schedule: list[int] = field(default_factory=list)
+    """S and d at the end."""
+    host_bytes: int = 0
+    """Memory of all processes after the last step, shared pages counted once (PSS)."""
+    device_bytes: int = 0
+    """Peak of allocated device memory; 0 without CUDA."""
+    n_params: int = 0
+    counted_sizes: list[float] = field(default_factory=list)
+    """d2h and h2d traffic of a counted step in model sizes, by the package's counters: on a CPU what would cross PCIe."""
+    copied_sizes: list[float] = field(default_factory=list)
+    """d2h and h2d traffic of a step in model sizes, by torch's profiler in the steps after the counted ones; on CUDA only."""
+
+    @property
+    def moved_sizes(self) -> list[float]:
+        """d2h and h2d traffic of a step in model sizes: by the profiler where possible, else by the package's counters."""
+        return self.copied_sizes or self.counted_sizes
+
+    def in_model_sizes(self, n_bytes: Sequence[int], steps: int) -> list[float]:
+        """Converts bytes of several steps to model sizes a step."""
+        return [n / steps / (self.n_params * _DTYPE_BYTES) for n in n_bytes]
+
+
+def results_of(written: Mapping[str, Any]) -> list[list[StepResult]]:
+    """The runs of each repeat in a result file of `benchmarks.step_time`."""
+    return [
+        [StepResult(**{**values, "spec": StepSpec(**values["spec"])}) for values in of_repeat]
+        for of_repeat in written["runs"]
+    ]
+
+
+def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowZeroOptimizer | None:
+    strategy = trainer.strategy
+    return strategy.zenflow_optimizer if isinstance(strategy, ZenFlowStrategy) else None
+
+
+def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float]:
+    if optimizer is None:
+        return time.perf_counter(), 0.0, 0.0
+    stalls = optimizer.telemetry.stalls
+    return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
+
+
+def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
+    reading = optimizer.counters.read(worker_pid=optimizer.worker_pid)
+    return reading.d2h_bytes, reading.h2d_bytes
+
+
+class StepTimer(pl.Callback):
+    """Times from the end of one step to the end of the next; other measurements are taken outside of the timed steps."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+        self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
+        self._last = _clocks(None)
+        self._counted = (0, 0)
+        self._meter: CopyMeter | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._result.n_params = sum(p.numel() for p in pl_module.parameters())
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step, optimizer, on_cuda = trainer.global_step, _zenflow_optimizer(trainer), self._result.spec.device == "cuda"
+        if step == self._first and optimizer is not None:
+            self._counted = _counted(optimizer)
+        if step == self._first:
+            # Otherwise the first full collection after the imports would fall into a timed step.
+            gc.collect()
+        if step in (self._first, self._end) and on_cuda:
+            torch.cuda.synchronize()
+        last, self._last = self._last, _clocks(optimizer)
+        if self._first < step <= self._end:
+            step_s, stall_s, worker_s = (now - before for now, before in zip(self._last, last, strict=True))
+            self._result.step_s.append(step_s)
+            self._result.stall_s.append(stall_s)
+            self._result.worker_s.append(worker_s)
+        if step == self._end:
+            self._result.host_bytes = proportional_bytes()
+            if optimizer is not None:
+                self._read_zenflow(optimizer)
+            if on_cuda:
+                self._meter = CopyMeter()
+                self._meter.start()
+        if step == self._end + PROFILED_STEPS and self._meter is not None:
+            self._result.copied_sizes = self._result.in_model_sizes(self._meter.stop(), PROFILED_STEPS)
+
+    def _read_zenflow(self, optimizer: ZenFlowZeroOptimizer) -> None:
+        self._result.schedule = [optimizer.schedule.update_interval, optimizer.schedule.publish_lag]
+        moved = [now - before for now, before in zip(_counted(optimizer), self._counted, strict=True)]
+        self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
+
+
+def proportional_bytes() -> int:
+    """Memory of this process and its children; a page that n processes share counts 1/n for each."""
+    this = psutil.Process()
+    return sum(process.memory_full_info().pss for process in [this, *this.children(recursive=True)])
+
+
+def make_module(spec: StepSpec) -> TimedModule:
+    """The model of a run."""
+    if spec.device == "simulated":
+        return SimulatedAccelerator(steps=spec.total_steps, params=spec.params, compute_s=spec.compute_s)
+    return TimedGpt(
+        steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens, narrow=spec.narrow
+    )
+
+
+def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
+    """Trains the model of a run.
+
+    Args:
+        spec: the run.
+        strategy: the method's, or an instrumented one.
+        **options: of the trainer.
+    """
+    torch.manual_seed(1)
+    method, module = METHODS[spec.method], make_module(spec)
+    module.optimizer_class = method.optimizer
+    given: dict[str, Any] = {
+        "accelerator": "gpu" if spec.device == "cuda" else "cpu",
+        "strategy": strategy,
+        "precision": "bf16-true",
+        "max_steps": spec.total_steps,
+        "gradient_clip_val": 1.0 if method.clips else None,
+    }
+    quiet_trainer(**given, **options).fit(module)
+
+
+def run(spec: StepSpec) -> StepResult:
+    """Trains and measures in this process."""
+    result = StepResult(spec=spec)
+    train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
+    if spec.device == "cuda":
+        result.device_bytes = torch.cuda.max_memory_allocated()
+    return result
