@@ -245,7 +245,7 @@ class ZenFlowConfig:
         return first, last
 
     @property
-    def prediction(self) -> StalenessCompensation:
+    def compensation(self) -> StalenessCompensation:
         """`weight_prediction` and `provisional_scale` for this schedule."""
         immediate = self.is_immediate
         return StalenessCompensation(

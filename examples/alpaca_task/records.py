@@ -36,7 +36,7 @@ def read_records(path: str) -> list[Record]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} holds a {type(rows).__name__}; allowed is a list of objects")
+        raise ValueError(f"{path} must hold a list of objects, got a {type(rows).__name__}")
     return records_from_rows(rows, path)
 
 
@@ -60,5 +60,5 @@ def _parse(row: object, where: str) -> Record:
     fields = {"instruction": row.get("instruction"), "input": row.get("input") or "", "output": row.get("output")}
     for name, value in fields.items():
         if not isinstance(value, str):
-            raise ValueError(f"{where}: {name}={value!r}; allowed is text")
+            raise ValueError(f"{where}: {name} must be text, got {value!r}")
     return Record(**fields)

@@ -174,4 +174,4 @@ def find_task(name: str) -> GlueTask:
     for task in TASKS.values():
         if name.lower() in (task.name.lower(), task.hub_name):
             return task
-    raise ValueError(f"task={name!r} is not a GLUE task; allowed are {', '.join(TASKS)}")
+    raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from lightning_zenflow.config import ConfigValueError
-from lightning_zenflow.core.buckets import LARGEST_BUCKET
 from lightning_zenflow.core.domains import Domain, integer
 from lightning_zenflow.estimate.shapes import ModelShapes
+from lightning_zenflow.schedule.staggered import LARGEST_BUCKET
 
 GB = 1e9
 

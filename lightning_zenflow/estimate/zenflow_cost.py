@@ -1,12 +1,11 @@
 """Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.buckets import bucket_size
 from lightning_zenflow.estimate.byte_counts import STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
-from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted
+from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 
 BACKWARD_SHARE = 2 / 3
 """Share of backward in a step's time: it computes two matrix products for each one of the forward pass."""
@@ -46,13 +45,13 @@ class ZenFlowCost:
     def __init__(self, workload: Workload, machine: Machine, config: ZenFlowConfig) -> None:
         self._workload, self._machine, self._config = workload, machine, config
         self._in_backward = config.submits_in_backward and not workload.clips
-        self._n_blocks = blocks_wanted(config.update_intervals, early=self._in_backward)
+        self._n_blocks = blocks_wanted(config.update_intervals, in_backward=self._in_backward)
         self._partition = workload.partition_numel(machine.gpus)
         self._weight_bytes = workload.dtype_bytes * self._partition
         self._upload_s = self._weight_bytes / machine.pcie_bytes_per_s
         self._last_backward_s = BACKWARD_SHARE * workload.step_s / workload.accumulate_grad_batches
         self._sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
-        self._has_provisional_update = config.prediction.moves
+        self._has_provisional_update = config.compensation.moves
         self._device_bytes = self._fixed_device_bytes()
         self._cores = self._worker_cores()
         self._steps = self._simulate()

@@ -27,14 +27,26 @@ _BLOCKS_IN_BACKWARD = 16
 """Least number of blocks where each is submitted in backward: the worker's time for the last one is not hidden."""
 
 
-def blocks_wanted(update_intervals: Sequence[int], *, early: bool) -> int:
+def blocks_wanted(update_intervals: Sequence[int], *, in_backward: bool) -> int:
     """Number of blocks to cut a partition into: at least the largest S, so that every step closes a window.
 
     Args:
         update_intervals: values of S that may be used.
-        early: whether blocks may be submitted in backward.
+        in_backward: whether blocks may be submitted in backward.
     """
-    return max(*update_intervals, _BLOCKS_IN_BACKWARD if early else 1)
+    return max(*update_intervals, _BLOCKS_IN_BACKWARD if in_backward else 1)
+
+
+_BUCKETS = 32
+"""Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 4_000_000, 200_000_000
+"""Elements. Below the smallest, calls cost more than copies; the largest is the default of Lightning's `DeepSpeedStrategy`."""
+
+
+def bucket_size(numel: int) -> int:
+    """Elements per bucket of reduced gradients, for a model with `numel` trained parameters."""
+    return min(max(-(-numel // _BUCKETS), SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Which columns are worth an immediate update on the device. Pure functions.
+"""Importance of columns, and the top-k choice. Pure functions.
 
-A column's importance is the sum of squares of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each
-rank sums over its own rows and the sums are added over the ranks: one float a column instead of the gradient itself.
+A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.12242, section 3). Partitions hold row ranges, so each rank
+sums over its own rows, and the sums are added over the ranks: one float per column instead of the gradient itself.
 """
 
 import math
@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 def column_count(columns: int, topk_ratio: float) -> int:
-    """How many columns of a matrix the device owns: the nearest integer to the share, at least one unless the share is 0."""
+    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
     return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
 
 
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
-    """The columns with the largest squared_norms, in ascending order; among equals the first ones.
+    """Columns with the largest squared norms, in ascending order; among equals the first ones.
 
     Args:
         squared_norms: [columns], finite, the same on every rank.
@@ -36,7 +36,7 @@ def overlap(current: Sequence[Tensor], fresh: Sequence[Tensor]) -> float:
 
     Args:
         current: for each matrix, column numbers, int64.
-        fresh: likewise.
+        fresh: the same, of the new choice.
     """
     total = sum(f.numel() for f in fresh)
     kept = sum(int(torch.isin(f, c).sum()) for c, f in zip(current, fresh, strict=True))
@@ -44,7 +44,7 @@ def overlap(current: Sequence[Tensor], fresh: Sequence[Tensor]) -> float:
 
 
 def owned_norm_share(column_norms: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
-    """Share of the matrices' gradient squared_norms (sum of squares) that lies in device-owned columns.
+    """Share of the squared norm of all matrices' gradients that lies in device-owned columns.
 
     Args:
         column_norms: for each matrix, sums of squares of its columns, float32, on the device.
@@ -60,11 +60,11 @@ def owned_norm_share(column_norms: Sequence[Tensor], owned: Sequence[Tensor]) ->
 
 
 def max_interval_by_gradients(column_norms: Sequence[Tensor], owned: Sequence[Tensor], share: float) -> Tensor | None:
-    """After how many steps the gradients that wait weigh as much as those that were applied at once.
+    """Number of steps after which deferred gradients weigh as much as those that the device applies at once.
 
-    The gradient rule of Zen-auto (arXiv 2505.12242, section 3.3; DeepSpeed's `auto_ratio`): magnitudes are per entry, and what waits adds
-    up over the steps. A matrix is full when the root mean square of its host-owned entries, times the steps, reaches that of its
-    device-owned ones; the answer is when `share` of all matrices are full.
+    The gradient rule of Zen-auto (arXiv 2505.12242, section 3.3; DeepSpeed's `auto_ratio`). Magnitudes are per entry, and deferred
+    gradients add up over the steps. A matrix is full when the root mean square of its host-owned entries, times the steps, reaches that of
+    its device-owned ones; the result is the step at which `share` of all matrices are full.
 
     Args:
         column_norms: for each matrix, sums of squares of its columns, float32, on the device.

@@ -47,11 +47,11 @@ distinct, at most `context.k`."""
 
 
 class ColumnSquaredNorms:
-    """The column proxies of all matrices of the model in one flat tensor, so that one all-reduce adds them over the ranks.
+    """Column proxies of all matrices of the model in one flat tensor, so that one all-reduce adds them over the ranks.
 
     Args:
         columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
-        device: where the gradients are.
+        device: training device.
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
@@ -75,7 +75,7 @@ class ColumnSquaredNorms:
 
 
 class Selector:
-    """Decides, alike on every rank, in which steps proxies are measured and which columns they select.
+    """Decides, alike on every rank, in which steps proxies are measured and which columns are selected.
 
     Args:
         names: of the model's parameters.
@@ -83,7 +83,7 @@ class Selector:
         topk_ratio: share of the columns.
         strategy: "step" or "epoch" (what `interval` counts; "auto" counts steps), or the import path of a `SelectStrategy`.
         interval: steps or epochs between selections; 0 selects once; "auto" selects when the present choice no longer fits.
-        device: where the gradients are.
+        device: training device.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Selector:
         )
 
     def owned_norm_share(self, column_norms: ColumnSquaredNorms) -> Tensor:
-        """Share of the gradient's squared_norms in the present columns by reduced proxies, see `importance`. Does not wait."""
+        """Share of the gradient's squared norm in the present columns by reduced proxies, see `importance`. Does not wait."""
         return owned_norm_share(self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device))
 
     def select(self, column_norms: ColumnSquaredNorms, step: int) -> list[Columns | None] | None:
@@ -195,7 +195,7 @@ class Selector:
         ]
 
     def _of_matrices(self, of_parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What belongs to parameters that have columns to choose from."""
+        """Entries of parameters that have columns to choose from."""
         return [of_one for of_one, columns in zip(of_parameters, self._columns, strict=True) if columns]
 
     def _choose(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
@@ -209,7 +209,7 @@ class Selector:
         return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
 
     def _still_fits(self) -> bool:
-        """Also adapts how often is asked: less and less often while the answer stays the same."""
+        """Whether enough columns stay the same; lengthens the interval between checks while they do."""
         if self.last_overlap is None:
             return False
         fits = self.last_overlap >= _SMALLEST_OVERLAP
@@ -243,7 +243,7 @@ def import_strategy(path: str) -> SelectStrategy:
         ) from error
     if not callable(found):
         raise MisconfigurationException(
-            f"ZenFlowConfig: select_strategy={path!r}: is a {type(found).__name__}; allowed is a callable (proxies, context) -> indices"
+            f"ZenFlowConfig: select_strategy={path!r}: must be a callable (proxies, context) -> indices, got a {type(found).__name__}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -251,12 +251,12 @@ def import_strategy(path: str) -> SelectStrategy:
 def _validated(chosen: Any, *, columns: int, k: int, parameter: str) -> Tensor:
     allowed = f"a 1-D int64 tensor of at most {k} distinct column numbers from 0 to {columns - 1}"
     if not isinstance(chosen, Tensor) or chosen.dtype != torch.int64 or chosen.dim() != 1:
-        raise ValueError(f"select_strategy returned {chosen!r} for {parameter}: allowed is {allowed}")
+        raise ValueError(f"select_strategy must return {allowed}, got {chosen!r} for {parameter}")
     ordered: Tensor = torch.unique(chosen.cpu())
     if (
         ordered.numel() != chosen.numel()
         or ordered.numel() > k
         or (ordered.numel() and not 0 <= ordered[0] <= ordered[-1] < columns)
     ):
-        raise ValueError(f"select_strategy returned {chosen.tolist()} for {parameter}: allowed is {allowed}")
+        raise ValueError(f"select_strategy must return {allowed}, got {chosen.tolist()} for {parameter}")
     return ordered

@@ -91,7 +91,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources, 
     device = zero.weights[0].device
     submits_in_backward = config.submits_in_backward and not clips
     policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=submits_in_backward)
-    n_blocks = blocks_wanted(config.update_intervals, early=submits_in_backward)
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=submits_in_backward)
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
     sizes = _arena_sizes(config, zero, partition, policy.schedule, resources)
     arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
@@ -139,7 +139,7 @@ def _build_step(
     submits_in_backward: bool,
 ) -> StepParts:
     slots, publisher = SlotPool(rank.partition, rank.arena), Publisher(rank)
-    jobs = JobQueue(rank, worker, slots, publisher, policy.schedule, config.prediction)
+    jobs = JobQueue(rank, worker, slots, publisher, policy.schedule, config.compensation)
     selector = Selector(
         zero.names,
         zero.row_lengths,
@@ -153,7 +153,7 @@ def _build_step(
         control = ScheduleControl(policy, stalls=rank.telemetry.stalls, group=zero.group, device=rank.device)
     planner = Planner(config, jobs, control, selector, submits_in_backward=submits_in_backward)
     ownership = Ownership(rank, offload=config.offload)
-    provisional = ProvisionalUpdate(rank, config.prediction, rank_number=dist.get_rank(zero.group))
+    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(
         rank=rank,

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_zenflow.config import check_keys
-from lightning_zenflow.core.buckets import bucket_size
+from lightning_zenflow.schedule.staggered import bucket_size
 
 # Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
 _SET_BY_LIGHTNING = (

@@ -47,9 +47,9 @@ def test_json_and_json_lines_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"instruction": "a"}, "holds a dict; allowed is a list of objects"),
+        ({"instruction": "a"}, "must hold a list of objects, got a dict"),
         ([], "has no instructions"),
-        ([{"instruction": "a", "output": "b"}, {"instruction": "a"}], "row 1: output=None; allowed is text"),
+        ([{"instruction": "a", "output": "b"}, {"instruction": "a"}], "row 1: output must be text, got None"),
         (["a"], "row 0: 'a' is no object"),
     ],
 )

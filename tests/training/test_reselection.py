@@ -154,7 +154,7 @@ def test_the_strategy_learns_what_it_needs() -> None:
     [
         ("random_selection:no_such_name", "cannot be imported"),
         ("no_such_module:choose", "cannot be imported"),
-        ("random_selection:NOT_CALLABLE", "allowed is a callable"),
+        ("random_selection:NOT_CALLABLE", "must be a callable"),
     ],
 )
 def test_a_strategy_that_cannot_be_used_is_refused(path: str, message: str) -> None:
@@ -163,7 +163,7 @@ def test_a_strategy_that_cannot_be_used_is_refused(path: str, message: str) -> N
 
 
 def test_a_strategy_that_returns_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="allowed is a 1-D int64 tensor of at most"):
+    with pytest.raises(ValueError, match="must return a 1-D int64 tensor of at most"):
         fit(SmallNet(length=3), ZenFlowStrategy(select_strategy="random_selection:choose_too_many"))
 
 

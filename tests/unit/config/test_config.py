@@ -167,7 +167,7 @@ def test_update_intervals_and_publish_lags_to_choose_from() -> None:
 )
 def test_compensation_of_staleness(keys: dict[str, Any], weight_prediction: Any, provisional_scale: Any) -> None:
     expected = StalenessCompensation(weight_prediction=weight_prediction, provisional_scale=provisional_scale)
-    assert ZenFlowConfig(**keys).prediction == expected
+    assert ZenFlowConfig(**keys).compensation == expected
 
 
 def test_replace_validates_again() -> None:
