@@ -74,7 +74,7 @@ class JobQueue:
         self._publisher = publisher
         self._compensation = compensation
         # Whether host-owned weights equal the master weights of some step at all times.
-        self._publishes_exactly = not (compensation.looks_ahead or compensation.moves)
+        self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
         self.counts = JobCounts()
         self.prediction_steps = 0.0
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
@@ -156,7 +156,7 @@ class JobQueue:
             Blocks whose windows closed.
         """
         closing = range(len(self._windows)) if synchronous else self._staggered.closing_blocks(step)
-        self.prediction_steps = 0.0 if synchronous else self._compensation.steps_ahead(self.schedule, beta1)
+        self.prediction_steps = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         for block in closing:
             if block not in self._submitted_in_backward:

@@ -72,7 +72,7 @@ class ProvisionalUpdate:
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._factor = torch.ones((), device=rank.device)
         self._bodies: list[_Body | None] = [
-            _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.moves else None
+            _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.updates_provisionally else None
             for s in rank.partition.slices
         ]
         self.reapply = ReapplyAfterPublish(self, rank)
@@ -158,7 +158,7 @@ class ProvisionalUpdate:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Second moments, the last factor and the position in the rounding noise; None without provisional updates."""
-        if not self._compensation.moves:
+        if not self._compensation.updates_provisionally:
             return None
         return {
             "second_moments": [None if body is None else body.moment.tensors() for body in self._bodies],

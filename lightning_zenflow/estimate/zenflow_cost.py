@@ -51,7 +51,7 @@ class ZenFlowCost:
         self._upload_s = self._weight_bytes / machine.pcie_bytes_per_s
         self._last_backward_s = BACKWARD_SHARE * workload.step_s / workload.accumulate_grad_batches
         self._sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
-        self._has_provisional_update = config.compensation.moves
+        self._has_provisional_update = config.compensation.updates_provisionally
         self._device_bytes = self._fixed_device_bytes()
         self._cores = self._worker_cores()
         self._steps = self._simulate()

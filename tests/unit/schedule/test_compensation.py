@@ -46,7 +46,7 @@ def test_ages_that_no_regular_pass_sees() -> None:
 
 def test_given_numbers_are_taken() -> None:
     given = StalenessCompensation(weight_prediction=2.5, provisional_scale=0.3)
-    assert given.steps_ahead(schedule_of(4, 1), 0.9) == 2.5
+    assert given.prediction_steps(schedule_of(4, 1), 0.9) == 2.5
     assert {given.scale(schedule_of(4, 1), 0.9, age) for age in (1, 2, 3)} == {0.3}
 
 
