@@ -23,8 +23,8 @@ from typing import Literal
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
 _FACTORED_CORRECTION = 2.0
-"""Corrects for the factored second moment (`lightning_zenflow.kernels.factored`): where few entries hold most of a matrix's gradient, it exceeds the true
-second moment of most entries, and provisional updates are too small. Measured, see docs/decisions.md."""
+"""Corrects for the factored second moment (`lightning_zenflow.kernels.factored`): where few entries hold most of a matrix's gradient, it
+exceeds the true second moment of most entries, and provisional updates are too small. Measured, see docs/decisions.md."""
 
 
 @lru_cache
