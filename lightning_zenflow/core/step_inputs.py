@@ -41,9 +41,11 @@ class StepScale:
     """bool; whether the step is applied, that is, whether the squared norm is finite in float32, as the second moment must be."""
     norm: Tensor
     """float32; norm of the whole gradient, without loss scale, before clipping."""
+    count: Tensor
+    """float64; number of applied steps, including this one if it is applied."""
 
 
-def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) -> StepScale:
+def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
     """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
 
     The arithmetic is that of ``DeepSpeedZeroOptimizer.unscale_and_clip_grads``: gradients are divided by
@@ -53,6 +55,7 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) ->
         sum_of_squares: 0-D float64; squared norm of the gradients of all ranks, with loss scale.
         max_norm: largest norm after clipping; 0 for no clipping.
         loss_scale: factor of the loss in backward.
+        count: 0-D float64; number of steps applied before this one.
     """
     norm = (sum_of_squares.sqrt() / loss_scale).float()
     finite = torch.isfinite(sum_of_squares.float())
@@ -60,4 +63,4 @@ def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float) ->
     if max_norm > 0:
         divisor = ((norm + 1e-6) / max_norm).clamp_(min=1.0) * loss_scale
     factor = torch.where(finite, 1.0 / divisor, torch.nan)
-    return StepScale(factor=factor, finite=finite, norm=norm)
+    return StepScale(factor=factor, finite=finite, norm=norm, count=count + finite)

@@ -148,9 +148,8 @@ class ProvisionalUpdate:
             weights = weights.view(-1).narrow(0, begin, rows * width).view(rows, width)
             row_scale, col_scale = row_scale.narrow(0, row, rows), col_scale.narrow(1, column, width)
         size = self._compensation.scale(schedule, factors.beta1, age)
-        self._rank.kernels.provisional_update_(
-            weights, gradient, row_scale, col_scale, self._noise, factors.factors.finite, size=size
-        )
+        part = Factors(row_scale=row_scale, col_scale=col_scale, finite=factors.factors.finite)
+        self._rank.kernels.provisional_update_(weights, gradient, part, self._noise, size=size)
 
     def end_step(self, scale: StepScale) -> None:
         """Keeps the factor of the last applied step; the next step's own is not known during its backward pass."""
@@ -196,10 +195,6 @@ class ReapplyAfterPublish:
     updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
     blocks with a job in flight are concerned: the kept gradients are d / S of the model's. They stay on the device where it has room;
     otherwise they are copied back from their slots in host memory.
-
-    Args:
-        updates: applies the updates.
-        rank: state of the rank.
     """
 
     def __init__(self, updates: ProvisionalUpdate, rank: RankState) -> None:

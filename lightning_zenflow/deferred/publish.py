@@ -19,9 +19,6 @@ class Publisher:
     """Copies the weights of finished jobs into the model: during backward, a slice at a time, or at the end of the step.
 
     On a CUDA device, copies run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward.
-
-    Args:
-        rank: state of the rank.
     """
 
     def __init__(self, rank: RankState) -> None:

@@ -13,10 +13,6 @@ class SlotPool:
 
     A slot belongs to the training thread from `prepare` until the job that applies its gradient is submitted, then to the worker, and is
     free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
-
-    Args:
-        partition: partition of the rank.
-        arena: memory of the slots.
     """
 
     def __init__(self, partition: Partition, arena: Arena) -> None:

@@ -106,48 +106,34 @@ class Kernels(ABC):
 
     @abstractmethod
     def provisional_update_(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        row_scale: Tensor,
-        col_scale: Tensor,
-        noise: RoundingNoise,
-        finite: Tensor,
-        *,
-        size: float = 1.0,
+        self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
         """Applies w <- round(w - g * (row_scale * size) * col_scale), see `kernels.factored`.
 
         Args:
             weights: [rows, columns], model dtype; changed in place.
             gradient: [rows, columns], model dtype.
-            row_scale: [rows, 1] float32.
-            col_scale: [1, columns] float32.
+            factors: row_scale, col_scale and finite.
             noise: random bits for stochastic rounding.
-            finite: 0-D bool; if False, no weight changes.
             size: b, the size of the provisional update.
         """
 
     @abstractmethod
     def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        *,
-        hyperparameters: GroupHyperparameters,
-        count: Tensor,
-        scale: StepScale,
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
-        """Applies one exact step, see `kernels.torch.adamw_step_`.
+        """Applies one exact step in place, without synchronisation: the device itself decides whether the step is applied.
+
+        With g = gradient * factor (plus weight_decay * w for Adam), s = count:
+        m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
+        w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
 
         Args:
             state: [3, n] float32: master weights, first and second moments; changed in place.
             gradient: [n], model dtype.
             weights: [n], model dtype; receives the rounded master weights. May be `gradient` itself.
-            hyperparameters: those of the parameter group.
-            count: 0-D float64; number of applied steps, including this one if it is applied.
-            scale: factor on the gradient, and whether the step is applied at all.
+            h: hyperparameters of the parameter group.
+            scale: factor on the gradient and number of applied steps.
         """
 
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:

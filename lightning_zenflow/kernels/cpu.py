@@ -200,21 +200,13 @@ class CpuKernels(Kernels):
 
     @override
     def provisional_update_(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        row_scale: Tensor,
-        col_scale: Tensor,
-        noise: RoundingNoise,
-        finite: Tensor,
-        *,
-        size: float = 1.0,
+        self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
         n_rows, n_columns = weights.shape
         bits = noise.draw_address()
-        if not finite:
+        if not factors.finite:
             return
-        row_scale, col_scale = row_scale.contiguous(), col_scale.contiguous()
+        row_scale, col_scale = factors.row_scale.contiguous(), factors.col_scale.contiguous()
         dtype, row_bytes = protocol.DATA_TYPES[weights.dtype], n_columns * weights.itemsize
         target, source, rows, columns = (t.data_ptr() for t in (weights, gradient, row_scale, col_scale))
 
@@ -239,21 +231,13 @@ class CpuKernels(Kernels):
 
     @override
     def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        *,
-        hyperparameters: GroupHyperparameters,
-        count: Tensor,
-        scale: StepScale,
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
         if not scale.finite:
             weights.copy_(state[0])
             return
-        h = hyperparameters
         values = protocol.Hyperparameters(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, int(h.decoupled))
-        steps, factor, dtype = int(count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
+        steps, factor, dtype = int(scale.count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
 
         def run(_: int, begin: int, end: int) -> None:
             addresses = (_address(tensor, begin) for tensor in (*state, gradient, weights))

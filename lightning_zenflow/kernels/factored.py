@@ -144,21 +144,18 @@ def factored_step_(
     return Factors(row_scale=row_scale.unsqueeze(1), col_scale=col_scale.unsqueeze(0), finite=finite)
 
 
-def provisional_values(
-    weights: Tensor, gradient: Tensor, row_scale: Tensor, col_scale: Tensor, *, finite: Tensor
-) -> Tensor:
+def provisional_values(weights: Tensor, gradient: Tensor, factors: Factors, *, size: float = 1.0) -> Tensor:
     """The weights after the provisional update.
 
     Args:
         weights: [rows, columns], model dtype.
         gradient: [rows, columns], model dtype.
-        row_scale: [rows, 1] float32; includes b, the learning rate and the factor on the gradient.
-        col_scale: [1, columns] float32.
-        finite: 0-D bool; if False, the weights are returned unchanged.
+        factors: row_scale, col_scale and finite.
+        size: b.
 
     Returns:
         [rows, columns] float32.
     """
-    update = gradient.float() * row_scale
-    update.mul_(col_scale)
-    return torch.sub(weights.float(), torch.where(finite, update, 0.0), out=update)
+    update = gradient.float() * (factors.row_scale * size)
+    update.mul_(factors.col_scale)
+    return torch.sub(weights.float(), torch.where(factors.finite, update, 0.0), out=update)

@@ -1,8 +1,4 @@
-"""The passes by torch's operations, and AdamW as a pure function over flat float32 tensors.
-
-AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than the
-kernel, so the two agree to a few units in the last place, not bit for bit.
-"""
+"""The passes by torch's operations, on any device."""
 
 import torch
 from torch import Tensor
@@ -10,56 +6,15 @@ from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Kernels, SquaredNorms
-from lightning_zenflow.kernels.factored import RoundingNoise, provisional_values, round_stochastically_
-
-
-def adamw_step_(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    gradient: Tensor,
-    *,
-    hyperparameters: GroupHyperparameters,
-    count: Tensor,
-    factor: Tensor,
-    finite: Tensor,
-) -> None:
-    """Applies one step in place, without synchronisation: the device itself decides whether the step is applied.
-
-    With g = gradient * factor (plus weight_decay * w for Adam), s = count:
-    m <- beta1 m + (1 - beta1) g;  v <- beta2 v + (1 - beta2) g^2;
-    w <- (1 - lr weight_decay) w - lr / (1 - beta1^s) * m / (sqrt(v / (1 - beta2^s)) + eps).
-
-    Args:
-        master: [n] float32; w, the master weights.
-        exp_avg: [n] float32; m.
-        exp_avg_sq: [n] float32; v.
-        gradient: [n], any floating-point type.
-        hyperparameters: those of the parameter group.
-        count: 0-D float64; number of applied steps, including this one if it is applied.
-        factor: 0-D float32; see `lightning_zenflow.core.step_inputs.StepScale`.
-        finite: 0-D bool; if False, the three tensors keep their bits.
-    """
-    h = hyperparameters
-    one = torch.ones_like(count)
-    steps = count.clamp(min=1)
-    inv_sqrt_bias_correction2 = (1 - h.beta2**steps).rsqrt()
-    step_size = h.lr / (1 - h.beta1**steps)
-
-    g = torch.where(finite, gradient.float() * factor, 0.0)
-    if h.weight_decay != 0 and not h.decoupled:
-        g = torch.where(finite, torch.add(g, master, alpha=h.weight_decay), 0.0)
-    exp_avg.mul_(torch.where(finite, one * h.beta1, one)).add_(g, alpha=1 - h.beta1)
-    exp_avg_sq.mul_(torch.where(finite, one * h.beta2, one)).addcmul_(g, g, value=1 - h.beta2)
-    denominator = exp_avg_sq.sqrt().mul_(inv_sqrt_bias_correction2).add_(h.eps)
-    update = torch.div(exp_avg, denominator, out=denominator)
-    if h.weight_decay != 0 and h.decoupled:
-        master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
-    master.sub_(torch.where(finite, update.mul_(step_size), 0.0))
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise, provisional_values, round_stochastically_
 
 
 class TorchKernels(Kernels):
-    """The passes by torch's operations, on any device."""
+    """The passes by torch's operations.
+
+    AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than
+    the kernel, so the two agree to a few units in the last place, not bit for bit.
+    """
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
@@ -73,41 +28,30 @@ class TorchKernels(Kernels):
 
     @override
     def provisional_update_(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        row_scale: Tensor,
-        col_scale: Tensor,
-        noise: RoundingNoise,
-        finite: Tensor,
-        *,
-        size: float = 1.0,
+        self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
-        values = provisional_values(weights, gradient, row_scale * size, col_scale, finite=finite)
+        values = provisional_values(weights, gradient, factors, size=size)
         round_stochastically_(weights, values, noise)
 
     @override
     def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        *,
-        hyperparameters: GroupHyperparameters,
-        count: Tensor,
-        scale: StepScale,
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
-        master, exp_avg, exp_avg_sq = state
-        adamw_step_(
-            master,
-            exp_avg,
-            exp_avg_sq,
-            gradient,
-            hyperparameters=hyperparameters,
-            count=count,
-            factor=scale.factor,
-            finite=scale.finite,
-        )
+        (master, exp_avg, exp_avg_sq), finite = state, scale.finite
+        one = torch.ones_like(scale.count)
+        steps = scale.count.clamp(min=1)
+        inv_sqrt_bias_correction2 = (1 - h.beta2**steps).rsqrt()
+        step_size = h.lr / (1 - h.beta1**steps)
+        g = torch.where(finite, gradient.float() * scale.factor, 0.0)
+        if h.weight_decay != 0 and not h.decoupled:
+            g = torch.where(finite, torch.add(g, master, alpha=h.weight_decay), 0.0)
+        exp_avg.mul_(torch.where(finite, one * h.beta1, one)).add_(g, alpha=1 - h.beta1)
+        exp_avg_sq.mul_(torch.where(finite, one * h.beta2, one)).addcmul_(g, g, value=1 - h.beta2)
+        denominator = exp_avg_sq.sqrt().mul_(inv_sqrt_bias_correction2).add_(h.eps)
+        update = torch.div(exp_avg, denominator, out=denominator)
+        if h.weight_decay != 0 and h.decoupled:
+            master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
+        master.sub_(torch.where(finite, update.mul_(step_size), 0.0))
         weights.copy_(master)
 
     @override

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Kernels, SquaredNorms
-from lightning_zenflow.kernels.factored import RoundingNoise
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 
 _BLOCK = 1024
 """Elements of one program, in the elementwise passes."""
@@ -131,21 +131,13 @@ class TritonKernels(Kernels):
 
     @override
     def provisional_update_(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        row_scale: Tensor,
-        col_scale: Tensor,
-        noise: RoundingNoise,
-        finite: Tensor,
-        *,
-        size: float = 1.0,
+        self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
         stochastic = weights.dtype == torch.bfloat16
         # Drawn for stochastic rounding only, as TorchKernels does: the sequence of draws is part of the run's reproducible state.
         bits = noise.draw_tile() if stochastic else weights
         _provisional[(triton.cdiv(weights.numel(), _BLOCK),)](
-            weights, gradient, row_scale.contiguous(), size, col_scale.contiguous(), bits, finite,
+            weights, gradient, factors.row_scale.contiguous(), size, factors.col_scale.contiguous(), bits, factors.finite,
             weights.numel(), weights.shape[1],
             noise_mask=bits.numel() - 1 if stochastic else 0, stochastic=stochastic, block=_BLOCK,
             enable_fp_fusion=False,
@@ -153,17 +145,9 @@ class TritonKernels(Kernels):
 
     @override
     def adamw_(
-        self,
-        state: Tensor,
-        gradient: Tensor,
-        weights: Tensor,
-        *,
-        hyperparameters: GroupHyperparameters,
-        count: Tensor,
-        scale: StepScale,
+        self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
-        h = hyperparameters
-        steps = count.clamp(min=1)
+        steps = scale.count.clamp(min=1)
         if h.weight_decay == 0:
             decay, decay_factor = _NO_DECAY, 0.0
         elif h.decoupled:

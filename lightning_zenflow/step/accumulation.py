@@ -37,11 +37,7 @@ class Sums(ABC):
 
 
 class DeviceSums(Sums):
-    """Sums in device memory, as much as the rank's part of the gradients.
-
-    Args:
-        rank: state of the rank.
-    """
+    """Sums in device memory, as much as the rank's part of the gradients."""
 
     def __init__(self, rank: RankState) -> None:
         self._slices = rank.partition.slices

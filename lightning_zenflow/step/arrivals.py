@@ -8,11 +8,7 @@ from lightning_zenflow.core.partition import Partition
 
 
 class Arrivals:
-    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it.
-
-    Args:
-        partition: partition of the rank.
-    """
+    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it."""
 
     def __init__(self, partition: Partition) -> None:
         blocks: list[set[int]] = [{partition.tiles[tile].slice for tile in block.tiles} for block in partition.blocks]

@@ -42,14 +42,6 @@ class GradientRouter:
     """Routes this rank's slices of reduced gradients, one optimizer step at a time.
 
     A parameter without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
-
-    Args:
-        rank: state of the rank.
-        slots: destinations in host memory.
-        jobs: copies finished weights and takes complete blocks.
-        publisher: age of the model's weights.
-        ownership: destinations of the gradients of device-owned entries.
-        provisional: updates host-owned weights at once.
     """
 
     def __init__(

@@ -22,12 +22,6 @@ class BackwardSubmission:
 
     Gradients that are not finite make the only difference. From the first such gradient on, submitted blocks do not change; blocks
     submitted before it have been updated. (A vector's gradient counts when its block is submitted.)
-
-    Args:
-        rank: state of the rank.
-        jobs: takes the blocks.
-        arrivals: gradients of the open step.
-        vectors: gradients of small vectors, which are filled in when their block is submitted.
     """
 
     def __init__(self, rank: RankState, jobs: JobQueue, arrivals: Arrivals, vectors: VectorGradients) -> None:

@@ -13,15 +13,7 @@ from lightning_zenflow.worker.rank_state import RankState
 
 
 class CounterReader:
-    """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call.
-
-    Args:
-        rank: state of the rank.
-        jobs: counters of published jobs, S and d.
-        ownership: number of device-owned entries.
-        selector: counters of selections.
-        skipped: 0-D int64 on the device, steps that changed nothing.
-    """
+    """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call."""
 
     def __init__(
         self, rank: RankState, jobs: JobQueue, ownership: Ownership, selector: Selector, *, skipped: Tensor

@@ -43,16 +43,7 @@ VERSION = 3
 
 
 class RunState:
-    """Collects the state of the components right after a flush, and restores it.
-
-    Args:
-        config: configuration.
-        partition: partition of the rank.
-        world_size: data-parallel ranks.
-        ownership: device-owned columns.
-        planner: selector and schedule.
-        provisional: second moments and rounding noise.
-    """
+    """Collects the state of the components right after a flush, and restores it."""
 
     def __init__(
         self,

@@ -115,14 +115,16 @@ class ZenFlowStep:
         squared_norm = self._router.finish(context, self._accumulation)
         self._add_over_ranks(squared_norm)
         # clip
-        scale = step_scale(squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale)
-        self.count.add_(scale.finite)
+        scale = step_scale(
+            squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
+        )
+        self.count = scale.count
         self.skipped.add_(~scale.finite)
         # seal
         self._jobs.seal(number, scale.factor)
         # update
         with self._telemetry.tracer.span("exact step"):
-            self._ownership.step(groups, self.count, scale)
+            self._ownership.step(groups, scale)
         self._provisional.end_step(scale)
         # select
         max_interval = self._select(context)
@@ -203,7 +205,7 @@ class ZenFlowStep:
         Returns:
             Reason why the run does not continue bit for bit; empty if it does.
         """
-        self.count.fill_(count)
+        self.count = torch.full_like(self.count, count)
         difference = "it is not one of ZenFlow" if saved is None else self._parts.run_state.difference(saved)
         if saved is not None:
             self._number = self._flushed_number = saved["step"]

@@ -33,11 +33,6 @@ class VectorGradients:
     A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
     made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
     have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
-
-    Args:
-        rank: state of the rank.
-        slots: destinations in host memory.
-        ownership: destinations on the device.
     """
 
     def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:

@@ -232,7 +232,6 @@ class DeviceColumns:
     def step(
         self,
         groups: Sequence[GroupHyperparameters],
-        count: Tensor,
         scale: StepScale,
         gradients: Sequence[Tensor] | None = None,
     ) -> None:
@@ -240,32 +239,22 @@ class DeviceColumns:
 
         Args:
             groups: hyperparameters of the step, for each parameter group.
-            count: 0-D float64 on the device; number of applied steps, this one included if it is applied.
-            scale: factor on the gradient.
+            scale: factor on the gradient and number of applied steps.
             gradients: an earlier result of `gradients`; None: those gathered last.
         """
-        for index, (group, hyperparameters) in enumerate(zip(self._groups, groups, strict=True)):
+        for index, (group, h) in enumerate(zip(self._groups, groups, strict=True)):
             if group.state.numel:
                 gradient = group.staging if gradients is None else gradients[index]
-                self._step_group(group, gradient, hyperparameters, count, scale)
+                self._step_group(group, gradient, h, scale)
 
     def write_weights(self) -> None:
         """Writes the entries into the model's weights, over published ones; after `step` or `load` only."""
         self._write()
 
-    def _step_group(
-        self,
-        group: _GroupEntries,
-        gradient: Tensor,
-        hyperparameters: GroupHyperparameters,
-        count: Tensor,
-        scale: StepScale,
-    ) -> None:
+    def _step_group(self, group: _GroupEntries, gradient: Tensor, h: GroupHyperparameters, scale: StepScale) -> None:
         # A method of its own, so that the device copy of an offloaded state is released when it returns.
         with group.state.on_device() as state:
-            self._rank.kernels.adamw_(
-                state, gradient, group.staging, hyperparameters=hyperparameters, count=count, scale=scale
-            )
+            self._rank.kernels.adamw_(state, gradient, group.staging, h, scale)
 
     def _selection(self, owned: _Owned) -> Selection:
         return Selection(

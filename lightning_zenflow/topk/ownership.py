@@ -18,7 +18,6 @@ class _PastStep:
     """Inputs of a step that is applied later."""
 
     groups: Sequence[GroupHyperparameters]
-    count: Tensor
     scale: StepScale
     gradients: list[Tensor]
 
@@ -108,7 +107,7 @@ class Ownership:
             if incoming is not None:
                 incoming.columns.load()
                 for past in incoming.steps:
-                    incoming.columns.step(past.groups, past.count, past.scale, past.gradients)
+                    incoming.columns.step(past.groups, past.scale, past.gradients)
                 self._current[block], self._incoming[block] = incoming.columns, None
 
     def reload(self) -> None:
@@ -129,14 +128,14 @@ class Ownership:
             found.append(incoming.columns.selection(tile_index))
         return [selection for selection in found if selection is not None]
 
-    def step(self, groups: Sequence[GroupHyperparameters], count: Tensor, scale: StepScale) -> None:
+    def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; columns to come record it."""
         for current, incoming in zip(self._current, self._incoming, strict=True):
             if current is not None:
-                current.step(groups, count, scale)
+                current.step(groups, scale)
             if incoming is not None:
                 gradients = incoming.columns.gradients()
-                incoming.steps.append(_PastStep(groups=groups, count=count.clone(), scale=scale, gradients=gradients))
+                incoming.steps.append(_PastStep(groups=groups, scale=scale, gradients=gradients))
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights."""

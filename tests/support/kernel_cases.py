@@ -67,9 +67,13 @@ class Implementation:
         self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, *, count: float, factor: float
     ) -> None:
         """One exact step; a factor that is not finite makes it one that is skipped."""
-        scale = StepScale(factor=self.tensor(factor), finite=self.tensor(factor == factor), norm=self.tensor(1.0))
-        count_tensor = self.tensor(float(count), torch.float64)
-        self.kernels.adamw_(state, gradient, weights, hyperparameters=h, count=count_tensor, scale=scale)
+        scale = StepScale(
+            factor=self.tensor(factor),
+            finite=self.tensor(factor == factor),
+            norm=self.tensor(1.0),
+            count=self.tensor(float(count), torch.float64),
+        )
+        self.kernels.adamw_(state, gradient, weights, h, scale)
 
 
 TORCH, COMPILED = (Implementation(name=name, device_type="cpu") for name in ("torch", "cpu"))
@@ -89,11 +93,11 @@ def parameter(implementation: Implementation, *others: Any) -> Any:
     return pytest.param(implementation, *others, id=name, marks=marks)
 
 
-def each_with(sizes: Iterable[Any], *, large: int = 140_000) -> list[Any]:
-    """Parameters (`on`, size): large ones not with the interpreter, and also on several threads."""
+def each_with(sizes: Iterable[Any], *, large: int = 140_000, interpreted: int = 140_000) -> list[Any]:
+    """Parameters (`on`, size): with the interpreter only smaller ones than `interpreted`; large ones also on several threads."""
     parameters = []
     for size in sizes:
         n = prod(size) if isinstance(size, tuple) else size
-        parameters += [parameter(on, size) for on in ALL if n < large or not on.is_interpreted]
+        parameters += [parameter(on, size) for on in ALL if n < interpreted or not on.is_interpreted]
         parameters += [parameter(on, size) for on in THREADS if n >= large]
     return parameters

@@ -119,7 +119,9 @@ def test_one_huge_element(value: float) -> None:
     ("norm", "applied"), [(1.8e19, True), (1.9e19, False), (1e30, False), (1e-30, True), (0.0, True)]
 )
 def test_where_a_norm_counts_as_overflow(norm: float, applied: bool) -> None:
-    scale = step_scale(torch.tensor(norm, dtype=torch.float64).square(), max_norm=1.0, loss_scale=1.0)
+    scale = step_scale(
+        torch.tensor(norm, dtype=torch.float64).square(), max_norm=1.0, loss_scale=1.0, count=torch.zeros(())
+    )
     assert bool(scale.finite) == applied
     assert math.isnan(float(scale.factor)) != applied
     assert float(scale.norm) == pytest.approx(norm)

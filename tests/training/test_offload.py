@@ -17,7 +17,7 @@ import random_selection  # noqa: F401  # named by cases
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale, step_scale
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_scale
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
@@ -176,7 +176,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     def allocated() -> int:
         return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
-    scale: StepScale = step_scale(one, max_norm=0.0, loss_scale=1.0)
+    scale = step_scale(one, max_norm=0.0, loss_scale=1.0, count=torch.zeros_like(one))
     before = allocated()
     rank = make_rank_state(partition, [weights], arena=arena)
     columns = DeviceColumns(rank, 0, [selected], new_state=OffloadedState if offload else ResidentState)
@@ -188,7 +188,7 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
             wanted = columns.selection(0)
             assert wanted is not None
             rank.kernels.select(gradients[step].view(-1, COLUMNS), [wanted])
-            columns.step([adamw], one * (step + 1), scale)
+            columns.step([adamw], replace(scale, count=one * (step + 1)))
             columns.write_weights()
     held = allocated() - before
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0

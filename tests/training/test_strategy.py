@@ -227,5 +227,7 @@ def test_values_are_refused_at_once() -> None:
 
 
 def test_a_core_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match=r"worker_cores must be .*got \[4000\]"):
+    with pytest.raises(
+        ValueError, match=r"worker_cores must be cores this process may use, which are .*, got \[4000\]"
+    ):
         fit(linear(), ZenFlowStrategy(worker_cores=[4000]))

@@ -23,16 +23,18 @@ from lightning_zenflow.core.step_inputs import step_scale
 )
 def test_step_scale(norm: float, max_norm: float, factor: float, loss_scale: float) -> None:
     sum_of_squares = torch.tensor((norm * loss_scale) ** 2, dtype=torch.float64)
-    scale = step_scale(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale)
+    scale = step_scale(sum_of_squares, max_norm=max_norm, loss_scale=loss_scale, count=torch.zeros(()))
     assert scale.factor.dtype == torch.float32
     assert scale.factor.item() == pytest.approx(factor / loss_scale, rel=1e-6)
     assert scale.norm.item() == pytest.approx(norm, rel=1e-6)
     assert scale.finite.item() is True
+    assert scale.count.item() == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 def test_step_scale_of_a_norm_that_is_not_finite(bad: float, max_norm: float) -> None:
-    scale = step_scale(torch.tensor(bad, dtype=torch.float64), max_norm=max_norm, loss_scale=1.0)
+    scale = step_scale(torch.tensor(bad, dtype=torch.float64), max_norm=max_norm, loss_scale=1.0, count=torch.zeros(()))
     assert scale.finite.item() is False
+    assert scale.count.item() == 0
     assert math.isnan(scale.factor.item())

@@ -37,7 +37,9 @@ class OneSlice:
 
     def end_step(self, factor: float, *, finite: bool) -> None:
         norm = torch.tensor(1.0)
-        self._update.end_step(StepScale(factor=torch.tensor(factor), finite=torch.tensor(finite), norm=norm))
+        self._update.end_step(
+            StepScale(factor=torch.tensor(factor), finite=torch.tensor(finite), norm=norm, count=norm)
+        )
 
 
 @pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import DTYPES, TORCH, Implementation, each_with, random
 from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection
 from lightning_zenflow.kernels.cpu import CpuKernels
-from lightning_zenflow.kernels.factored import RoundingNoise
+from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.kernels.torch import TorchKernels
 
@@ -58,7 +58,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_its_column_and_the_total(
     assert (~torch.isfinite(squared_norms.columns)).nonzero().flatten().tolist() == [position]
 
 
-@ON_EACH_SHAPE
+@pytest.mark.parametrize(("on", "shape"), each_with(SHAPES, interpreted=10_000), indirect=["on"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Rows cut anywhere; no, one and two selections, all columns among them; a single row cut in the middle."""
@@ -105,7 +105,7 @@ def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, 
 def test_provisional_update(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """torch's bits; the largest shapes have more elements than the tile of noise."""
     rows, columns = shape
-    factors = [
+    inputs = [
         random(*shape, seed=1, dtype=dtype),
         random(rows, 1, seed=2).abs() * 1e-2,
         random(1, columns, seed=3).abs(),
@@ -115,10 +115,9 @@ def test_provisional_update(on: Implementation, shape: tuple[int, int], dtype: t
         device = implementation.device
         weights, noise = implementation.random(*shape, dtype=dtype), RoundingNoise(7, device)
         for size, finite in ((1.0, True), (0.3, True), (1.0, False)):
-            here = [t.to(device) for t in factors]
-            implementation.kernels.provisional_update_(
-                weights, *here, noise, torch.tensor(finite, device=device), size=size
-            )
+            gradient, row_scale, col_scale = (t.to(device) for t in inputs)
+            factors = Factors(row_scale=row_scale, col_scale=col_scale, finite=torch.tensor(finite, device=device))
+            implementation.kernels.provisional_update_(weights, gradient, factors, noise, size=size)
         results.append(weights.cpu())
     expected, found = results
     if on.device_type == "cuda":
@@ -133,8 +132,9 @@ def test_provisional_update(on: Implementation, shape: tuple[int, int], dtype: t
 
 def test_a_gradient_that_is_not_finite_changes_no_weight(on: Implementation) -> None:
     weights, before, gradient = on.random(3, 5), on.random(3, 5), torch.full((3, 5), torch.nan, device=on.device)
-    factors = torch.ones(3, 1, device=on.device), torch.ones(1, 5, device=on.device)
-    on.kernels.provisional_update_(weights, gradient, *factors, RoundingNoise(1, on.device), on.tensor(False))
+    rows, columns = torch.ones(3, 1, device=on.device), torch.ones(1, 5, device=on.device)
+    factors = Factors(row_scale=rows, col_scale=columns, finite=on.tensor(False))
+    on.kernels.provisional_update_(weights, gradient, factors, RoundingNoise(1, on.device))
     assert torch.equal(weights, before)
 
 

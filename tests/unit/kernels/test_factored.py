@@ -105,7 +105,7 @@ def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: fl
     assert torch.equal(factors.row_scale, known.row_scale)
     assert torch.equal(factors.col_scale, known.col_scale)
     weights = on.random(3, 4, seed=1)
-    values = provisional_values(weights, gradient, factors.row_scale, factors.col_scale, finite=factors.finite)
+    values = provisional_values(weights, gradient, factors)
     assert torch.equal(values, weights)
 
 
@@ -113,7 +113,7 @@ def test_rows_and_columns_without_gradient_do_not_move(on: Implementation) -> No
     gradient, weights = on.random(4, 6), on.random(4, 6, seed=1)
     gradient[1], gradient[:, 2] = 0.0, 0.0
     factors = take_step(on, SecondMoment.zeros(4, 6, on.device), gradient)
-    values = provisional_values(weights, gradient, factors.row_scale, factors.col_scale, finite=factors.finite)
+    values = provisional_values(weights, gradient, factors)
     assert torch.equal(values[1], weights[1])
     assert torch.equal(values[:, 2], weights[:, 2])
     assert torch.isfinite(values).all()
