@@ -12,7 +12,7 @@ from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step.accumulation import Accumulation
 from rank_processes import run_on_ranks
 from rank_states import make_rank_state
-from same_bits import assert_same_run
+from same_bits import assert_same_run, assert_same_tensors
 
 BASE = Case(steps=9, accumulate=3, max_norm=1.0, topk_ratio=0.3, strategy_options=APPROXIMATE)
 CASES: dict[str, Case] = {
@@ -60,7 +60,7 @@ def test_flushes_between_micro_batches() -> None:
         )
         trainer.fit(model)
         weights.append([p.detach() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert_same_tensors(*weights)
 
 
 def test_two_ranks() -> None:

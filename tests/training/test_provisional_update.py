@@ -23,6 +23,7 @@ from models import SHAPES, FreezingModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
 from reference import AdamWState, Group, owned_elements
+from same_bits import assert_close_to_adamw, assert_same_state, assert_same_tensors
 
 STEPS = 10
 MODELS: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def check(case: Case, runs: list[Run]) -> None:
     state = AdamWState.start(oracle.parameters, torch.float64)
     for step in range(case.steps):
         for run in runs[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(run.shown[step], runs[0].shown[step], strict=True))
+            assert_same_tensors(run.shown[step], runs[0].shown[step])
         oracle.follow(runs[0].shown[step])
         oracle.steps = step
         losses, gradients = oracle.gradients()
@@ -93,13 +94,9 @@ def check(case: Case, runs: list[Run]) -> None:
             state, [i for i, p in enumerate(oracle.parameters) if p in frozen], gradients, groups, case.max_norm
         )
     ours = runs[0]
-    for i, w in enumerate(state.weights):
-        # float32 against float64, see test_equivalence.
-        torch.testing.assert_close(ours.master[i].double(), w, rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(ours.exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(ours.exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
-        for run in runs:
-            assert torch.equal(run.weights[i], ours.master[i].to(case.dtype))
+    assert_close_to_adamw(ours, state, atol=2e-6)
+    for run in runs:
+        assert_same_tensors(run.weights, [w.to(case.dtype) for w in ours.master])
 
 
 FROZEN_IN = {0: (4, 8), 1: (0, 6), 3: (2, 100), 4: (5, 6), 6: (3, 9)}
@@ -124,6 +121,11 @@ FREEZING_CASES = {
 }
 
 
+@functools.cache
+def exact_freezing() -> Run:
+    return run_here(FREEZING_CASES["everything on the host, nothing late"])
+
+
 NEARLY_ALL_FROZEN = replace(FREEZING_CASES["defaults"], model_options={"frozen_in": ALL_BUT_ONE})
 
 
@@ -136,10 +138,7 @@ def check_freezing(case: Case, runs: list[Run]) -> None:
     for step in range(case.steps):
         frozen = [i for i, number in enumerate(IN_GROUPS) if model.is_left_alone(number, step)]
         step_without(state, frozen, gradients[step], groups[step], case.max_norm)
-    for i, w in enumerate(state.weights):
-        torch.testing.assert_close(runs[0].master[i].double(), w, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(runs[0].exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(runs[0].exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+    assert_close_to_adamw(runs[0], state)
     check_what_is_shown(case, runs)
 
 
@@ -154,7 +153,7 @@ def check_what_is_shown(case: Case, runs: list[Run]) -> None:
                 if model.is_left_alone(number, step - 1) and model.is_left_alone(number, step):
                     assert torch.equal(run.shown[step + 1][i], run.shown[step][i])
         for step in range(case.steps):
-            assert all(torch.equal(a, b) for a, b in zip(run.shown[step], runs[0].shown[step], strict=True))
+            assert_same_tensors(run.shown[step], runs[0].shown[step])
 
 
 LAYERS_IN_TURN = case_of(
@@ -197,7 +196,7 @@ def check_updated_entries(updated: Run, plain: Run, *, world_size: int) -> None:
         if d.dim() > 1:
             # All but the rows that a partition cuts, one on each side of it.
             assert (d | mask).flatten(1).all(1).sum() >= d.shape[0] - world_size
-    assert all(torch.equal(a, b) for a, b in zip(updated.master, plain.master, strict=True))
+    assert_same_tensors(updated.master, plain.master)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -243,9 +242,7 @@ def test_it_updates_host_owned_matrices_only_on_two_ranks() -> None:
 def test_what_is_frozen_in_mid_run_stays_as_it_is(name: str) -> None:
     run = run_here(FREEZING_CASES[name])
     check_freezing(FREEZING_CASES[name], [run])
-    first = run_here(FREEZING_CASES["everything on the host, nothing late"])
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        assert all(torch.equal(a, b) for a, b in zip(getattr(run, kind), getattr(first, kind), strict=True))
+    assert_same_state(run, exact_freezing())
 
 
 @pytest.mark.parametrize("name", FREEZING_CASES)

@@ -5,12 +5,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
-import torch
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+from same_bits import assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -71,10 +71,7 @@ def test_the_same_bits_whenever_the_worker_is_done(name: str, answers: str) -> N
     theirs, never, _ = run_with(name, "never")
     assert never == 0
     assert (early > 0) == (name != "nothing late")
-    for kind in ("weights", "master", "exp_avg", "exp_avg_sq"):
-        assert all(torch.equal(a, b) for a, b in zip(getattr(ours, kind), getattr(theirs, kind), strict=True))
-    for step, (a, b) in enumerate(zip(ours.shown, theirs.shown, strict=True)):
-        assert all(map(torch.equal, a, b)), f"step {step + 1}"
+    assert_same_run(ours, theirs)
 
 
 def test_nothing_is_left_for_the_end_of_the_step() -> None:

@@ -16,6 +16,7 @@ from benchmarks.common.processes import fresh_environment
 from harness import APPROXIMATE, Case, Run
 from rank_processes import free_port, run_on_ranks
 from reference import adamw_reference
+from same_bits import assert_close_to_adamw, assert_same_tensors
 from side_by_side import Net
 
 SCRIPT = Path(__file__).parents[1] / "support" / "trainer_script.py"
@@ -85,16 +86,12 @@ def test_state_is_adamws(name: str, ranks: int) -> None:
             of_step[0] = torch.full_like(of_step[0], math.nan)
     state = adamw_reference(weights, gradients, groups, max_norm=1.0)
     assert state.skipped == (2 if name == "not finite on the last rank" else 0)
-    for i, weight in enumerate(state.weights):
-        # float32 against float64, see test_equivalence.
-        torch.testing.assert_close(runs[0].master[i].double(), weight, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(runs[0].exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(runs[0].exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+    assert_close_to_adamw(runs[0], state)
     for run in runs:
         assert run.skipped == state.skipped
         for of_ours, of_first in zip([*run.shown, run.weights], [*runs[0].shown, runs[0].weights], strict=True):
             assert all(torch.isfinite(w).all() for w in of_ours)
-            assert all(torch.equal(a, b) for a, b in zip(of_ours, of_first, strict=True))
+            assert_same_tensors(of_ours, of_first)
 
 
 @pytest.mark.parametrize("name", TRAINING)

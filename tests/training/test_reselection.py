@@ -19,6 +19,7 @@ from lightning_zenflow.topk.importance import overlap
 from lightning_zenflow.topk.selector import Selector
 from networks import SmallNet
 from reference import AdamWState
+from same_bits import assert_same_run, assert_same_state, assert_same_tensors
 
 STEPS = 14
 
@@ -55,18 +56,19 @@ class OwnedEntries(pl.Callback):
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         optimizer = trainer.strategy.zenflow_optimizer
         assert optimizer is not None
-        partition, ownership = optimizer.parts.rank.partition, optimizer.parts.ownership
+        rank, ownership = optimizer.parts.rank, optimizer.parts.ownership
+        partition = rank.partition
         exact = torch.zeros(partition.numel, dtype=torch.float64)
         for s in partition.slices:
             weights = exact_weights()[trainer.global_step][s.parameter]
             exact[s.begin : s.end] = weights.flatten()[s.start : s.start + s.numel]
         # Writing the owned entries over NaN shows which they are and what they hold.
         shown = torch.full((partition.numel,), torch.nan)
-        before = [weights.clone() for weights in ownership._weights]
-        for weights in ownership._weights:
+        before = [weights.clone() for weights in rank.weights]
+        for weights in rank.weights:
             weights.fill_(torch.nan)
         ownership.write_weights()
-        for begin, weights, old in zip(partition.group_begins, ownership._weights, before, strict=True):
+        for begin, weights, old in zip(partition.group_begins, rank.weights, before, strict=True):
             shown[begin : begin + len(weights)] = weights
             weights.copy_(old)
         owned = ~torch.isnan(shown)
@@ -78,17 +80,7 @@ class OwnedEntries(pl.Callback):
 def check(case: Case) -> int:
     """Runs a case; returns how many entries of how many steps were compared."""
     owned = OwnedEntries()
-    model = case.make_model()
-    trainer = make_trainer(case.make_strategy(), max_steps=case.steps, gradient_clip_val=1.0, callbacks=[owned])
-    trainer.fit(model)
-    run = run_here(case)
-    for ours, theirs in (
-        (run.master, baseline().master),
-        (run.exp_avg, baseline().exp_avg),
-        (run.exp_avg_sq, baseline().exp_avg_sq),
-    ):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+    assert_same_state(run_here(case, callbacks=[owned]), baseline())
     return owned.compared
 
 
@@ -111,12 +103,9 @@ def test_approximations_change_no_exact_bit_and_repeat(precision: str, update_in
     )
     first, second = run_here(case), run_here(case)
     plain = run_here(case_of(precision=precision, topk_ratio=0, update_interval=1, publish_lag=0))
-    for of_step, again in zip(first.shown, second.shown, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(of_step, again, strict=True))
-    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
-        for a, b, c in zip(getattr(first, kind), getattr(second, kind), getattr(plain, kind), strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(a, c)
+    assert_same_run(first, second)
+    assert_same_state(first, plain)
+    assert_same_tensors(first.weights, plain.weights)
     # They do move what the model shows.
     assert any(not torch.equal(a, b) for a, b in zip(first.shown[5], plain.shown[5], strict=True))
 
@@ -207,7 +196,7 @@ def test_epochs_are_counted_by_the_trainer() -> None:
     s = selector(2, "epoch")
     measured = []
     for step in range(1, 13):
-        s.epoch = (step - 1) // 3
+        s.start_epoch((step - 1) // 3)
         if s.measures(step):
             measured.append(step)
             s.select(s.new_column_norms(), step)

@@ -15,6 +15,7 @@ from harness import EVERYTHING, Case, Run, run_here
 from models import OptimizerOptions
 from rank_processes import run_on_ranks
 from reference import AdamWState, adamw_reference
+from same_bits import assert_close_to_adamw, assert_same_state, assert_same_tensors
 
 FIXED = Case(steps=11)
 CLIPPED = replace(FIXED, accumulate=3, max_norm=1.0)
@@ -90,21 +91,14 @@ def test_state_is_adamws(name: str) -> None:
     sequence = name.rpartition(" ")[0]
     runs, theirs = all_runs()[name], exact(sequence)
     ours = runs[0]
-    for i in range(len(theirs.weights)):
-        # float32 against float64, see test_equivalence.
-        torch.testing.assert_close(ours.master[i].double(), theirs.weights[i], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(ours.exp_avg[i].double(), theirs.exp_avg[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(ours.exp_avg_sq[i].double(), theirs.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+    assert_close_to_adamw(ours, theirs)
     for run in runs:
         assert run.skipped == theirs.skipped
         assert run.counts == [theirs.count] * 2
         for w, master in zip(run.weights, ours.master, strict=True):
             assert torch.equal(w, master.to(w.dtype))
     # The same kernel over the same gradients: no bit depends on what was updated where and when.
-    first = all_runs()[f"{sequence} 0"][0]
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for a, b in zip(getattr(ours, kind), getattr(first, kind), strict=True):
-            assert torch.equal(a, b)
+    assert_same_state(ours, all_runs()[f"{sequence} 0"][0])
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -119,10 +113,7 @@ def test_every_step_is_the_oracles_in_bf16(name: str) -> None:
 
 def test_two_ranks_with_one_ranks_data_give_the_same_bits() -> None:
     """Without clipping nothing that is rounded depends on the number of ranks: half a gradient plus half a gradient is exact."""
-    two, one = all_runs()["same data"][0], run_here(SAME_DATA)
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
-        for a, b in zip(getattr(two, kind), getattr(one, kind), strict=True):
-            assert torch.equal(a, b)
+    assert_same_state(all_runs()["same data"][0], run_here(SAME_DATA))
 
 
 def test_a_rank_with_nothing_but_padding() -> None:
@@ -139,4 +130,4 @@ def test_ranks_show_the_same_weights() -> None:
     for name in cases():
         first, second = all_runs()[name]
         for of_first, of_second in zip([*first.shown, first.weights], [*second.shown, second.weights], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(of_first, of_second, strict=True)), name
+            assert_same_tensors(of_first, of_second, name)
