@@ -89,11 +89,11 @@ def parameter(implementation: Implementation, *others: Any) -> Any:
     return pytest.param(implementation, *others, id=name, marks=marks)
 
 
-def each_with(sizes: Iterable[Any], *, large: int = 140_000) -> list[Any]:
-    """Parameters (`on`, size): large ones not with the interpreter, and also on several threads."""
+def each_with(sizes: Iterable[Any], *, large: int = 140_000, interpreted: int = 140_000) -> list[Any]:
+    """Parameters (`on`, size): with the interpreter only smaller ones than `interpreted`; large ones also on several threads."""
     parameters = []
     for size in sizes:
         n = prod(size) if isinstance(size, tuple) else size
-        parameters += [parameter(on, size) for on in ALL if n < large or not on.is_interpreted]
+        parameters += [parameter(on, size) for on in ALL if n < interpreted or not on.is_interpreted]
         parameters += [parameter(on, size) for on in THREADS if n >= large]
     return parameters

@@ -66,7 +66,16 @@ def test_equals_torch_and_float64(on: Implementation, weight_decay: float, decou
     torch.testing.assert_close(exp_avg_sq.double(), exact.exp_avg_sq[0], rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize(("on", "n"), each_with([1, 17, 513, 2049, 600_000]), indirect=["on"])
+# On the CPU, torch's is what the compiled one is compared with.
+@pytest.mark.parametrize(
+    ("on", "n"),
+    [
+        p
+        for p in each_with([1, 17, 513, 2049, 600_000])
+        if (p.values[0].name, p.values[0].device_type) != ("torch", "cpu")
+    ],
+    indirect=["on"],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "h", [group(), group(decoupled=False), group(weight_decay=0.0)], ids=["adamw", "adam", "no decay"]

@@ -58,7 +58,7 @@ def test_a_number_that_is_not_finite_shows_in_its_row_its_column_and_the_total(
     assert (~torch.isfinite(squared_norms.columns)).nonzero().flatten().tolist() == [position]
 
 
-@ON_EACH_SHAPE
+@pytest.mark.parametrize(("on", "shape"), each_with(SHAPES, interpreted=10_000), indirect=["on"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_route_does_what_single_passes_do(on: Implementation, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Rows cut anywhere; no, one and two selections, all columns among them; a single row cut in the middle."""
