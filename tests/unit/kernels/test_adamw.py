@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(
     on: Implementation, weight_decay: float, decoupled: bool, at: int
 ) -> None:
     skipping, plain = (State(on, weight_decay=weight_decay, decoupled=decoupled) for _ in range(2))
-    for step, gradient in enumerate(gradients()):
+    for step, gradient in enumerate(gradients()[:6]):
         if step == at:
             bad, before = gradient.clone(), skipping.state.clone()
             bad[0], bad[1], bad[2] = float("nan"), float("inf"), -float("inf")
@@ -113,12 +113,12 @@ def test_a_step_that_is_not_finite_changes_no_bit(
         skipping.step(gradient, step)
         plain.step(gradient, step)
     assert torch.equal(skipping.state, plain.state)
-    assert skipping.count == plain.count == STEPS
+    assert skipping.count == plain.count == 6
 
 
 def test_the_factor_multiplies_the_gradient(on: Implementation) -> None:
     scaled, plain = State(on), State(on)
-    for step, gradient in enumerate(gradients()):
+    for step, gradient in enumerate(gradients()[:6]):
         scaled.step(gradient * 8, step, factor=0.125)
         plain.step(gradient, step)
     assert torch.equal(scaled.state, plain.state)
