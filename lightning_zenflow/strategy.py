@@ -260,8 +260,8 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             assert self.lightning_module is not None
             if self._micro_batches == 0:
                 refuse_unfrozen(self._frozen_at_setup)
-                self._optimizer.zenflow.follow_freezing()
-            self._optimizer.zenflow.start_epoch(self.lightning_module.trainer.current_epoch)
+                self._optimizer.zenflow_step.follow_freezing()
+            self._optimizer.zenflow_step.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override

@@ -46,7 +46,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         telemetry: stall clock, tracer and copied bytes.
         counters: all counters, to be read at any time.
         parts: components of the step.
-        zenflow: the step.
+        zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
     """
 
     overlap_comm: bool  # DeepSpeed's own, declared for the type checker
@@ -98,7 +98,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partition = parts.step.rank.partition
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
         freezing = Freezing(self._partition, parameters)
-        self.zenflow = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
+        self.zenflow_step = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
         rank_zero_info(parts.description)
 
     @override
@@ -110,7 +110,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
             if gradient.shape[0] != s.numel:
                 gradient = gradient.narrow(0, s.start, s.numel)
-            self.zenflow.receive(index, gradient, last=self.is_gradient_accumulation_boundary())
+            self.zenflow_step.receive(index, gradient, last=self.is_gradient_accumulation_boundary())
         self.clear_grad_attribute(param)
 
     @override
@@ -129,7 +129,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it."""
-        scale = self.zenflow.step()
+        scale = self.zenflow_step.step()
         self._global_grad_norm = scale.norm
         if self.loss_scaler.dynamic:
             # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
@@ -163,12 +163,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Raises:
             WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
         """
-        if self.closed and not self.zenflow.is_exact:
+        if self.closed and not self.zenflow_step.is_exact:
             raise WorkerError(
-                f"training ended before the worker had applied all of its {self.zenflow.number} steps: the exact optimizer state is lost"
+                f"training ended before the worker had applied all of its {self.zenflow_step.number} steps: the exact optimizer state is lost"
             )
         try:
-            self.zenflow.flush()
+            self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
@@ -182,7 +182,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 the worker; if not, the worker is killed. None: they stay if they are exact.
         """
         if keep_state is None:
-            keep_state = self.zenflow.is_exact
+            keep_state = self.zenflow_step.is_exact
         if self._worker is not None:
             if keep_state:
                 self._worker.close()
@@ -201,7 +201,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @property
     def skipped(self) -> Tensor:
         """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
-        return self.zenflow.skipped
+        return self.zenflow_step.skipped
 
     @property
     def worker_pid(self) -> int | None:
@@ -223,7 +223,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
         state: dict[str, Any] = super().state_dict()
-        state[CHECKPOINT_KEY] = self.zenflow.state_dict()
+        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 
     @override
@@ -238,7 +238,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         count = self._host_state.take_back()
         own = state_dict_list[dist.get_rank(group=self.dp_process_group)] if state_dict_list else None
         saved = own.get(CHECKPOINT_KEY) if own and load_optimizer_states else None
-        difference = self.zenflow.load_state_dict(saved, count)
+        difference = self.zenflow_step.load_state_dict(saved, count)
         if difference:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: columns are selected anew, and"
