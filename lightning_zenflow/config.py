@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
-from lightning_zenflow.core.domains import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
+from lightning_zenflow.core.allowed_values import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 

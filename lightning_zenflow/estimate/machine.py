@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_zenflow.config import ConfigValueError
-from lightning_zenflow.core.domains import Domain, integer
+from lightning_zenflow.core.allowed_values import Domain, integer
 from lightning_zenflow.estimate.shapes import ModelShapes
 from lightning_zenflow.schedule.staggered import LARGEST_BUCKET
 

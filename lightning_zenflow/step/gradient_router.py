@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, Tile, blocks_of_tiles, tiles_of_slice
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate, TileGradient
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.kernels.base import Destination

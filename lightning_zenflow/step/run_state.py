@@ -31,7 +31,7 @@ from typing import Any
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.topk.ownership import Ownership
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
 from lightning_zenflow.step.accumulation import Accumulation
+from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.context import StepContext, StepEnvironment
 from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.step.parts import StepParts
 from lightning_zenflow.worker.process import WorkerError
 
 

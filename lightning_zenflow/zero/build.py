@@ -16,15 +16,15 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.schedule.auto_control import ScheduleControl
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
+from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.gradient_router import GradientRouter
-from lightning_zenflow.step.parts import StepParts
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import RunState

@@ -3,8 +3,12 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
@@ -40,13 +44,18 @@ def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host
     return RankResources(cores=cores, ranks_on_host=ranks_on_host)
 
 
-def use_deepspeed_on_cpu() -> None:
-    """Selects DeepSpeed's CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
+    """DeepSpeed's CPU accelerator without its shared-memory collectives, which serve inference only and need a compiler and a minute."""
 
-    if get_accelerator().device_name() != "cpu":
-        set_accelerator(CPU_Accelerator())
+    @override
+    def create_op_builder(self, op_name: str) -> Any:
+        return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
+
+
+def use_deepspeed_on_cpu() -> None:
+    """Selects the CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
+    if not isinstance(get_accelerator(), CpuAccelerator):
+        set_accelerator(CpuAccelerator())
 
 
 def with_local_ranks(devices: Sequence[torch.device]) -> list[torch.device]:

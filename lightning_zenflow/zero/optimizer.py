@@ -165,7 +165,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """
         if self.closed and not self.zenflow_step.is_exact:
             raise WorkerError(
-                f"training ended before the worker had applied all of its {self.zenflow_step.number} steps: the exact optimizer state is lost"
+                f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
+                " the exact optimizer state is lost"
             )
         try:
             self.zenflow_step.flush()

@@ -242,7 +242,7 @@ def test_scores_survive_a_cast_of_floating_point_tensors() -> None:
     [
         ({}, "set exactly one of data.data_dir (got None) and data.dataset (got None)"),
         ({"data_dir": "x", "dataset": "y"}, "set exactly one of data.data_dir (got 'x')"),
-        ({"data_dir": "x", "task": "SQuAD"}, "task='SQuAD' is not a GLUE task"),
+        ({"data_dir": "x", "task": "SQuAD"}, "task must be one of CoLA"),
         ({"data_dir": "x", "batch_size": 0}, "data.batch_size=0 is not allowed; it must be at least 1"),
         ({"data_dir": "x", "max_length": 4}, "data.max_length=4 is not allowed; it must be at least 8"),
     ],

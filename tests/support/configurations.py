@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import KEYS
-from lightning_zenflow.core.domains import BOOLEAN
+from lightning_zenflow.core.allowed_values import BOOLEAN
 from lightning_zenflow.zero.config_sources import _DEEPSPEED_ZENFLOW_KEYS
 
 SHARES = st.floats(0, 1) | st.sampled_from([0, 1, 0.0, 1.0, 1e-300])

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import torch._inductor.compile_fx  # noqa: F401  # else imported by the first fit of every fork
+import torch._inductor.compile_fx  # else imported by the first fit of every fork
 
 from harness import Case, Run, join_partitions, run_case
 

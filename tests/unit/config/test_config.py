@@ -16,7 +16,7 @@ from omegaconf.errors import ValidationError
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import KEYS, ConfigValueError, ZenFlowConfig
-from lightning_zenflow.core.domains import BOOLEAN
+from lightning_zenflow.core.allowed_values import BOOLEAN
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 BOOLEANS = ("optimizer_in_backward", "overlap_step", "offload", "stall_monitor")
@@ -25,7 +25,7 @@ DEFAULTS = {name: key.default for name, key in KEYS.items()}
 JUNK = [None, True, math.nan, math.inf, -1, "auto ", "", {}, [[1]]]
 """Refused by every key, but for None as the default and True as a boolean."""
 
-# The bounds of each key; tests/unit/core/test_domains.py has the rest of each kind of domain.
+# The bounds of each key; tests/unit/core/test_allowed_values.py has the rest of each kind of domain.
 REFUSED: dict[str, list[Any]] = {
     "topk_ratio": [-0.01, 1.01, 2, "auto"],
     "select_strategy": ["steps", "a..b", ".a", "a:", "a b.c", "a:b:c", 1],

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.step.plan import Planner

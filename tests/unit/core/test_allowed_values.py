@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_zenflow.core.domains import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
+from lightning_zenflow.core.allowed_values import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
 
 PAIRS = integers("a pair", lambda numbers: len(numbers) == 2)
 NEVER_NUMBERS = [None, True, False, "4", "auto ", "", [1], [], {}, math.nan, math.inf, -math.inf, 10**400, 1j]

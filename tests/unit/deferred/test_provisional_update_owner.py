@@ -5,7 +5,7 @@ import torch
 
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.deferred.provisional import ProvisionalUpdate, TileGradient
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
@@ -108,7 +108,7 @@ def test_gradients_that_come_back_are_counted(
     factors = provisional.measure(0, rank.kernels.squared_norms(gradient, per_axis=True), HYPERPARAMETERS)
     tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
     # Only CUDA says how much room it has, so for the meta device the gradient is in host memory from the start.
-    monkeypatch.setattr("lightning_zenflow.deferred.provisional.has_room", lambda *_: False)
+    monkeypatch.setattr("lightning_zenflow.deferred.provisional_update.has_room", lambda *_: False)
     provisional.reapply.keep(5, factors, slot if device == "meta" else gradient, tile, SCHEDULE)
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
