@@ -46,9 +46,7 @@ class JobQueue:
     for the device.
 
     Args:
-        rank: state of the rank.
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
-        slots: gradient slots.
         publisher: copies new weights into the model.
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.

@@ -61,7 +61,6 @@ class ProvisionalUpdate:
     entries are updated as well, and overwritten by their exact values in the same step.
 
     Args:
-        rank: state of the rank.
         compensation: size of the updates.
         rank_number: number of the rank; ranks use different rounding noise.
     """

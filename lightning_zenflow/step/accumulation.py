@@ -63,7 +63,6 @@ class HostSums(Sums):
     The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
 
     Args:
-        rank: state of the rank.
         slots: gradient slots, prepared for the step.
     """
 
@@ -91,8 +90,6 @@ class Accumulation:
     """Owner of the gradients of micro-batches that are not their step's last.
 
     Args:
-        rank: state of the rank.
-        slots: gradient slots.
         where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
             gets.
     """

@@ -14,7 +14,6 @@ class Freezing:
     """Record of the parameters that are trained at present. As under plain torch, a frozen parameter and its moments do not change.
 
     Args:
-        partition: partition of the rank.
         parameters: parameters of the model that required gradients at setup, in the order in which `Slice.parameter` counts them.
     """
 

@@ -20,7 +20,6 @@ class Planner:
     schedule waits for a selection to reach all blocks, and nothing is selected while the schedule waits.
 
     Args:
-        config: configuration.
         jobs: their schedule is changed.
         control: measures and decides on the schedule; None if S and d are given.
         selector: selects columns.

@@ -35,7 +35,6 @@ class ZenFlowStep:
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Args:
-        config: configuration.
         parts: components of the step.
         environment: optimizer around the step.
         freezing: parameters that are trained.

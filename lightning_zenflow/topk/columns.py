@@ -57,7 +57,6 @@ class ResidentState(ColumnState):
 
     Args:
         numel: number of entries n.
-        device: training device.
         traffic: counter of copied bytes.
     """
 
@@ -87,7 +86,6 @@ class OffloadedState(ColumnState):
 
     Args:
         numel: number of entries n.
-        device: training device.
         traffic: counter of copied bytes.
     """
 
@@ -177,7 +175,6 @@ class DeviceColumns:
     """Owner of the device's copy of one block's selected entries.
 
     Args:
-        rank: state of the rank.
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
         new_state: `ResidentState` or `OffloadedState`.

@@ -43,7 +43,6 @@ class Ownership:
     Nothing is reset, dropped or applied twice.
 
     Args:
-        rank: state of the rank.
         offload: whether the entries' state lives in host memory, from where it is copied to the device for each step.
     """
 

@@ -51,7 +51,6 @@ class ColumnSquaredNorms:
 
     Args:
         columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
-        device: training device.
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
@@ -83,7 +82,6 @@ class Selector:
         topk_ratio: share of the columns.
         strategy: "step" or "epoch" (what `interval` counts; "auto" counts steps), or the import path of a `SelectStrategy`.
         interval: steps or epochs between selections; 0 selects once; "auto" selects when the present choice no longer fits.
-        device: training device.
     """
 
     def __init__(

@@ -78,11 +78,7 @@ class RankParts:
 def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources, *, clips: bool) -> RankParts:
     """Builds the components in the order in which one needs another; the caller closes worker and arena.
 
-    Args:
-        config: configuration.
-        zero: state that DeepSpeed has built.
-        resources: cores and memory.
-        clips: whether a step's gradients decide on their factor: they are clipped, or the loss scale is dynamic.
+    `clips` says whether a step's gradients decide on their factor: they are clipped, or the loss scale is dynamic.
 
     Raises:
         MisconfigurationException: the host has too little memory.
@@ -179,13 +175,6 @@ def _arena_sizes(
     resources: RankResources,
 ) -> ArenaSizes:
     """Sizes of an arena for any schedule that the configuration allows.
-
-    Args:
-        config: configuration.
-        zero: state that DeepSpeed has built.
-        partition: partition of the rank.
-        first: schedule at the start.
-        resources: cores and memory.
 
     Raises:
         MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.

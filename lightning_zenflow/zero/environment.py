@@ -26,13 +26,7 @@ class RankResources:
 
 
 def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int) -> RankResources:
-    """Chooses the worker's cores; all ranks of a host call it together.
-
-    Args:
-        config: configuration.
-        device: training device of the rank.
-        ranks_on_host: ranks that share the host.
-    """
+    """Chooses the worker's cores; all ranks of a host call it together."""
     places, index = places_on_this_host(read_place(device))
     cores = worker_cores(
         config.worker_cores,
