@@ -1,4 +1,4 @@
-"""Words that all rooms share: the partition of a rank, inputs of a step, domains of values, errors on all ranks.
+"""What all rooms share: the partition of a rank, inputs of a step, domains of values, errors on all ranks, the device's streams and events.
 
-Only pure functions, records and collectives of plain objects enter; nothing here knows the worker, DeepSpeed or Lightning's trainer.
+Only pure functions, records, collectives of plain objects and calls of torch enter; nothing here knows the worker, DeepSpeed or Lightning's trainer.
 """

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
@@ -35,8 +36,8 @@ class JobQueue:
        gradients in order; write the new weights, in the model's type, to the publish buffer; answer *done*. Jobs are processed in the
        order of their submission.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
-       (h2d); slots and publish buffers become free. The weights of jobs that are done in time are copied before, during *fill* of t: no
-       kernel of step t reads a slice's weights any more once its gradient has arrived (`Publisher.upload`).
+       (h2d); slots and publish buffers become free. No kernel of step t reads a slice's weights any more once its gradient has arrived:
+       the copies are ordered behind that event in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
 
     *flush* closes every open window and publishes every job; then the arena is the exact state of all steps so far.
 
@@ -179,31 +180,38 @@ class JobQueue:
         arena = self._rank.arena
         self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor)
         self._submit(block, due_step=step, in_backward=True)
-        self._in_flight[-1].filled = self._publisher.mark()
+        unread = runtime_of(self._rank.device).record_event()
+        self._in_flight[-1].unread.append((unread, self._publisher.trained_slices(block)))
         self._submitted_in_backward.add(block)
 
     def next_due(self, block: int) -> int | None:
         """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
         return min((job.due_step for job in self._in_flight if job.block == block), default=None)
 
-    def upload(self, new: Set[int], arrived: Set[int], step: int) -> None:
-        """Phase *publish* during backward, for jobs that are due at the end of the step and done; never waits.
+    def upload(self, new: Set[int], step: int) -> None:
+        """Phase *publish* during backward, for jobs that are due at the end of the step; never waits.
 
         Args:
             new: slices whose gradients have arrived since the last call; their weights are neither read nor updated any more in this step.
-            arrived: all slices of which this holds, `new` included.
             step: step of the backward pass.
         """
+        of_job = [
+            (job, slices)
+            for job in self._in_flight
+            if job.due_step <= step and job.block not in self._submitted_in_backward
+            if (slices := self._publisher.trained_slices(job.block) & new)
+        ]
+        if of_job:
+            unread = runtime_of(self._rank.device).record_event()
+            for job, slices in of_job:
+                job.unread.append((unread, slices))
         for job in self._in_flight:
-            candidates = new
             if job.completion is None:
                 if not self._worker.has_answered():
                     return
                 job.completion = self._worker.wait()
-                candidates = arrived
-            ready = self._publisher.trained_slices(job.block) & candidates
-            if ready and job.due_step <= step:
-                self.counts.bytes_in_backward += self._publisher.upload(job, ready)
+            if job.due_step <= step:
+                self.counts.bytes_in_backward += self._publisher.upload(job)
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*.
@@ -240,13 +248,18 @@ class JobQueue:
         self._publisher.use(partition)
 
     def _write_word(self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor) -> None:
-        clip.copy_(factor, non_blocking=True)
-        sequence.copy_(self._sequence.fill_(step), non_blocking=True)
+        self._sequence.fill_(step)
+        with self._rank.d2h.behind(reads=factor):
+            clip.copy_(factor, non_blocking=True)
+            sequence.copy_(self._sequence, non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
 
     def _drop_open_step(self, step: int) -> None:
         """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error."""
         assert not self._submitted_in_backward, "the worker's part of that step cannot be undone"
+        for job in self._in_flight:
+            # Whatever runs next may read the weights.
+            job.unread.clear()
         for block, window in enumerate(self._windows):
             if window is not None and window.last_step > step:
                 self._slots.free([window.slots.pop()])
@@ -272,9 +285,10 @@ class JobQueue:
             # Backpressure: synchronous steps and flushes submit more jobs than the schedule has buffers for.
             self._publish_oldest(due_step, cause)
         buffer = self._free_buffers.pop()
-        if buffer in self._freed_in_step and self._rank.device.type == "cuda":
+        runtime = runtime_of(self._rank.device)
+        if buffer in self._freed_in_step and runtime.runs_behind:
             with self._rank.telemetry.stalls.measure("publish_buffer"):
-                torch.cuda.current_stream(self._rank.device).synchronize()
+                runtime.current_stream().synchronize()
             self._freed_in_step.clear()
         job = UpdateJob(job_id=self._next_job_id, block=block, window=window, due_step=due_step, publish_buffer=buffer)
         self._next_job_id += 1

@@ -1,14 +1,13 @@
 """Copies of published weights from the arena into the model, and the age of the model's weights."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Set
 
 import torch
 
+from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition, Range, blocks_of_tiles, merge_ranges, ranges_of_block
 from lightning_zenflow.deferred.window import UpdateJob
-from lightning_zenflow.telemetry.events import record_event
 from lightning_zenflow.worker.rank_state import RankState
 
 EXPOSED_COPIES = "h2d copies"
@@ -16,17 +15,16 @@ EXPOSED_COPIES = "h2d copies"
 
 
 class Publisher:
-    """Copies the weights of finished jobs into the model: during backward, a slice at a time, or at the end of the step.
+    """Copies the weights of finished jobs into the model: during backward, slice by slice, or at the end of the step.
 
-    On a CUDA device, copies run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward.
+    Copies run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. A slice's copy is ordered behind the
+    event in backward from which on no kernel of the step reads its weights (`UpdateJob.unread`), so a device that runs behind the host
+    makes it there, even where the host enqueues it at the end of the step.
     """
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
-        device = rank.device
-        self._stream: torch.cuda.Stream | None = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        )
+        self._copies = SideStream(rank.device)
         self._block_of_tile = blocks_of_tiles(rank.partition)
         # For each block the last step that its weights are exact for, not counting provisional updates since then; None: after a flush.
         self._exact_for: list[int | None] = [None] * len(rank.partition.blocks)
@@ -60,58 +58,37 @@ class Publisher:
         """After a flush: all weights are exact."""
         self._exact_for = [None] * len(self._exact_for)
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Event at the present end of the current stream; None where the device is the CPU."""
-        if self._stream is None:
-            return None
-        return record_event()
-
-    def upload(self, job: UpdateJob, slices: Collection[int]) -> int:
-        """Copies the weights of some slices during backward, ordered behind all work enqueued on the current stream so far.
+    def upload(self, job: UpdateJob) -> int:
+        """Copies the weights of the slices that the step does not read any more; in backward.
 
         Args:
             job: answered by the worker.
-            slices: of the job's block; no kernel that is enqueued later in this step reads or updates their weights.
 
         Returns:
             Bytes copied.
         """
-        ranges = (r for index in sorted(slices) for r in self._ranges[job.block][index])
-        with self._beside():
-            n_bytes = self._copy(job, ranges, "h2d copies, in backward")
-        job.uploaded.update(slices)
-        return n_bytes
+        return self._copy_unread(job, "h2d copies, in backward")
 
     def finish(self, job: UpdateJob) -> None:
         """Copies what `upload` has left of an answered job, and orders the current stream behind all of its copies.
 
         Afterwards its publish buffer and slots may be reused in the order of the current stream.
         """
+        self._copy_unread(job, EXPOSED_COPIES)
         if job.uploaded:
-            self._wait()
-        rest = (r for index, ranges in self._ranges[job.block].items() if index not in job.uploaded for r in ranges)
-        if job.filled is None:
-            self._copy(job, rest, EXPOSED_COPIES)
-        else:
-            with self._beside(job.filled):
-                self._copy(job, rest, EXPOSED_COPIES)
-            self._wait()
+            self._copies.join()
+        rest = self._ranges[job.block].keys() - job.uploaded
+        self._copy(job, (r for index in sorted(rest) for r in self._ranges[job.block][index]), EXPOSED_COPIES)
         self._exact_for[job.block] = job.window.last_step
 
-    def _wait(self) -> None:
-        """Orders the current stream behind the copies so far; the host does not wait."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._rank.device).wait_stream(self._stream)
-
-    def _beside(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """The copy stream, ordered behind `after`, or behind the present end of the current stream."""
-        if self._stream is None:
-            return nullcontext()
-        if after is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._rank.device))
-        else:
-            self._stream.wait_event(after)
-        return torch.cuda.stream(self._stream)
+    def _copy_unread(self, job: UpdateJob, name: str) -> int:
+        n_bytes = 0
+        for event, slices in job.unread:
+            with self._copies.behind(event):
+                n_bytes += self._copy(job, (r for i in sorted(slices) for r in self._ranges[job.block][i]), name)
+            job.uploaded |= slices
+        job.unread.clear()
+        return n_bytes
 
     def _copy(self, job: UpdateJob, ranges: Iterable[Range], name: str) -> int:
         first = self._rank.partition.blocks[job.block].begin

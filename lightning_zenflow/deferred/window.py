@@ -1,9 +1,9 @@
 """Records of the deferred update: open windows, and update jobs in flight."""
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-import torch
-
+from lightning_zenflow.core.device import Event
 from lightning_zenflow.telemetry.counters import Completion
 
 
@@ -30,13 +30,13 @@ class UpdateJob:
     due_step: int
     """Step at whose end the weights are published."""
     publish_buffer: int
-    filled: torch.cuda.Event | None = None
-    """Of a job submitted in backward on a CUDA device: the block's gradient has been copied, and its weights are not read any more in the
-    step."""
     completion: Completion | None = None
     """The worker's answer, once it has been read."""
+    unread: list[tuple[Event, Set[int]]] = field(default_factory=list)
+    """Slices that are still to be copied, and the event from which on no kernel of the step in which the job is due reads or updates their
+    weights."""
     uploaded: set[int] = field(default_factory=set)
-    """Slices whose weights have been copied into the model during backward."""
+    """Slices whose weights have been copied into the model behind such an event."""
 
 
 @dataclass(kw_only=True)

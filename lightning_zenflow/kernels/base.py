@@ -6,6 +6,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -64,21 +65,34 @@ class ColumnWrite:
     """[rows, k], contiguous, model dtype; read at each write."""
 
 
+IN_ORDER = nullcontext()
+"""Copies to slots in the order of everything else."""
+
+
 class Kernels(ABC):
     """The passes of one step. Matrices are contiguous, [rows, columns]; no pass synchronises with the device."""
 
-    def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
+    def route(
+        self,
+        gradient: Tensor,
+        destinations: Sequence[Destination],
+        *,
+        per_axis: bool,
+        copies: AbstractContextManager[None] = IN_ORDER,
+    ) -> SquaredNorms:
         """Copies the parts of a gradient to their slots, gathers the selected columns and computes the squared norms.
 
         Args:
             gradient: [rows, columns], model dtype.
             destinations: disjoint parts of the gradient.
             per_axis: see `squared_norms`.
+            copies: context in which the slots are written, on a stream of its own if the device has streams.
         """
+        with copies:
+            for destination in destinations:
+                destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
         for destination in destinations:
-            part = destination.part_of(gradient)
-            destination.slot.copy_(part, non_blocking=True)
-            self.select(part, destination.selections)
+            self.select(destination.part_of(gradient), destination.selections)
         return self.squared_norms(gradient, per_axis=per_axis)
 
     def select(self, part: Tensor, selections: Sequence[Selection]) -> None:

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import ColumnWrite, Destination, Kernels, SquaredNorms
+from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, SquaredNorms
 from lightning_zenflow.kernels.factored import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import device_library
@@ -139,11 +140,18 @@ class CpuKernels(Kernels):
         return self.route(gradient, (), per_axis=per_axis)
 
     @override
-    def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
+    def route(
+        self,
+        gradient: Tensor,
+        destinations: Sequence[Destination],
+        *,
+        per_axis: bool,
+        copies: AbstractContextManager[None] = IN_ORDER,
+    ) -> SquaredNorms:
         """One pass over memory, except for destinations within a single row and for second selections from the same rows."""
         n_rows, n_columns = gradient.shape
         if any(destination.slot.shape[1] != n_columns for destination in destinations):
-            return super().route(gradient, destinations, per_axis=per_axis)
+            return super().route(gradient, destinations, per_axis=per_axis, copies=copies)
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
         rows = torch.empty(n_rows)
@@ -168,7 +176,8 @@ class CpuKernels(Kernels):
                     row = first - slot_begin
                     run_rows(part, first, last, slot.data_ptr() + row * row_bytes, *_first_selection(destination, row))
 
-        _in_parallel(run, parts)
+        with copies:
+            _in_parallel(run, parts)
         for destination in destinations:
             if len(destination.selections) > 1:
                 self.select(destination.part_of(gradient), destination.selections[1:])

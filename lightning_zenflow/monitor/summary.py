@@ -118,6 +118,8 @@ def advice(situation: Situation) -> str | None:
             return f"{share} is spent selecting columns: raise select_interval."
         case "flush":
             return f"{share} is spent completing updates before validations and checkpoints: have fewer of them."
+        case "loss_scale":
+            return f"{share} is spent waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale."
         case _:
             return None
 

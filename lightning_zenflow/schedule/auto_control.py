@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.schedule.auto_policy import Decision, Observation, SchedulePolicy, observation_step
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.telemetry.stalls import StallClock
 
 _SHORTEST_OBSERVATION = 16
@@ -156,7 +156,8 @@ class ScheduleControl:
 
     def _reduce(self, load: float, stall: float, max_interval_by_gradients: Tensor | None) -> AsyncHostCopy:
         """[load, stall, max_interval_by_gradients], the largest of all ranks, float64; an unknown interval is 0."""
-        local = torch.tensor([load, stall, 0.0], dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        local = runtime_of(self._device).empty_on_host((3,), torch.float64)
+        local.copy_(torch.tensor([load, stall, 0.0], dtype=torch.float64))
         values = local.to(self._device, non_blocking=True, copy=True)
         if max_interval_by_gradients is not None:
             values[2] = torch.nan_to_num(max_interval_by_gradients, nan=0.0, posinf=0.0, neginf=0.0)

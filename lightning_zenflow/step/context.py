@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.topk.selector import ColumnSquaredNorms
 
@@ -55,6 +55,9 @@ class StepEnvironment(Protocol):
 
     def read_hyperparameters(self) -> list[GroupHyperparameters]:
         """Present hyperparameters of each parameter group; never waits for a device."""
+
+    def scaled(self, scale: StepScale) -> None:
+        """Takes the result of phase *clip*, before the rest of the step is enqueued."""
 
     def gather_weights(self) -> None:
         """Exchanges the ranks' updated weights."""

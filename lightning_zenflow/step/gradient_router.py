@@ -1,6 +1,7 @@
 """Routes a reduced gradient to its destinations before DeepSpeed reuses its buffer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,7 @@ class GradientRouter:
         self._vectors = VectorGradients(rank, slots, ownership)
         self.in_backward = BackwardSubmission(rank, jobs, self.arrivals, self._vectors)
         partition = rank.partition
+        self._zeros = torch.zeros((), dtype=rank.dtype, device=rank.device)
         self._block_of_tile = blocks_of_tiles(partition)
         parts: list[list[int]] = [[] for _ in partition.slices]
         for part, tile in enumerate(partition.tiles):
@@ -130,8 +132,8 @@ class GradientRouter:
         part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
         matrix = part.view(tile.rows, tile.width)
         destinations = self._destinations(rectangle)
-        with self._rank.telemetry.tracer.span("d2h copies", n_bytes=matrix.nbytes):
-            norms = self._rank.kernels.route(matrix, destinations, per_axis=column_norms is not None or provisional)
+        per_axis = column_norms is not None or provisional
+        norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
         self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
         self.arrivals.squared_norms.append(norms.total)
         if column_norms is not None and norms.columns is not None:
@@ -151,10 +153,20 @@ class GradientRouter:
             return
         for rectangle in self._rectangles[index]:
             for destination in self._destinations(rectangle):
-                destination.slot.zero_()
+                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+                destination.slot.copy_(self._zeros.expand_as(destination.slot), non_blocking=True)
                 for selection in destination.selections:
                     selection.target.zero_()
         self.arrivals.slice_complete(index)
+
+    @contextmanager
+    def _d2h(self, gradient: Tensor) -> Iterator[None]:
+        """Context in which a gradient is copied to its slots."""
+        with (
+            self._rank.d2h.behind(reads=gradient),
+            self._rank.telemetry.tracer.span("d2h copies", n_bytes=gradient.nbytes),
+        ):
+            yield
 
     def _destinations(self, rectangle: _Rectangle) -> list[Destination]:
         return [
@@ -173,4 +185,4 @@ class GradientRouter:
 
     def _upload(self, context: StepContext) -> None:
         """Copies finished weights of slices whose gradients are there."""
-        self._jobs.upload(self.arrivals.take_new(), self.arrivals.arrived, context.number)
+        self._jobs.upload(self.arrivals.take_new(), context.number)

@@ -1,12 +1,11 @@
 """Reading of all counters of one rank at one moment."""
 
 import psutil
-import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.telemetry.counters import Reading
-from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.worker.rank_state import RankState
@@ -40,9 +39,8 @@ class CounterReader:
             worker_pid: process id of the worker, for its memory; None: it has ended.
         """
         self._read_device_values()
-        device, telemetry = self._rank.device, self._rank.telemetry
+        runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
         counts, schedule = self._jobs.counts, self._jobs.schedule
-        on_cuda = device.type == "cuda"
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,
@@ -65,8 +63,8 @@ class CounterReader:
             trainer_rss_bytes=psutil.Process().memory_info().rss,
             worker_rss_bytes=_rss(worker_pid),
             arena_bytes=self._rank.arena.reserved_bytes,
-            device_bytes=torch.cuda.memory_allocated(device) if on_cuda else 0,
-            device_peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else 0,
+            device_bytes=runtime.memory_allocated(),
+            device_peak_bytes=runtime.max_memory_allocated(),
         )
 
     def _read_device_values(self) -> None:

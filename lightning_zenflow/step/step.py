@@ -117,6 +117,7 @@ class ZenFlowStep:
         scale = step_scale(
             squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
         )
+        self._environment.scaled(scale)
         self.count = scale.count
         self.skipped.add_(~scale.finite)
         # seal

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.telemetry.counters import Completion
-from lightning_zenflow.telemetry.events import record_event
 from lightning_zenflow.telemetry.tracing import Tracer
 
-Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "timeline"]
+Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "loss_scale", "timeline"]
 """Cause of a wait of the training thread:
 
 * "publish_wait": a job that is due is not done;
@@ -20,6 +20,7 @@ Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", 
 * "select": the proxies of a selection and the state of the selected columns are read;
 * "flush": all open windows are completed;
 * "restart": a killed worker is replaced, found at a submission;
+* "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed;
 * "timeline": the clocks of device and host are aligned before a recording.
 """
 
@@ -39,11 +40,11 @@ class StallClock:
     """
 
     def __init__(self, device: torch.device, tracer: Tracer) -> None:
-        self._on_cuda = device.type == "cuda"
+        self._runtime = runtime_of(device)
         self._tracer = tracer
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._device_seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: deque[tuple[str, Event, Event]] = deque()
         self.worker_busy_s = 0.0
         """Seconds of computation of the worker since the start."""
         self.steps = 0
@@ -59,7 +60,7 @@ class StallClock:
     @property
     def device_seconds(self) -> dict[str, float]:
         """Seconds since the start that the device was idle because of a wait, by cause."""
-        while self._events and self._events[0][2].query():  # type: ignore[no-untyped-call]
+        while self._events and self._events[0][2].query():
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
         return dict(self._device_seconds)
@@ -72,7 +73,7 @@ class StallClock:
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
         """Adds the time spent in the context to a cause."""
-        before = record_event(timing=True) if self._on_cuda else None
+        before = self._runtime.record_event(timing=True) if self._runtime.runs_behind else None
         begin_ns = time.perf_counter_ns()
         try:
             yield
@@ -84,7 +85,7 @@ class StallClock:
             if before is None:
                 self._device_seconds[cause] += seconds
             else:
-                events = before, record_event(timing=True)
+                events = before, self._runtime.record_event(timing=True)
                 self._events.append((cause, *events))
             self._tracer.add_wait(cause, begin_ns, end_ns, events)
 

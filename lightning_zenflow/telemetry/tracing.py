@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.telemetry.counters import Completion
-from lightning_zenflow.telemetry.events import record_event
 
 Lane = Literal[
     "forward",
@@ -61,21 +61,21 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class _DeviceSpan:
-    """A span between two CUDA events, whose times are known once the device has reached them."""
+    """A span between two events of the device, whose times are known once the device has reached them."""
 
     lane: Lane
     name: str
-    before: torch.cuda.Event
-    after: torch.cuda.Event
+    before: Event
+    after: Event
     n_bytes: int
     waits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """A CUDA event and the time on the host's clock at which the device reached it."""
+    """An event of the device and the time on the host's clock at which the device reached it."""
 
-    event: torch.cuda.Event
+    event: Event
     host_ns: int
 
 
@@ -95,7 +95,7 @@ class StepTrace:
     @property
     def complete(self) -> bool:
         """True once step and device have finished. Does not wait."""
-        return self.end_ns is not None and all(span.after.query() for span in self.device_spans)  # type: ignore[no-untyped-call]
+        return self.end_ns is not None and all(span.after.query() for span in self.device_spans)
 
     def spans(self) -> list[Span]:
         """All spans of a complete step, ordered by their beginning."""
@@ -151,11 +151,10 @@ class Tracer:
     """
 
     def __init__(self, device: torch.device, *, worker_threads: int) -> None:
-        self._device = device
         n_lanes = min(worker_threads, MAX_WORKER_LANES)
         bounds = [worker_threads * i // n_lanes for i in range(n_lanes + 1)]
         self._worker_lanes = [range(*of_lane) for of_lane in pairwise(bounds)]
-        self._on_cuda = device.type == "cuda"
+        self._runtime = runtime_of(device)
         self._step = 0
         self._recordings: list[Recording] = []
         self._current: StepTrace | None = None
@@ -181,11 +180,11 @@ class Tracer:
     @property
     def needs_alignment(self) -> bool:
         """True if `align` must be called before the next step."""
-        return self._on_cuda and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
+        return self._runtime.runs_behind and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
 
     def align(self) -> None:
         """Measures the offset of the device's clock to the host's. Synchronises the device."""
-        event = record_event(timing=True)
+        event = self._runtime.record_event(timing=True)
         event.synchronize()
         self._anchor = Anchor(event=event, host_ns=time.perf_counter_ns())
 
@@ -211,9 +210,7 @@ class Tracer:
         """
         return _NOTHING if self._current is None else self._span(self._current, lane, name or lane, n_bytes)
 
-    def add_wait(
-        self, cause: str, begin_ns: int, end_ns: int, events: tuple[torch.cuda.Event, torch.cuda.Event] | None
-    ) -> None:
+    def add_wait(self, cause: str, begin_ns: int, end_ns: int, events: tuple[Event, Event] | None) -> None:
         """Records a wait of the training thread, on the host's clock, and the CUDA events between which the device was idle."""
         trace = self._current
         if trace is None:
@@ -267,10 +264,10 @@ class Tracer:
 
     @contextmanager
     def _span(self, trace: StepTrace, lane: Lane, name: str, n_bytes: int) -> Iterator[None]:
-        if self._on_cuda:
-            before = record_event(timing=True)
+        if self._runtime.runs_behind:
+            before = self._runtime.record_event(timing=True)
             yield
-            after = record_event(timing=True)
+            after = self._runtime.record_event(timing=True)
             span = _DeviceSpan(lane=lane, name=name, before=before, after=after, n_bytes=n_bytes, waits=False)
             trace.device_spans.append(span)
         else:

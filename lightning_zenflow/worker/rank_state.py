@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.telemetry.telemetry import Telemetry
@@ -30,6 +31,8 @@ class RankState:
     """Passes over gradients and device-owned entries."""
     telemetry: Telemetry
     """Stall clock, tracer and copied bytes."""
+    d2h: SideStream
+    """Stream on which gradients, factors and sequence numbers are copied to the arena."""
 
     @property
     def device(self) -> torch.device:

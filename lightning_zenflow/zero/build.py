@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
@@ -99,6 +100,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources, 
             weights=zero.weights,
             kernels=kernels_for(device),
             telemetry=Telemetry.create(device, worker_threads=len(resources.cores.cores)),
+            d2h=SideStream(device),
         )
         # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
         worker = SupervisedWorker(

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed.comm as dist
@@ -12,8 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.core.partition import row_length
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -91,13 +93,12 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         )
         clips = self.clip_grad > 0 or self.loss_scaler.dynamic
         parts = build(self._config, zero, self._resources, clips=clips)
-        self._worker, self._host_state, self._arena = parts.worker, parts.host_state, parts.step.rank.arena
+        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
         self.telemetry: Telemetry = parts.step.rank.telemetry
         self.counters: CounterReader = parts.step.counters
         self.parts = parts.step
-        self._partition = parts.step.rank.partition
-        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._partition.slices)}
-        freezing = Freezing(self._partition, parameters)
+        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
+        freezing = Freezing(self._rank.partition, parameters)
         self.zenflow_step = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
         rank_zero_info(parts.description)
 
@@ -106,7 +107,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Routes a reduced gradient before its bucket is reused."""
         index = self._slice_of_parameter.get(self.get_param_id(param))
         if index is not None:
-            s = self._partition.slices[index]
+            s = self._rank.partition.slices[index]
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
             if gradient.shape[0] != s.numel:
                 gradient = gradient.narrow(0, s.start, s.numel)
@@ -114,11 +115,22 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.clear_grad_attribute(param)
 
     @override
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Reduces a bucket, and orders the stream of the reduction behind the copies of its gradients to the host.
+
+        DeepSpeed orders the stream that fills a bucket again behind the stream of the reduction.
+        """
+        super().reduce_ipg_grads(comm_dtype)
+        runtime = runtime_of(self._rank.device)
+        with runtime.on(self.reduction_stream) if self.overlap_comm and self.reduction_stream else nullcontext():
+            self._rank.d2h.join()
+
+    @override
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass, without the device synchronisation that DeepSpeed does when communication overlaps."""
         self.reduce_ipg_grads()
         if self.reduction_stream is not None:
-            torch.cuda.current_stream().wait_stream(self.reduction_stream)
+            runtime_of(self._rank.device).current_stream().wait_stream(self.reduction_stream)
         # With empty buckets and ordered streams, the rest of DeepSpeed's epilogue needs no overlap.
         overlap_comm, self.overlap_comm = self.overlap_comm, False
         try:
@@ -133,7 +145,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._global_grad_norm = scale.norm
         if self.loss_scaler.dynamic:
             # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
-            self.overflow = not bool(scale.finite)
+            with self.telemetry.stalls.measure("loss_scale"):
+                self.overflow = not bool(self._finite.read())
             self._update_scale(self.overflow)
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True
@@ -146,6 +159,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def read_hyperparameters(self) -> list[GroupHyperparameters]:
         """Present hyperparameters of each parameter group."""
         return read_hyperparameters(self.optimizer)
+
+    def scaled(self, scale: StepScale) -> None:
+        """Starts the copy that `step` waits for with a dynamic loss scale; the device then still has the end of the step to do."""
+        if self.loss_scaler.dynamic:
+            self._finite = AsyncHostCopy(scale.finite)
 
     def gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, as ZeRO-2."""
@@ -192,7 +210,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._worker = None
         if not keep_state:
             self._host_state.clear()
-        self._arena.close(keep_state=keep_state)
+        self._rank.arena.close(keep_state=keep_state)
 
     @property
     def schedule(self) -> UpdateSchedule:

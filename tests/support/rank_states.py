@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.select import kernels_for
@@ -33,4 +34,5 @@ def make_rank_state(
         weights=weights,
         kernels=kernels or kernels_for(device),
         telemetry=Telemetry.create(device, worker_threads=1),
+        d2h=SideStream(device),
     )

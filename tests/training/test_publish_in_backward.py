@@ -1,7 +1,6 @@
 """Publishing during backward: the same bits as at the end of the step, whenever the worker is done."""
 
 import functools
-from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -46,9 +45,9 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
         # The job is in flight, so that its answer, which `wait` takes, comes in any case.
         return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
 
-    def counted_upload(self: Publisher, job: UpdateJob, slices: Collection[int]) -> int:
+    def counted_upload(self: Publisher, job: UpdateJob) -> int:
         nonlocal early
-        n_bytes = upload(self, job, slices)
+        n_bytes = upload(self, job)
         early += n_bytes > 0
         return n_bytes
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores
@@ -30,6 +30,9 @@ class Environment:
 
     def read_hyperparameters(self) -> list[GroupHyperparameters]:
         return [ADAMW]
+
+    def scaled(self, scale: StepScale) -> None:
+        pass
 
     def gather_weights(self) -> None:
         pass

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
@@ -98,6 +99,7 @@ def test_gradients_that_come_back_are_counted(
 ) -> None:
     if device == "cuda":
         request.getfixturevalue("needs_cuda")
+    monkeypatch.setitem(RUNTIMES, "meta", HostRuntime)
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
     partition = build_partition([whole], [24], 1)
     weights = torch.zeros(24, dtype=torch.bfloat16, device=device)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.telemetry.counters import Traffic
-from lightning_zenflow.telemetry.events import AsyncHostCopy
 from lightning_zenflow.telemetry.telemetry import Telemetry
 
 

@@ -1,0 +1,298 @@
+"""The training device: streams, events, page-locked memory and memory counters.
+
+All of the package asks this module, and not `torch.cuda`, so that a device of another kind is one more `DeviceRuntime` in `RUNTIMES`. The
+tests add one that records the order of all operations.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+
+class Event(Protocol):
+    """A point in a stream's order, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has reached the event. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Makes the host wait until the device has reached the event."""
+
+    def elapsed_time(self, end_event: "Event", /) -> float:
+        """Milliseconds of the device between two events that were recorded with timing."""
+
+
+class Stream(Protocol):
+    """A queue of the device, as `torch.cuda.Stream`."""
+
+    def wait_stream(self, stream: "Stream", /) -> None:
+        """Orders later work of this stream behind the present end of another one. The host does not wait."""
+
+    def wait_event(self, event: Event, /) -> None:
+        """Orders later work of this stream behind an event. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all work of this stream."""
+
+
+class DeviceRuntime(ABC):
+    """Operations on a device that are not operations on tensors. Has no state of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    @abstractmethod
+    def runs_behind(self) -> bool:
+        """Whether the host enqueues work and goes on. Then copies to and from the host need page-locked memory, and order needs events."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream:
+        """A new stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that operations of this thread are enqueued on."""
+
+    @abstractmethod
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Makes `stream` the current one in the context."""
+
+    @abstractmethod
+    def record_event(self, *, timing: bool = False) -> Event:
+        """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Makes the host wait for all work of the device."""
+
+    @abstractmethod
+    def keep_for(self, stream: Stream, tensor: Tensor) -> None:
+        """Keeps the tensor's memory from being reused before the present work of `stream`, which is not the one it was allocated on."""
+
+    @abstractmethod
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        """Page-locks host memory.
+
+        Raises:
+            RuntimeError: the system refuses.
+        """
+
+    @abstractmethod
+    def page_unlock(self, address: int) -> None:
+        """Undoes `page_lock` of the range that begins at `address`."""
+
+    @abstractmethod
+    def memory_allocated(self) -> int:
+        """Bytes of device memory in tensors."""
+
+    @abstractmethod
+    def max_memory_allocated(self) -> int:
+        """Largest value of `memory_allocated` so far."""
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that the device copies from and to without making the host wait."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.runs_behind)
+
+
+class HostRuntime(DeviceRuntime):
+    """The CPU as the training device: operations are done when the call returns, so order needs nothing."""
+
+    class _Done:
+        """Stream or event that everything precedes."""
+
+        def wait_stream(self, stream: Stream, /) -> None: ...
+
+        def wait_event(self, event: Event, /) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end_event: Event, /) -> float:
+            return 0.0
+
+    _DONE = _Done()
+
+    @property
+    @override
+    def runs_behind(self) -> bool:
+        return False
+
+    @override
+    def new_stream(self) -> Stream:
+        return self._DONE
+
+    @override
+    def current_stream(self) -> Stream:
+        return self._DONE
+
+    @override
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    @override
+    def record_event(self, *, timing: bool = False) -> Event:
+        return self._DONE
+
+    @override
+    def synchronize(self) -> None:
+        pass
+
+    @override
+    def keep_for(self, stream: Stream, tensor: Tensor) -> None:
+        pass
+
+    @override
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        pass
+
+    @override
+    def page_unlock(self, address: int) -> None:
+        pass
+
+    @override
+    def memory_allocated(self) -> int:
+        return 0
+
+    @override
+    def max_memory_allocated(self) -> int:
+        return 0
+
+
+class CudaRuntime(DeviceRuntime):
+    """A CUDA device."""
+
+    @property
+    @override
+    def runs_behind(self) -> bool:
+        return True
+
+    @override
+    def new_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    @override
+    def current_stream(self) -> Stream:
+        return cast(Stream, torch.cuda.current_stream(self.device))
+
+    @override
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)  # type: ignore[arg-type]
+
+    @override
+    def record_event(self, *, timing: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return cast(Event, event)
+
+    @override
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @override
+    def keep_for(self, stream: Stream, tensor: Tensor) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    @override
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        self._check("cudaHostRegister", address, n_bytes, 0)
+
+    @override
+    def page_unlock(self, address: int) -> None:
+        self._check("cudaHostUnregister", address)
+
+    @override
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @override
+    def max_memory_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @staticmethod
+    def _check(call: str, *arguments: int) -> None:
+        error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
+        if error != 0:
+            raise RuntimeError(
+                f"{call} failed with CUDA error {error}: cannot page-lock the host memory of gradients and weights; raise `ulimit -l` or"
+                " free host memory"
+            )
+
+
+RUNTIMES: dict[str, Callable[[torch.device], DeviceRuntime]] = {"cpu": HostRuntime, "cuda": CudaRuntime}
+"""By type of the device."""
+
+
+def runtime_of(device: torch.device) -> DeviceRuntime:
+    """The runtime of a device.
+
+    Raises:
+        ValueError: there is none for this type of device.
+    """
+    if device.type not in RUNTIMES:
+        raise ValueError(f"device must be of type {' or '.join(RUNTIMES)}, got {device}")
+    return RUNTIMES[device.type](device)
+
+
+class SideStream:
+    """A stream for copies beside the current stream. On a CPU everything is in order anyway.
+
+    Args:
+        device: the training device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self._stream = self._runtime.new_stream()
+
+    @contextmanager
+    def behind(self, event: Event | None = None, *, reads: Tensor | None = None) -> Iterator[None]:
+        """Makes this the current stream in the context.
+
+        Args:
+            event: later work of this stream is ordered behind it; None: behind the present end of the current stream.
+            reads: device memory that is read in the context and may be freed by its owner after it.
+        """
+        if event is None:
+            self._stream.wait_stream(self._runtime.current_stream())
+        else:
+            self._stream.wait_event(event)
+        with self._runtime.on(self._stream):
+            yield
+        if reads is not None:
+            self._runtime.keep_for(self._stream, reads)
+
+    def join(self) -> None:
+        """Orders the current stream behind the present end of this one; the host does not wait."""
+        self._runtime.current_stream().wait_stream(self._stream)
+
+
+class AsyncHostCopy:
+    """Asynchronous copy of a device tensor to host memory, in order with the current stream; an event marks its completion.
+
+    Args:
+        values: source, on the device. It may be overwritten by work that is enqueued later on the same stream.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        runtime = runtime_of(values.device)
+        self._values = runtime.empty_on_host(values.shape, values.dtype)
+        self._values.copy_(values, non_blocking=True)
+        self._copied = runtime.record_event()
+
+    @property
+    def arrived(self) -> bool:
+        """True if `read` returns without waiting."""
+        return self._copied.query()
+
+    def read(self) -> Tensor:
+        """Waits for the copy and returns it: a CPU tensor of the source's shape and dtype."""
+        self._copied.synchronize()
+        return self._values
