@@ -95,6 +95,10 @@ class DeviceRuntime(ABC):
     def max_memory_allocated(self) -> int:
         """Largest value of `memory_allocated` so far."""
 
+    def to_device(self, values: Tensor) -> Tensor:
+        """Copies host memory to the device, in the order of the current stream; on a CPU returns `values`."""
+        return values.to(self.device, non_blocking=True)
+
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that the device copies from and to without making the host wait."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.runs_behind)

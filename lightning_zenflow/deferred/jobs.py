@@ -248,10 +248,10 @@ class JobQueue:
         self._publisher.use(partition)
 
     def _write_word(self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor) -> None:
-        self._sequence.fill_(step)
         with self._rank.d2h.behind(reads=factor):
             clip.copy_(factor, non_blocking=True)
-            sequence.copy_(self._sequence, non_blocking=True)
+            # Filled on the same stream, whose copy of the number before may not have been carried out.
+            sequence.copy_(self._sequence.fill_(step), non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
 
     def _drop_open_step(self, step: int) -> None:

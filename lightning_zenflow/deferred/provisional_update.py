@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
@@ -184,7 +185,9 @@ class _Kept:
     factors: ProvisionalFactors
     begin: int
     gradient: Tensor
-    """[rows, width], on the device or in host memory (page-locked for a CUDA device)."""
+    """[rows, width]; on the device, or in the slot of the step."""
+    in_slot: bool
+    """Whether it must be copied to the device first."""
 
 
 class ReapplyAfterPublish:
@@ -200,6 +203,7 @@ class ReapplyAfterPublish:
         self._updates = updates
         self._n_bytes = rank.partition.numel * rank.dtype.itemsize
         self._traffic = rank.telemetry.traffic
+        self._runtime = runtime_of(rank.device)
         self._on_device: dict[UpdateSchedule, bool] = {}
         self._kept: dict[int, list[_Kept]] = {}
 
@@ -220,14 +224,15 @@ class ReapplyAfterPublish:
             tile: the tile. Its slot keeps the gradient until a job with `step` is published.
             schedule: present S and d.
         """
-        kept = tile.destination.slot
-        if gradient.device != kept.device:
+        # The memory of a CPU device is the slots'.
+        in_slot, kept = self._runtime.runs_behind, tile.destination.slot
+        if in_slot:
             if schedule not in self._on_device:
                 n_bytes = self._n_bytes * schedule.publish_lag / schedule.update_interval
                 self._on_device[schedule] = has_room(n_bytes, gradient.device)
             if self._on_device[schedule]:
-                kept = gradient.clone()
-        entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept)
+                in_slot, kept = False, gradient.clone()
+        entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept, in_slot=in_slot)
         self._kept.setdefault(tile.block, []).append(entry)
 
     def published(self, last_steps: Mapping[int, int], schedule: UpdateSchedule) -> None:
@@ -240,8 +245,9 @@ class ReapplyAfterPublish:
         for block, last in last_steps.items():
             later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
             for kept in later:
-                gradient = kept.gradient.to(kept.factors.factors.row_scale.device, non_blocking=True)
-                if gradient is not kept.gradient:
+                gradient = kept.gradient
+                if kept.in_slot:
+                    gradient = self._runtime.to_device(gradient)
                     self._traffic.h2d_bytes += gradient.nbytes
                 self._updates.apply(kept.factors, kept.begin, gradient, age=kept.step - last, schedule=schedule)
             if later:

@@ -91,31 +91,28 @@ def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
     torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("device", "n_bytes"), [("cpu", 0), ("meta", 48), pytest.param("cuda", 48, marks=pytest.mark.gpu)]
-)
+class BehindTheHost(HostRuntime):
+    runs_behind = True
+
+
+@pytest.mark.parametrize(("runtime", "n_bytes"), [(HostRuntime, 0), (BehindTheHost, 48)])
 def test_gradients_that_come_back_are_counted(
-    device: str, n_bytes: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    runtime: type[HostRuntime], n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cuda":
-        request.getfixturevalue("needs_cuda")
-    monkeypatch.setitem(RUNTIMES, "meta", HostRuntime)
+    monkeypatch.setitem(RUNTIMES, "cpu", runtime)
+    monkeypatch.setattr("lightning_zenflow.deferred.provisional_update.has_room", lambda *_: False)
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
     partition = build_partition([whole], [24], 1)
-    weights = torch.zeros(24, dtype=torch.bfloat16, device=device)
+    weights = torch.zeros(24, dtype=torch.bfloat16)
     rank = make_rank_state(partition, [weights], kernels=TorchKernels())
     provisional = ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
     slot = torch.randn(6, 4).bfloat16()
-    gradient = slot.to(device)
-    factors = provisional.measure(0, rank.kernels.squared_norms(gradient, per_axis=True), HYPERPARAMETERS)
+    factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
     tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
-    # Only CUDA says how much room it has, so for the meta device the gradient is in host memory from the start.
-    monkeypatch.setattr("lightning_zenflow.deferred.provisional_update.has_room", lambda *_: False)
-    provisional.reapply.keep(5, factors, slot if device == "meta" else gradient, tile, SCHEDULE)
+    provisional.reapply.keep(5, factors, slot.clone(), tile, SCHEDULE)
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     provisional.reapply.published({0: 4}, SCHEDULE)
     provisional.reapply.published({0: 5}, SCHEDULE)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
-    if device != "meta":
-        assert torch.equal(weights.view(6, 4).sign(), -slot.sign().to(device))
+    assert torch.equal(weights.view(6, 4).sign(), -slot.sign())

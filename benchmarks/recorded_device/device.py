@@ -1,0 +1,234 @@
+"""Streams and events of the recorded device, for the package (`RecordedRuntime`) and for DeepSpeed (`RecordedAccelerator`)."""
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks.recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
+from lightning_zenflow.core import device as zenflow_device
+from lightning_zenflow.zero.environment import CpuAccelerator
+
+
+class RecordedDevice:
+    """Owner of the order, of the streams and of the stack of current streams."""
+
+    def __init__(self, *, events_are_reached: bool) -> None:
+        self.order = Order()
+        self.events_are_reached = events_are_reached
+        """What `Event.query` answers: both must be right."""
+        self.main = RecordedStream(self, MAIN)
+        self._stack = [self.main]
+        self._numbers = itertools.count(1)
+
+    @property
+    def current(self) -> "RecordedStream":
+        return self._stack[-1]
+
+    def new_stream(self) -> "RecordedStream":
+        return RecordedStream(self, f"stream {next(self._numbers)}")
+
+    def new_number(self) -> int:
+        return next(self._numbers)
+
+    @contextmanager
+    def on(self, stream: "RecordedStream") -> Iterator[None]:
+        self._stack.append(stream)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def host_waits(self, clock: Clock, name: str, event: int = 0) -> None:
+        self.order.follow(HOST, clock)
+        self.note("host wait", HOST, name=name, event=event)
+
+    def synchronize(self) -> None:
+        for actor in [a for a in self.order.clocks if a.startswith("stream") or a == MAIN]:
+            self.host_waits(self.order.clocks[actor], "synchronize")
+
+    def note(self, kind: str, actor: str, **values: Any) -> None:
+        from benchmarks.recorded_device.watch import place  # a cycle of modules otherwise
+
+        self.order.operations.append(Operation(kind=kind, actor=actor, place=place(), **values))
+
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory of its own, known as such until it is freed."""
+        memory = torch.empty(shape, dtype=dtype)
+        if memory.numel():
+            begin = memory.data_ptr()
+            self.order.free(begin)
+            self.order.add_host_memory(begin, begin + memory.nbytes)
+            weakref.finalize(memory.untyped_storage(), self.order.remove_host_memory, begin)
+        return memory
+
+
+class RecordedStream:
+    """A stream with the interface of `torch.cuda.Stream`."""
+
+    def __init__(self, device: RecordedDevice, name: str) -> None:
+        self._device, self.name = device, name
+
+    def wait_stream(self, stream: "RecordedStream") -> None:
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: "RecordedEvent") -> None:
+        self._device.order.follow(self.name, event.clock)
+        self._device.note("wait", self.name, event=event.number)
+
+    def record_event(self, event: "RecordedEvent | None" = None) -> "RecordedEvent":
+        event = event or RecordedEvent(self._device)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        return self._device.events_are_reached
+
+
+class RecordedEvent:
+    """An event with the interface of `torch.cuda.Event`."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self._device = device
+        self.clock: Clock = {}
+        self.number = 0
+
+    def record(self, stream: RecordedStream | None = None) -> None:
+        name = (stream or self._device.current).name
+        order = self._device.order
+        self.clock = {**order.clocks[HOST], **order.clocks[name]}
+        self.number = self._device.new_number()
+        self._device.note("record", name, event=self.number)
+
+    def wait(self, stream: RecordedStream | None = None) -> None:
+        (stream or self._device.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._device.host_waits(self.clock, "synchronize", self.number)
+
+    def query(self) -> bool:
+        if self._device.events_are_reached:
+            self._device.order.follow(HOST, self.clock)
+        return self._device.events_are_reached
+
+    def elapsed_time(self, end_event: "RecordedEvent") -> float:
+        return 0.0
+
+
+class RecordedRuntime(zenflow_device.DeviceRuntime):
+    """The recorded device for the package."""
+
+    def __init__(self, device: torch.device, recorded: RecordedDevice) -> None:
+        super().__init__(device)
+        self._recorded = recorded
+
+    @property
+    @override
+    def runs_behind(self) -> bool:
+        return True
+
+    @override
+    def new_stream(self) -> RecordedStream:
+        return self._recorded.new_stream()
+
+    @override
+    def current_stream(self) -> RecordedStream:
+        return self._recorded.current
+
+    @override
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        return self._recorded.on(stream)
+
+    @override
+    def record_event(self, *, timing: bool = False) -> RecordedEvent:
+        return self._recorded.current.record_event()
+
+    @override
+    def synchronize(self) -> None:
+        self._recorded.synchronize()
+
+    @override
+    def keep_for(self, stream: Any, tensor: Tensor) -> None:
+        self._recorded.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
+
+    @override
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        pass
+
+    @override
+    def page_unlock(self, address: int) -> None:
+        pass
+
+    @override
+    def memory_allocated(self) -> int:
+        return 0
+
+    @override
+    def max_memory_allocated(self) -> int:
+        return 0
+
+    @override
+    def to_device(self, values: Tensor) -> Tensor:
+        return torch.empty(values.shape, dtype=values.dtype).copy_(values, non_blocking=True)
+
+    @override
+    def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._recorded.empty_on_host(shape, dtype)
+
+
+class RecordedAccelerator(CpuAccelerator):
+    """The recorded device for DeepSpeed, whose own branches for CUDA run: two buckets, events of readiness and reuse, `record_stream`."""
+
+    def __init__(self, recorded: RecordedDevice) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    @override
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    @override
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    @override
+    def resolves_data_dependency(self) -> bool:
+        return False
+
+    @override
+    def handles_memory_backpressure(self) -> bool:
+        return False
+
+    @property
+    @override
+    def Stream(self) -> Any:
+        return lambda *args, **kwargs: self._recorded.new_stream()
+
+    @property
+    @override
+    def Event(self) -> Any:
+        return lambda *args, **kwargs: RecordedEvent(self._recorded)
+
+    @override
+    def stream(self, stream: RecordedStream) -> AbstractContextManager[None]:
+        return self._recorded.on(stream)
+
+    @override
+    def current_stream(self, device_index: int | None = None) -> RecordedStream:
+        return self._recorded.current
+
+    @override
+    def default_stream(self, device_index: int | None = None) -> RecordedStream:
+        return self._recorded.main
+
+    @override
+    def synchronize(self, device_index: int | None = None) -> None:
+        self._recorded.synchronize()

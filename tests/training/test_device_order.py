@@ -1,0 +1,210 @@
+"""The code path of a device that runs behind the host, on the recorded device: nothing races, nothing waits, and planted errors are found."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from typing_extensions import override
+
+from benchmarks.recorded_device.clocks import Operation
+from benchmarks.recorded_device.device import RecordedDevice, RecordedRuntime, RecordedStream
+from benchmarks.recorded_device.watch import recorded_device
+from gpu_cases import RACES
+from harness import AUTO, EVERYTHING, Case, run_here
+from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.publish import Publisher
+from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.zero import build
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from same_bits import assert_same_state
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+SHAPES = [(16, 12)] * 6 + [(64, 64)] + [(13, 7)] * 3 + [(9,)] * 4
+SMALL = {"DeviceLinearLossModule": {"shapes": SHAPES}, "Perceptron": {"widths": [24] * 5 + [64, 64, 16]}}
+
+
+def on_this_machine(case: Case, **keys: Any) -> Case:
+    """A case of the GPU's tests, with a small model and with keys of the strategy."""
+    small = replace(case, accelerator="cpu", model_options=SMALL[case.model])
+    return small.with_keys(reduce_bucket_size=700, **keys)
+
+
+FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
+CASES = {
+    **{name: on_this_machine(case) for name, case in RACES.items()},
+    "S=1, d=1": replace(NETWORK, update_interval=1),
+    "S=2, d=0": replace(NETWORK, update_interval=2, publish_lag=0),
+    "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
+    "flushes": replace(NETWORK, flush_after=(5, 6, 11)),
+    "changes of schedule": replace(
+        NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)), strategy_options={**NETWORK.strategy_options, **AUTO}
+    ),
+    "frozen layers": replace(
+        FIXED,
+        model="FreezingModule",
+        model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}},
+        strategy_options={**EVERYTHING, "overlap_comm": True, "reduce_bucket_size": 50},
+    ),
+    "fp16": replace(NETWORK, precision="16-true"),
+}
+
+
+class Steps(pl.Callback):
+    """Marks the ends of steps among the operations."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self._device = device
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._device.note("step", "host", event=trainer.global_step)
+
+
+def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
+    with recorded_device(events_are_reached=events_are_reached) as device:
+        run_here(case, callbacks=[Steps(device)])
+    return device
+
+
+def of_step(device: RecordedDevice, step: int) -> list[Operation]:
+    """Operations from the end of the step before to that of `step`."""
+    ends = {o.event: i for i, o in enumerate(device.order.operations) if o.kind == "step"}
+    return device.order.operations[ends[step - 1] + 1 : ends[step]]
+
+
+@pytest.mark.parametrize("events_are_reached", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
+    assert not record(CASES[name], events_are_reached=events_are_reached).order.races
+
+
+@pytest.mark.parametrize("name", ["fixed gradients", "a network"])
+def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
+    device = record(CASES[name])
+    assert not device.order.races
+    assert any(o.kind == "h2d" and "to_device" in o.place for o in device.order.operations)
+
+
+def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "kernels_for", lambda _: TorchKernels())
+    case = CASES["a network"]
+    expected = run_here(case.with_keys(overlap_comm=False))
+    with recorded_device():
+        run = run_here(case)
+    assert_same_state(run, expected)
+
+
+@pytest.mark.parametrize("name", ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"])
+def test_a_step_does_not_wait(name: str) -> None:
+    """Neither selecting nor synchronous; a flush and a selection are waited for."""
+    case = replace(CASES[name], strategy_options={**CASES[name].strategy_options, "select_interval": 0})
+    device = record(case)
+    for step in range(5, case.steps):
+        waits = [o for o in of_step(device, step) if o.kind == "host wait" and o.place]
+        assert waits == []
+
+
+def no_join(which: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """The streams of the copies are not waited for."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        owner = Publisher if which == "h2d" else RankState
+        join = SideStream.join
+        mine: set[int] = set()
+        init = owner.__init__
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            mine.add(id(self._copies if which == "h2d" else self.d2h))
+
+        patch.setattr(owner, "__init__", noted)
+        patch.setattr(SideStream, "join", lambda self: None if id(self) in mine else join(self))
+
+    return plant
+
+
+def no_epilogue(patch: pytest.MonkeyPatch) -> None:
+    """The training stream is not ordered behind the reduction of the gradients."""
+    epilogue = ZenFlowZeroOptimizer.independent_gradient_partition_epilogue
+    wait = RecordedStream.wait_stream
+    inside = []
+
+    def planted(self: ZenFlowZeroOptimizer) -> None:
+        self.reduce_ipg_grads()
+        inside.append(self)
+        epilogue(self)
+        inside.pop()
+
+    patch.setattr(ZenFlowZeroOptimizer, "independent_gradient_partition_epilogue", planted)
+    patch.setattr(RecordedStream, "wait_stream", lambda self, other: None if inside else wait(self, other))
+
+
+def weights_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Copies into the model are not ordered behind the last reader of the weights."""
+    patch.setattr(JobQueue, "upload", lambda *_: None)
+    patch.setattr(Publisher, "_copy_unread", lambda *_: 0)
+    copy = Publisher._copy
+    stream: list[RecordedStream] = []
+
+    def planted(self: Publisher, *args: Any) -> int:
+        runtime = self._copies._runtime
+        stream.append(stream[0] if stream else runtime.new_stream())  # type: ignore[arg-type]
+        with runtime.on(stream[0]):
+            n_bytes = copy(self, *args)
+        runtime.current_stream().wait_stream(stream[0])
+        return n_bytes
+
+    patch.setattr(Publisher, "_copy", planted)
+
+
+def word_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """Factor and sequence number are written on a stream that is not behind the gradients."""
+    write = JobQueue._write_word
+
+    def planted(self: JobQueue, *args: Any) -> None:
+        side = self._rank.d2h
+        runtime = side._runtime
+        with runtime.on(runtime.new_stream()), pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SideStream, "behind", lambda *_, **__: nullcontext())
+            write(self, *args)
+
+    patch.setattr(JobQueue, "_write_word", planted)
+
+
+def buffer_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A publish buffer is given to the worker while the device still reads it."""
+    patch.setattr(RecordedStream, "synchronize", lambda self: None)
+
+
+def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Memory that another stream reads is freed without a word to the allocator."""
+    patch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    patch.setattr(SideStream, "join", lambda self: None)
+    patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+PLANTED = {
+    "no wait for the reduction": (no_epilogue, FIXED),
+    "no wait for copies to the host": (no_join("d2h"), FIXED),
+    "no wait for copies from the host": (no_join("h2d"), NETWORK),
+    "weights overwritten too early": (weights_too_early, NETWORK),
+    "the word on another stream": (word_elsewhere, FIXED),
+    "a buffer reused too early": (buffer_is_not_waited_for, replace(NETWORK, flush_after=(5, 6))),
+    "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
+}
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_errors_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, case = PLANTED[error]
+    plant(monkeypatch)
+    assert record(case).order.races
