@@ -1,4 +1,4 @@
-"""The code path of a device that runs behind the host, on the recorded device: nothing races, nothing waits, and planted errors are found."""
+"""A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
