@@ -6,16 +6,45 @@
 // little-endian. lightning_zenflow/native/protocol.py mirrors them field by field; a test compares the mirror with the sizes and
 // offsets that `zenflow-worker --layout` prints.
 //
-// Ownership. A *job* applies a window of steps to one block.
-//   header, tables              trainer, before the worker starts; fields from `resolved_step` on: worker, while a job is in
-//   flight step records                trainer, before the first job that names the step; `word`: a device copy, which may come
-//   later block words                 a device copy, before or after submission of the job in backward that waits for it gradient
-//   slots              trainer, until it submits the job that names the slot, and again after that job's Done master, moments of
-//   a block  worker, from submission of a job of that block until its Done; otherwise the trainer. The worker
-//                               reads them before Ready, so that the kernel allocates their pages on the NUMA nodes of its
-//                               threads; the trainer should not touch them earlier
-//   publish buffers             worker, from submission until Done; the trainer until it submits the next job that names it
-//   journal                     worker
+// Ownership. A *job* updates one block and publishes its weights.
+//
+//   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight
+//   step records         trainer, before the first job that names the step, each set of hyperparameters before the first job
+//                        that uses it; `word`: a device copy, which may come later
+//   block words          a device copy, before or after submission of the job that waits for it
+//   gradient slots       trainer, until it submits the first job that names the slot, and again after the Done of the job that
+//                        commits it (or of the last one that names it, if the gradient is dropped); unchanged in between
+//   state of a block     (master, moments) worker, from submission of a job of that block until its Done; otherwise the trainer.
+//                        The worker reads them before Ready, so that the kernel allocates their pages on the NUMA nodes of its
+//                        threads; the trainer should not touch them earlier
+//   publish buffers      worker, from submission until Done; the trainer until it submits the next job that names it
+//   journal              worker
+//
+// Two parts. A job's *committed* part applies steps to master weights and moments, each with the factor in the step's record. Its
+// *tentative* part applies the next step in registers: only the published weights show it. Either part may be empty. So weights
+// can be published before the step's factor is known, and a later job commits the same gradient with the true one:
+//
+//   job of step t        committed            tentative
+//   n_committed = 1      t - 1                t                the state is one update behind (S = 1)
+//   n_committed = S      t - S ... t - 1      t                a window whose last gradient has just arrived
+//   n_committed = 0                           t                after a flush
+//   no tentative part    first_step ...                        a flush, or a window that is submitted after its last step
+//
+// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient,
+// while other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one;
+// its hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's
+// end.
+//
+// Nothing that is not finite is published: a step whose factor is not finite is left out. The worker does not look at gradients.
+// The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that
+// is not finite gives NaN. Left out of the committed part, a step is not counted either; left out of the tentative part, the
+// published weights are those of the committed part alone.
+//
+// Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
+// sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
+// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a
+// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A
+// block has one word: the job that waits for it must be done before the device writes it again (publish lag 0).
 //
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
@@ -23,14 +52,8 @@
 // ones have not changed anything. Program order suffices for this: a killed thread has executed a prefix of its instructions, and
 // the memory outlives the process.
 //
-// Asynchronous data. An UpdateJob message may arrive before its gradients. The worker waits for the sequence word of the job's
-// last step before it touches anything. The device copies gradients, clip coefficient and sequence number in stream order, so the
-// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it).
-//
-// A job submitted *in backward* applies one step to a block whose gradient is complete while others are still being computed. It
-// waits for its block's word instead, which the device copies after the block's gradient, with a factor for that block alone: NaN
-// if a gradient so far was not finite. Its count of applied steps is that of the step before, plus one. The step itself is
-// resolved later by its own word.
+// An older form of the tentative part remains for now: a job submitted *in backward* applies one step with the factor in the
+// block's word, counted as above, to the state itself. The step is resolved later by its own word.
 #pragma once
 
 #include <cstddef>
@@ -39,7 +62,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 7;
+constexpr uint64_t kVersion = 8;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -70,18 +93,19 @@ struct ArenaHeader {
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
     uint64_t step_records_offset;  // n_step_records of them, `step_record_bytes` apart
-    uint64_t step_record_bytes;    // sizeof(StepRecord) + n_param_groups * sizeof(Hyperparameters), rounded up to 64
+    uint64_t step_record_bytes;    // sizeof(StepRecord) + 2 * n_param_groups * sizeof(Hyperparameters), rounded up to 64
     uint64_t master_offset;        // float[numel]
     uint64_t exp_avg_offset;       // float[numel]
     uint64_t exp_avg_sq_offset;    // float[numel]
     uint64_t slots_offset;         // gradient_dtype[n_slots][slot_numel]
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]
-    uint64_t block_words_offset;   // StepWord[n_blocks], of jobs in backward
+    uint64_t block_words_offset;   // StepWord[n_blocks], of tentative steps
 
-    // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their clip
-    // coefficient was not NaN). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It
-    // then also resets the sequence of every word, those of blocks included, to 0: a stale one would match a repeated step.
+    // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their factor
+    // was finite). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It then also resets
+    // the sequence of every word, those of blocks included, to 0: a stale one would match a repeated step. A step that is
+    // repeated because its backward pass was interrupted needs the same for the words of its blocks.
     int64_t resolved_step;
 
     // The last job that was begun and the last that is complete, 0 before the first. They differ while a job is in progress.
@@ -118,12 +142,12 @@ struct Hyperparameters {
 
 // Written by the device in stream order, `clip` first, `sequence` second; for a step, or for a block in a step.
 struct StepWord {
-    float clip;  // factor on the gradient: clip coefficient over loss scale; NaN: the step changes nothing (in the block)
+    float clip;  // factor on the gradient: clip coefficient over loss scale; not finite: the step changes nothing (in the block)
     uint32_t reserved;
     int64_t sequence;  // the step's number once everything of the step (of the block in the step) has arrived
 };
 
-// Followed in memory by Hyperparameters[n_param_groups].
+// Followed in memory by Hyperparameters[2][n_param_groups]: of the committed step, of the tentative one.
 struct StepRecord {
     StepWord word;
     int64_t count;  // written by the worker: applied steps up to and including this one; valid once resolved_step reached it
@@ -142,7 +166,7 @@ struct JournalEntry {
 static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
 
 enum class MessageType : uint32_t {
-    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_steps]
+    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
     kExit = 2,   // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
     kReady = 3,  // worker -> trainer: Ready, once, before any other message
     kDone = 4,   // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
@@ -154,18 +178,21 @@ struct MessageHeader {
     uint32_t reserved;
 };
 
-// Applies steps [first_step, first_step + n_steps) to `block`, the gradient of step first_step + i being in slots[i], then writes
-// the block's new weights to `publish_buffer`, moved on by `prediction_steps` along the momentum; master weights stay exact.
-// n_steps = 0 only publishes, without prediction.
+// Applies steps [first_step, first_step + n_committed) to `block` and, with a tentative part, the step after those to the
+// published weights alone. The gradient of step first_step + i is in slots[i]. Writes the block's new weights to
+// `publish_buffer`, moved on by `prediction_steps` along the momentum of the last step that is not left out; if there is none,
+// the master weights as they are.
 struct UpdateJob {
     uint32_t type;
     uint32_t block;
     int64_t job_id;  // from 1, ascending
     int64_t first_step;
-    uint32_t n_steps;
+    uint32_t n_committed;
     uint32_t publish_buffer;
     float prediction_steps;  // 0 to 1e6
-    uint32_t in_backward;    // 1: submitted in backward, with n_steps = 1; otherwise 0
+    uint32_t has_tentative;  // 0 or 1
+    uint32_t in_backward;    // 1: see above, with n_committed = 1 and has_tentative = 0; otherwise 0
+    uint32_t reserved;
 };
 
 struct Ready {

@@ -17,6 +17,9 @@
 //
 //     published = fma(u, prediction_steps * -lr / bias_correction1, w)
 //
+// A *tentative* step may follow the others: it starts from the state that they leave, is published, and leaves that state as it
+// is. One step and a tentative one move 30 bytes per parameter.
+//
 // Results have the same bits for every instruction set and number of threads, and however elements and steps are divided among
 // calls. (NaN payloads may differ.)
 #pragma once
@@ -56,16 +59,18 @@ struct AdamState {
     ZENFLOW_INLINE AdamState operator+(size_t n) const { return {master + n, exp_avg + n, exp_avg_sq + n}; }
 };
 
-// The steps to apply. Not owned: both arrays have `n_steps` entries.
+// The steps to apply. Not owned: both arrays have an entry for each of the n_steps, and one for the tentative step if there is
+// one.
 struct WindowView {
-    size_t n_steps;
+    size_t n_steps;                // without the tentative step
     const void* const* gradients;  // gradients[s]: gradient of step s at the first element
     const StepCoefficients* coefficients;
     float prediction_steps;  // distance along the momentum at which weights are published; 0: exact
+    bool has_tentative = false;
 };
 
 // Applies a window to the first `n` elements of `state` and writes the new weights, predicted and rounded to nearest even, to
-// `published`. n_steps = 0 only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
+// `published`. Without any step it only publishes, exactly. All arrays are aligned to their element type and do not overlap, but
 // gradients may coincide with each other and with `published` if their types are the same. Thread-safe for disjoint elements.
 //
 // The elements begin at `journal`'s position; a killed call can be repeated from its new position on (tile_journal.h). `journal`

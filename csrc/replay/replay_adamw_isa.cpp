@@ -34,8 +34,8 @@ struct Update {
     size_t n;
 };
 
-// `from` and `to` are the same or do not overlap.
-template <Decay kDecay, Publish kPublish, typename Gradient, typename Published>
+// `from` and `to` are the same or do not overlap. A tentative step does not write to `to`.
+template <Decay kDecay, bool kTentative, Publish kPublish, typename Gradient, typename Published>
 void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
     const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
@@ -53,24 +53,26 @@ void apply_step(const AdamState& from, const AdamState& to, const Update<Gradien
         const float v = __builtin_fmaf(g * g, c.one_minus_beta2, v_from[i] * c.beta2);
         const float u = m / __builtin_fmaf(__builtin_sqrtf(v), c.inv_sqrt_bias_correction2, c.eps);
         if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
-        m_to[i] = m;
-        v_to[i] = v;
         w = __builtin_fmaf(u, c.step_size, w);
-        w_to[i] = w;
+        if constexpr (!kTentative) {
+            w_to[i] = w;
+            m_to[i] = m;
+            v_to[i] = v;
+        }
         if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
         if constexpr (kPublish == Publish::kPredicted) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
     }
 }
 
-template <Publish kPublish, typename Gradient, typename Published>
+template <bool kTentative, Publish kPublish, typename Gradient, typename Published>
 void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
     switch (update.coefficients->decay) {
         case Decay::kNone:
-            return apply_step<Decay::kNone, kPublish>(from, to, update);
+            return apply_step<Decay::kNone, kTentative, kPublish>(from, to, update);
         case Decay::kGradient:
-            return apply_step<Decay::kGradient, kPublish>(from, to, update);
+            return apply_step<Decay::kGradient, kTentative, kPublish>(from, to, update);
         case Decay::kWeight:
-            return apply_step<Decay::kWeight, kPublish>(from, to, update);
+            return apply_step<Decay::kWeight, kTentative, kPublish>(from, to, update);
     }
 }
 
@@ -115,22 +117,32 @@ void update_tile(const AdamState& tile, size_t n_steps, size_t size, JournalEntr
 
 template <typename Gradient, typename Published>
 void replay(const AdamState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
-    const size_t n_steps = window.n_steps;
+    const size_t n_steps = window.n_steps, n_gradients = n_steps + (window.has_tentative ? 1 : 0);
+    const bool predicts = window.prediction_steps != 0.0f;
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
+        const AdamState tile = state + begin;
         Published* const target = static_cast<Published*>(published) + begin;
-        const auto apply = [&](size_t step, const AdamState& from, const AdamState& to) {
+        const auto update_of = [&](size_t step) {
             const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
-            if (n_steps > kStreams) prefetch(gradient + kPrefetchDistance);
-            const Update<Gradient, Published> update{gradient, window.coefficients + step, target, window.prediction_steps, size};
-            if (step + 1 < n_steps) return apply_step<Publish::kNothing>(from, to, update);
-            if (window.prediction_steps == 0.0f) return apply_step<Publish::kExact>(from, to, update);
-            apply_step<Publish::kPredicted>(from, to, update);
+            if (n_gradients > kStreams) prefetch(gradient + kPrefetchDistance);
+            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size};
         };
-        if (n_steps > 0) {
-            update_tile(state + begin, n_steps, size, journal, apply);
-        } else {
-            publish(state.master + begin, target, size);
+        const auto apply = [&](size_t step, const AdamState& from, const AdamState& to) {
+            const auto update = update_of(step);
+            if (step + 1 < n_gradients) return apply_step<false, Publish::kNothing>(from, to, update);
+            if (predicts) return apply_step<false, Publish::kPredicted>(from, to, update);
+            apply_step<false, Publish::kExact>(from, to, update);
+        };
+        if (n_steps > 0) update_tile(tile, n_steps, size, journal, apply);
+        if (n_gradients == 0) publish(tile.master, target, size);
+        if (window.has_tentative) {
+            const auto update = update_of(n_steps);
+            if (predicts) {
+                apply_step<true, Publish::kPredicted>(tile, tile, update);
+            } else {
+                apply_step<true, Publish::kExact>(tile, tile, update);
+            }
         }
         if (journal != nullptr) mark_done(*journal, size);
     }

@@ -42,7 +42,7 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
     // The count of the step before is read while a step's own is written.
     require(header.n_step_records >= 2, "arena: n_step_records must be at least 2, got ", header.n_step_records);
     require(header.n_journal_entries >= 1, "arena: n_journal_entries must be at least 1, got 0");
-    const uint64_t record_bytes = sizeof(StepRecord) + uint64_t{header.n_param_groups} * sizeof(Hyperparameters);
+    const uint64_t record_bytes = sizeof(StepRecord) + 2 * uint64_t{header.n_param_groups} * sizeof(Hyperparameters);
     const uint64_t rounded_up = (record_bytes + kRecordAlignment - 1) / kRecordAlignment * kRecordAlignment;
     require(header.step_record_bytes == rounded_up, "arena: step_record_bytes must be ", rounded_up,
             " with n_param_groups = ", header.n_param_groups, ", got ", header.step_record_bytes);
@@ -159,6 +159,10 @@ StepRecord& Arena::step_record(int64_t step) const {
 
 const Hyperparameters& Arena::hyperparameters(int64_t step, uint32_t param_group) const {
     return reinterpret_cast<const Hyperparameters*>(&step_record(step) + 1)[param_group];
+}
+
+const Hyperparameters& Arena::tentative_hyperparameters(int64_t step, uint32_t param_group) const {
+    return (&hyperparameters(step, header_.n_param_groups))[param_group];
 }
 
 }  // namespace zenflow

@@ -39,6 +39,7 @@ class Arena {
     StepRecord& step_record(int64_t step) const;
     const StepWord& block_word(uint32_t block) const { return at<StepWord>(header_.block_words_offset)[block]; }
     const Hyperparameters& hyperparameters(int64_t step, uint32_t param_group) const;
+    const Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group) const;
 
     int64_t& resolved_step() const { return at<ArenaHeader>(0)->resolved_step; }
     int64_t& begun_job() const { return at<ArenaHeader>(0)->begun_job; }

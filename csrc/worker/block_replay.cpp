@@ -42,14 +42,16 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     require(job.block < header.n_blocks, "job: block must be below n_blocks = ", header.n_blocks, ", got ", job.block);
     require(job.publish_buffer < header.n_publish_buffers,
             "job: publish_buffer must be below n_publish_buffers = ", header.n_publish_buffers, ", got ", job.publish_buffer);
-    for (uint32_t i = 0; i < job.n_steps; ++i) {
+    require(job.has_tentative <= 1, "job: has_tentative must be 0 or 1, got ", job.has_tentative);
+    for (uint32_t i = 0; i < job.n_committed + job.has_tentative; ++i) {
         require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
     }
     // False for NaN.
     require(job.prediction_steps >= 0.0f && job.prediction_steps <= kMaxPredictionSteps,
             "job: prediction_steps must be from 0 to ", kMaxPredictionSteps, ", got ", job.prediction_steps);
     require(job.in_backward <= 1, "job: in_backward must be 0 or 1, got ", job.in_backward);
-    require(job.in_backward == 0 || job.n_steps == 1, "job: n_steps must be 1 with in_backward, got ", job.n_steps);
+    require(job.in_backward == 0 || (job.n_committed == 1 && job.has_tentative == 0),
+            "job: n_committed must be 1 and has_tentative 0 with in_backward, got ", job.n_committed, " and ", job.has_tentative);
     journal_.check(job);
 }
 
@@ -85,15 +87,21 @@ const std::vector<ThreadSpan>& BlockReplay::run(const UpdateJob& job, const uint
 void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots) {
     slots_.clear();
     for (auto& group : coefficients_) group.clear();
-    for (uint32_t i = 0; i < job.n_steps; ++i) {
-        const StepRecords::Step step = records_.step(job, i);
-        if (!step.applied) continue;
+    const auto add = [&](uint32_t i, const StepRecords::Step& step, auto hyperparameters_of) {
         slots_.push_back(arena_.slot(slots[i]));
         for (uint32_t group = 0; group < coefficients_.size(); ++group) {
-            const Hyperparameters& hyperparameters = arena_.hyperparameters(job.first_step + i, group);
+            const Hyperparameters& hyperparameters = (arena_.*hyperparameters_of)(job.first_step + i, group);
             coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
         }
+    };
+    for (uint32_t i = 0; i < job.n_committed; ++i) {
+        const StepRecords::Step step = records_.committed_step(job, i);
+        if (step.applied) add(i, step, &Arena::hyperparameters);
     }
+    n_committed_ = slots_.size();
+    if (job.has_tentative == 0) return;
+    const StepRecords::Step step = records_.tentative_step(job);
+    if (step.applied) add(job.n_committed, step, &Arena::tentative_hyperparameters);
 }
 
 // Consecutive segments, the same of a block in every job: they may still be in the thread's caches.
@@ -122,7 +130,9 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
         entry.position = std::max(entry.position, segment->begin);
         const uint64_t begin = entry.position, in_block = begin - block_begin;
         for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * gradient_bytes;
-        const WindowView window{slots_.size(), gradients, coefficients_[segment->param_group].data(), job.prediction_steps};
+        const bool has_tentative = slots_.size() > n_committed_;
+        const WindowView window{n_committed_, gradients, coefficients_[segment->param_group].data(), job.prediction_steps,
+                                has_tentative};
         kernel_(states + begin, segment->end - begin, window, published + in_block * weight_bytes, &entry);
     }
 }

@@ -19,7 +19,7 @@ class BlockReplay {
     BlockReplay(const Arena& arena, const StepRecords& records);
 
     // Throws Error if `job` names a block, slot or publish buffer that the arena does not have, or cannot follow the jobs before
-    // it. `slots` holds job.n_steps slot indices.
+    // it. `slots` holds one slot index for each of its steps.
     void check(const UpdateJob& job, const uint32_t* slots) const;
 
     // Allocates the memory of all blocks' master weights and moments on the NUMA nodes of the threads that will update them,
@@ -52,7 +52,9 @@ class BlockReplay {
     Journal journal_;
     std::vector<std::vector<Segment>> segments_;  // per block
 
-    // Of the current job; members so that their memory is reused.
+    // Of the current job; members so that their memory is reused. Applied steps are those that are not left out, the tentative
+    // one last.
+    size_t n_committed_ = 0;                                   // of the applied steps
     std::vector<const std::byte*> slots_;                      // of the applied steps
     std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, of the applied steps
     std::vector<const void*> gradients_;                       // per share, of the applied steps in the current segment

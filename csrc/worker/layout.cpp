@@ -49,8 +49,8 @@ constexpr Line kLines[] = {
     SIZE(MessageHeader), FIELD(MessageHeader, type), FIELD(MessageHeader, reserved),
 
     SIZE(UpdateJob), FIELD(UpdateJob, type), FIELD(UpdateJob, block), FIELD(UpdateJob, job_id), FIELD(UpdateJob, first_step),
-    FIELD(UpdateJob, n_steps), FIELD(UpdateJob, publish_buffer), FIELD(UpdateJob, prediction_steps),
-    FIELD(UpdateJob, in_backward),
+    FIELD(UpdateJob, n_committed), FIELD(UpdateJob, publish_buffer), FIELD(UpdateJob, prediction_steps),
+    FIELD(UpdateJob, has_tentative), FIELD(UpdateJob, in_backward), FIELD(UpdateJob, reserved),
 
     SIZE(Ready), FIELD(Ready, type), FIELD(Ready, n_threads), FIELD(Ready, version),
 

@@ -1,6 +1,7 @@
 #include "worker/step_records.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <thread>
 
@@ -35,22 +36,27 @@ int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequenc
 StepRecords::StepRecords(const Arena& arena, milliseconds word_timeout) : arena_(arena), word_timeout_(word_timeout) {}
 
 void StepRecords::check(const UpdateJob& job) const {
-    if (job.n_steps == 0) return;
+    const int64_t n_steps = int64_t{job.n_committed} + job.has_tentative;
+    if (n_steps == 0) return;
     const int64_t capacity = arena_.header().n_step_records;
-    require(job.n_steps <= capacity, "job: n_steps must be at most n_step_records = ", capacity, ", got ", job.n_steps);
-    require(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - job.n_steps,
-            "job: first_step must be at least 1 and its sum with n_steps representable, got ", job.first_step);
-    const int64_t last_step = job.first_step + job.n_steps - 1;
+    require(n_steps <= capacity, "job: n_committed + has_tentative must be at most n_step_records = ", capacity, ", got ",
+            n_steps);
+    require(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - n_steps,
+            "job: first_step must be at least 1 and its sum with the number of steps representable, got ", job.first_step);
+    const int64_t last_step = job.first_step + n_steps - 1;
     const int64_t resolved_step = arena_.resolved_step();
     require(last_step - resolved_step <= capacity, "job: its last step must be at most ", resolved_step + capacity,
             " with resolved_step = ", resolved_step, " and n_step_records = ", capacity, ", got ", last_step);
 }
 
 bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
-    if (job.n_steps == 0) return true;
-    if (job.in_backward == 0) return resolve_through(job.first_step + job.n_steps - 1, trainer_gone);
-    return resolve_through(job.first_step - 1, trainer_gone) &&
-           wait_for_word(arena_.block_word(job.block), job.first_step, trainer_gone);
+    const int64_t end = job.first_step + job.n_committed;
+    if (job.in_backward != 0) {
+        return resolve_through(end - 2, trainer_gone) && wait_for_word(arena_.block_word(job.block), end - 1, trainer_gone);
+    }
+    if (job.n_committed + job.has_tentative == 0) return true;
+    return resolve_through(end - 1, trainer_gone) &&
+           (job.has_tentative == 0 || wait_for_word(arena_.block_word(job.block), end, trainer_gone));
 }
 
 bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const {
@@ -61,8 +67,7 @@ bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>
         ++step;
         StepRecord& record = arena_.step_record(step);
         if (!wait_for_word(record.word, step, trainer_gone)) return false;
-        const bool applied = record.word.clip == record.word.clip;
-        record.count = count_before + (applied ? 1 : 0);
+        record.count = count_before + (std::isfinite(record.word.clip) ? 1 : 0);
         // The step is resolved by the next store; a worker that restarts before it counts the step again, from the same count.
         compiler_fence();
         arena_.resolved_step() = step;
@@ -70,17 +75,23 @@ bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>
     return true;
 }
 
-StepRecords::Step StepRecords::step(const UpdateJob& job, uint32_t index) const {
+StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
     const int64_t step = job.first_step + index;
-    if (job.in_backward != 0) {
-        const float clip = arena_.block_word(job.block).clip;
-        return {clip == clip, clip, arena_.step_record(step - 1).count + 1};
-    }
+    if (job.in_backward != 0) return step_of_block(job.block, step);
     const StepRecord& record = arena_.step_record(step);
     const int64_t sequence = sequence_of(record.word);
     require(sequence == step, "job: the record of resolved step ", step, " must still hold it, got step ", sequence,
             "; n_step_records is ", arena_.header().n_step_records);
-    return {record.word.clip == record.word.clip, record.word.clip, record.count};
+    return {std::isfinite(record.word.clip), record.word.clip, record.count};
+}
+
+StepRecords::Step StepRecords::tentative_step(const UpdateJob& job) const {
+    return step_of_block(job.block, job.first_step + job.n_committed);
+}
+
+StepRecords::Step StepRecords::step_of_block(uint32_t block, int64_t step) const {
+    const float clip = arena_.block_word(block).clip;
+    return {std::isfinite(clip), clip, arena_.step_record(step - 1).count + 1};
 }
 
 bool StepRecords::wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const {

@@ -19,23 +19,26 @@ class StepRecords {
     // Throws Error if the job's steps are not positive, or if more of them are unresolved than the ring has records.
     void check(const UpdateJob& job) const;
 
-    // Resolves the job's steps: waits for the word of each one that is not resolved yet, in order, counts it if its clip
-    // coefficient is not NaN, and stores the count in its record. Of a job in backward, resolves the steps before its own and
-    // waits for the block's word. All that the device wrote before those words happens before the return. Calls `trainer_gone`
-    // every few milliseconds; once it returns true, the result is false. Throws Error if a word does not arrive in time, a later
-    // step has overwritten the record, or a count is invalid.
+    // Resolves the job's steps: waits for the word of each step before the tentative one that is not resolved yet, in order,
+    // counts it if its factor is finite, and stores the count in its record. Then waits for the block's word, if the job has a
+    // tentative part or is in backward. All that the device wrote before those words happens before the return. Calls
+    // `trainer_gone` every few milliseconds; once it returns true, the result is false. Throws Error if a word does not arrive in
+    // time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
 
     struct Step {
-        bool applied;  // false: the clip coefficient is NaN and the step changes nothing
+        bool applied;  // false: the factor is not finite and the step is left out
         float clip;
         int64_t count;  // applied steps up to and including this one
     };
-    // One of a resolved job's steps; in backward, it counts as applied unless the block's clip coefficient is NaN. Throws Error
-    // if a later step has overwritten the record.
-    Step step(const UpdateJob& job, uint32_t index) const;
+    // One of a resolved job's committed steps. Throws Error if a later step has overwritten the record.
+    Step committed_step(const UpdateJob& job, uint32_t index) const;
+
+    // The tentative step of a resolved job that has one.
+    Step tentative_step(const UpdateJob& job) const;
 
   private:
+    Step step_of_block(uint32_t block, int64_t step) const;
     bool resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const;
     bool wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
     bool arrived(const StepWord& word, int64_t step) const;

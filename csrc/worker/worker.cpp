@@ -112,9 +112,9 @@ bool serve_job(const Channel::Message& message, const StepRecords& records, Bloc
             message.size);
     UpdateJob job;
     std::memcpy(&job, message.data, sizeof(job));
-    const uint64_t expected_size = sizeof(job) + uint64_t{job.n_steps} * sizeof(uint32_t);
-    require(message.size == expected_size, "job: the message must have ", expected_size, " bytes with n_steps = ", job.n_steps,
-            ", got ", message.size);
+    const uint64_t expected_size = sizeof(job) + (uint64_t{job.n_committed} + job.has_tentative) * sizeof(uint32_t);
+    require(message.size == expected_size, "job: the message must have ", expected_size,
+            " bytes with n_committed = ", job.n_committed, " and has_tentative = ", job.has_tentative, ", got ", message.size);
     const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
     replay.check(job, slots);
     records.check(job);

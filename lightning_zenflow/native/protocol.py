@@ -11,7 +11,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 7
+VERSION: Final = 8
 
 HEADER_BYTES: Final = 4096
 
@@ -102,7 +102,7 @@ class StepWord(ctypes.LittleEndianStructure):
 
 
 class StepRecord(ctypes.LittleEndianStructure):
-    """``zenflow::StepRecord``: followed in memory by one ``Hyperparameters`` per parameter group."""
+    """``zenflow::StepRecord``: followed in memory by two ``Hyperparameters`` sets, committed and tentative, of one a parameter group."""
 
     _fields_ = (("word", StepWord), ("count", ctypes.c_int64), ("reserved", ctypes.c_int64))
 
@@ -137,17 +137,19 @@ class MessageHeader(ctypes.LittleEndianStructure):
 
 
 class UpdateJob(ctypes.LittleEndianStructure):
-    """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[n_steps]``."""
+    """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[n_committed + has_tentative]``."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("job_id", ctypes.c_int64),
         ("first_step", ctypes.c_int64),
-        ("n_steps", ctypes.c_uint32),
+        ("n_committed", ctypes.c_uint32),
         ("publish_buffer", ctypes.c_uint32),
         ("prediction_steps", ctypes.c_float),
+        ("has_tentative", ctypes.c_uint32),
         ("in_backward", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 

@@ -158,11 +158,16 @@ class Arena:
         self._counts[step % self.n_step_records] = count
         self._header.resolved_step = step
 
-    def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters]) -> None:
-        """Writes the step's hyperparameters; the device writes its factor and sequence number later."""
+    def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters], *, tentative: bool = False) -> None:
+        """Writes the step's hyperparameters; the device writes its factor and sequence number later.
+
+        Args:
+            tentative: writes those of the tentative update, known in backward, instead of those that are committed.
+        """
         header = self._header
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
         begin += ctypes.sizeof(protocol.StepRecord)
+        begin += tentative * len(groups) * ctypes.sizeof(protocol.Hyperparameters)
         entries = (protocol.Hyperparameters * len(groups)).from_buffer(self._memory, begin)
         for entry, group in zip(entries, groups, strict=True):
             entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
@@ -252,7 +257,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     header.ranges_offset = reserve(len(partition.slices) * ctypes.sizeof(protocol.Range))
     header.blocks_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.Block))
     header.step_record_bytes = _round_up(
-        ctypes.sizeof(protocol.StepRecord) + sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),
+        ctypes.sizeof(protocol.StepRecord) + 2 * sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),
         _CACHE_LINE_BYTES,
     )
     header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)

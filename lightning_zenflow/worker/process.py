@@ -44,7 +44,10 @@ class WorkerKilled(WorkerError):
 
 @dataclass(frozen=True, kw_only=True)
 class JobMessage:
-    """An update job as the worker receives it; ``zenflow::UpdateJob`` documents the fields."""
+    """An update job as the worker receives it; ``zenflow::UpdateJob`` documents the fields.
+
+    The last slot holds the gradient of the tentative step, if there is one. The others are committed.
+    """
 
     job_id: int
     block: int
@@ -52,6 +55,7 @@ class JobMessage:
     slots: Sequence[int]
     publish_buffer: int
     prediction_steps: float = 0.0
+    has_tentative: bool = False
     in_backward: bool = False
 
     def message(self) -> bytes:
@@ -61,9 +65,10 @@ class JobMessage:
             block=self.block,
             job_id=self.job_id,
             first_step=self.first_step,
-            n_steps=len(self.slots),
+            n_committed=len(self.slots) - self.has_tentative,
             publish_buffer=self.publish_buffer,
             prediction_steps=self.prediction_steps,
+            has_tentative=self.has_tentative,
             in_backward=self.in_backward,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))

@@ -23,6 +23,7 @@ using test::error_of;
 using test::job_of;
 using test::kDecoupled;
 using test::State;
+using test::tentative;
 using test::TrainerArena;
 
 constexpr std::chrono::milliseconds kLong{600000};
@@ -143,6 +144,58 @@ TEST(block_replay, a_job_in_backward_equals_one_of_the_whole_step) {
                           (header.slots_offset - header.master_offset) / sizeof(float));
 }
 
+// Three steps, each shown in its own backward pass with a predicted factor and another learning rate and committed one step
+// later, then a flush. Each block sees steps without a finite factor: predicted (0), true (1), both (2).
+void check_one_behind(DataType type) {
+    const ArenaSpec spec = awkward_spec(type);
+    Fixture fixture(spec);
+    TrainerArena& trainer = fixture.trainer;
+    State committed = test::random_state(spec.numel, 3);
+    trainer.set_state(committed);
+    const float nan = std::nanf("");
+    const float clips[] = {0.5f, nan, 0.25f}, predictions[] = {0.75f, nan, nan};
+    const int64_t counts[] = {1, 1, 2}, counts_shown[] = {1, 2, 2};
+    int64_t job_id = 0;
+    for (int64_t step = 1; step <= 4; ++step) {
+        const auto now = static_cast<uint32_t>(step % 2), before = static_cast<uint32_t>((step - 1) % 2);
+        const auto gradient_of = [&spec](int64_t step, uint32_t b) {
+            return test::random_gradient(spec.blocks[b].end - spec.blocks[b].begin, static_cast<uint32_t>(step) * 10 + b);
+        };
+        for (uint32_t group = 0; group < 2 && step <= 3; ++group) {
+            trainer.tentative_hyperparameters(step, group) = group == 0 ? kDecoupled : test::kGradientDecay;
+        }
+        for (uint32_t b = 0; b < spec.blocks.size(); ++b) {
+            UpdateJob job = job_of(b, ++job_id, step > 1 ? step - 1 : step, (step > 1 ? 1 : 0) + (step <= 3 ? 1 : 0), 1);
+            std::vector<uint32_t> slots;
+            if (step > 1) {
+                slots.push_back(2 * b % 4 + before);
+                trainer.set_gradient(slots[0], gradient_of(step - 1, b));
+                trainer.expect_step(committed, b, step - 1, gradient_of(step - 1, b), counts[step - 2], clips[step - 2]);
+            }
+            State shown = committed;
+            if (step <= 3) {
+                slots.push_back(2 * b % 4 + now);
+                trainer.set_gradient(slots.back(), gradient_of(step, b));
+                trainer.write_block_word(b, step, predictions[step - 1]);
+                trainer.expect_step(shown, b, step, gradient_of(step, b), counts_shown[step - 1], predictions[step - 1], true);
+                job = tentative(job);
+            }
+            fixture.run(job, slots);
+            trainer.check_published(b, 1, shown);
+            test::check_same_state("block " + std::to_string(b), trainer.state(), committed);
+        }
+        // The end of the step: its factor and a hook's learning rate.
+        if (step > 3) break;
+        trainer.hyperparameters(step, 0) = trainer.hyperparameters(step, 1) = kDecoupled;
+        trainer.hyperparameters(step, 1).lr = 2e-3;
+        trainer.write_word(step, clips[step - 1]);
+    }
+}
+
+TEST(block_replay, one_behind_shows_the_tentative_step_and_commits_the_true_one) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) check_one_behind(type);
+}
+
 // The caller's writes before a job and its reads after it are ordered with the threads' work. Everything uses one mapping, so
 // that ThreadSanitizer detects races.
 TEST(block_replay, successive_jobs_do_not_race) {
@@ -177,7 +230,13 @@ TEST(block_replay, rejects_invalid_jobs) {
     CHECK_CONTAINS(error(job_of(2, 1, 1, 1)), "block must be below n_blocks = 2, got 2");
     CHECK_CONTAINS(error(job_of(1, 1, 1, 1, 2)), "publish_buffer must be below n_publish_buffers = 2, got 2");
     CHECK_CONTAINS(error(job_of(1, 1, 1, 2)), "slots[1] must be below n_slots = 6, got 6");
-    CHECK_CONTAINS(error(job_of(1, 1, 0, 0), 1), "n_steps must be 1 with in_backward, got 0");
+    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 2))), "slots[1] must be below n_slots = 6, got 6");
+    UpdateJob unclear = job_of(1, 1, 1, 1);
+    unclear.has_tentative = 2;
+    CHECK_CONTAINS(error(unclear), "has_tentative must be 0 or 1, got 2");
+    const char* const not_one = "n_committed must be 1 and has_tentative 0 with in_backward, got ";
+    CHECK_CONTAINS(error(job_of(1, 1, 0, 0), 1), std::string(not_one) + "0 and 0");
+    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 1)), 1), std::string(not_one) + "0 and 1");
     CHECK_CONTAINS(error(job_of(1, 1, 1, 1), 2), "in_backward must be 0 or 1, got 2");
     for (const float steps : {-1.0f, 2e6f, std::nanf("")}) {
         CHECK_CONTAINS(error(job_of(1, 1, 1, 1), 0, steps), "prediction_steps must be from 0 to 1e+06");

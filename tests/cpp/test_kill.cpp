@@ -33,6 +33,7 @@ struct Scenario {
     uint32_t n_steps;  // of each job
     float prediction_steps = 0.0f;
     uint32_t in_backward = 0;
+    bool has_tentative = false;  // the last of the steps
 };
 
 // Blocks of more than one tile, cut by a parameter group's end, the second with padding; bfloat16, so that published weights are
@@ -65,7 +66,8 @@ class Training {
             jobs_.push_back(job_of(b, 1 + b, 1, scenario.n_steps, b));
             jobs_[b].prediction_steps = scenario.prediction_steps;
             jobs_[b].in_backward = scenario.in_backward;
-            arena_.write_block_word(b, 1, 0.25f);
+            if (scenario.has_tentative) jobs_[b] = test::tentative(jobs_[b]);
+            arena_.write_block_word(b, scenario.n_steps, 0.25f);
         }
     }
 
@@ -74,7 +76,7 @@ class Training {
     void submit(WorkerProcess& worker) {
         for (const UpdateJob& job : jobs_) {
             std::vector<uint32_t> slots;
-            for (uint32_t s = 0; s < job.n_steps; ++s) slots.push_back(2 * s + job.block);
+            for (uint32_t s = 0; s < job.n_committed + job.has_tentative; ++s) slots.push_back(2 * s + job.block);
             worker.submit(job, slots);
         }
     }
@@ -145,6 +147,9 @@ void kill_everywhere(const Scenario& scenario) {
 
 TEST(kill, at_any_instant_of_one_update) { kill_everywhere({"one update", 1}); }
 TEST(kill, at_any_instant_of_an_update_in_backward) { kill_everywhere({"an update in backward", 1, 0.0f, 1}); }
+TEST(kill, at_any_instant_of_a_tentative_update) { kill_everywhere({"a tentative update", 1, 0.0f, 0, true}); }
+TEST(kill, at_any_instant_of_one_behind) { kill_everywhere({"one behind", 2, 0.0f, 0, true}); }
+TEST(kill, at_any_instant_of_a_window_one_behind) { kill_everywhere({"a window one behind", 3, 2.0f, 0, true}); }
 TEST(kill, at_any_instant_of_a_window) { kill_everywhere({"a window", 3, 2.0f}); }
 TEST(kill, at_any_instant_of_publishing) { kill_everywhere({"publishing", 0}); }
 

@@ -66,9 +66,10 @@ struct Window {
         for (size_t s = 0; s < gradients.size(); ++s) result.push_back(step_coefficients(hyperparameters[s], count(s), clip(s)));
         return result;
     }
-    State applied_to(State state) const {
+    State applied_to(State state) const { return applied_to(std::move(state), gradients.size()); }
+    State applied_to(State state, size_t n_steps) const {
         const size_t n = state.master.size();
-        for (size_t s = 0; s < gradients.size(); ++s) {
+        for (size_t s = 0; s < n_steps; ++s) {
             const std::vector<float> gradient = test::decode(gradients[s].data(), n, type);
             test::reference_step(state, gradient.data(), hyperparameters[s], count(s), clip(s), 0, n);
         }
@@ -89,10 +90,11 @@ std::vector<float> predicted(const State& state, const std::vector<StepCoefficie
 }
 
 // Runs the kernel for every type of published weights and instruction set, with and without prediction, on arrays that begin at
-// different distances from alignment, and compares all results.
-void check_window(State before, const Window& window, size_t offset = 0) {
+// different distances from alignment, and compares all results. The window's last step may be tentative.
+void check_window(State before, const Window& window, size_t offset = 0, bool has_tentative = false) {
     const size_t n = before.master.size();
-    const State after = window.applied_to(before);
+    const size_t n_steps = window.gradients.size() - (has_tentative ? 1 : 0);
+    const State after = window.applied_to(before, n_steps), shown = window.applied_to(before);
     const std::vector<StepCoefficients> coefficients = window.coefficients();
     const size_t gradient_bytes = window.type == DataType::kFloat32 ? 4 : 2;
     std::list<Buffer> gradients;
@@ -109,12 +111,13 @@ void check_window(State before, const Window& window, size_t offset = 0) {
                 Buffer exp_avg_sq(before.exp_avg_sq, offset * 5 % 16);
                 Buffer published(test::encode(std::vector<float>(n), published_type), offset * 7 % 16 * 4);
                 const AdamState state{master.floats(), exp_avg.floats(), exp_avg_sq.floats()};
-                const WindowView view{pointers.size(), pointers.data(), coefficients.data(), prediction_steps};
+                const WindowView view{n_steps, pointers.data(), coefficients.data(), prediction_steps, has_tentative};
                 replay_kernel(window.type, published_type, instruction_set)(state, n, view, published.data(), nullptr);
                 const std::string what = std::string(name(instruction_set)) + " n=" + std::to_string(n) +
-                                         " steps=" + std::to_string(pointers.size()) + " offset=" + std::to_string(offset);
+                                         " steps=" + std::to_string(n_steps) + (has_tentative ? "+1" : "") +
+                                         " offset=" + std::to_string(offset);
                 test::check_same_state(what, state, after);
-                test::check_same_bytes(what + " published", published.data(), predicted(after, coefficients, prediction_steps),
+                test::check_same_bytes(what + " published", published.data(), predicted(shown, coefficients, prediction_steps),
                                        published_type);
                 for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &published}) buffer->check_guards();
             }
@@ -123,7 +126,11 @@ void check_window(State before, const Window& window, size_t offset = 0) {
 }
 
 void check_all(size_t n, size_t n_steps, const Hyperparameters& hyperparameters, size_t offset = 0) {
-    for (const DataType type : kTypes) check_window(test::random_state(n, 7), {n, n_steps, hyperparameters, type}, offset);
+    for (const DataType type : kTypes) {
+        const Window window(n, n_steps, hyperparameters, type);
+        check_window(test::random_state(n, 7), window, offset);
+        if (n_steps > 0) check_window(test::random_state(n, 7), window, offset, true);
+    }
 }
 
 TEST(replay_adamw, equals_reference_for_all_sizes_steps_and_types) {
@@ -138,6 +145,7 @@ TEST(replay_adamw, equals_reference_for_each_kind_of_decay) {
     Window mixed(600, 3, kNoDecay, DataType::kFloat32);
     mixed.hyperparameters = {kDecoupled, kNoDecay, kGradientDecay};
     check_window(test::random_state(600, 7), mixed);
+    check_window(test::random_state(600, 7), mixed, 0, true);
 }
 
 TEST(replay_adamw, equals_reference_at_misaligned_starts) {

@@ -15,6 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 using test::error_of;
 using test::job_of;
+using test::tentative;
 using test::TrainerArena;
 
 bool never() { return false; }
@@ -35,7 +36,9 @@ struct Ring {
     StepRecords impatient_records{arena, milliseconds(20)};
 
     bool resolve(const UpdateJob& job) const { return records.resolve(job, never); }
-    StepRecords::Step step(const UpdateJob& job) const { return records.step(job, 0); }
+    StepRecords::Step step(const UpdateJob& job) const {
+        return job.has_tentative != 0 ? records.tentative_step(job) : records.committed_step(job, 0);
+    }
     std::string error(const UpdateJob& job) const {
         return error_of([&] { impatient_records.resolve(job, never); });
     }
@@ -52,7 +55,7 @@ TEST(step_records, counts_applied_steps) {
     CHECK_EQ(ring.step(of_step(2)).count, 1);
     CHECK(!ring.step(of_step(2)).applied);
     CHECK_EQ(ring.step(of_step(3)).count, 2);
-    CHECK_EQ(ring.records.step(job_of(0, 1, 1, 3), 2).clip, 0.5f);
+    CHECK_EQ(ring.records.committed_step(job_of(0, 1, 1, 3), 2).clip, 0.5f);
     CHECK_EQ(ring.trainer.header().resolved_step, 3);
     CHECK_EQ(ring.trainer.record(3).count, 2);
 }
@@ -103,30 +106,40 @@ TEST(step_records, waits_for_a_late_word_and_acquires_earlier_writes) {
     device.join();
 }
 
-TEST(step_records, a_job_in_backward_resolves_earlier_steps_and_waits_for_its_blocks_word) {
-    Ring ring;
-    ring.trainer.write_word(1, 1.0f);
-    ring.trainer.write_word(2, std::nanf(""));
-    ring.trainer.write_block_word(0, 3, 0.25f);
-    CHECK(ring.resolve(in_backward(3)));
-    CHECK(ring.step(in_backward(3)).applied);
-    CHECK_EQ(ring.step(in_backward(3)).clip, 0.25f);
-    CHECK_EQ(ring.step(in_backward(3)).count, 2);
-    // The step itself remains unresolved.
-    CHECK_EQ(ring.trainer.header().resolved_step, 2);
-    ring.trainer.write_word(3, std::nanf(""));
-    CHECK(ring.resolve(of_step(3)));
-    CHECK_EQ(ring.step(of_step(3)).count, 1);
-    // Repeated, as after a restart.
-    CHECK(ring.resolve(in_backward(3)));
-    CHECK_EQ(ring.step(in_backward(3)).count, 2);
+TEST(step_records, a_tentative_step_waits_for_its_blocks_word_after_the_step_before) {
+    for (const UpdateJob& job : {in_backward(3), tentative(of_step(3)), tentative(job_of(0, 1, 1, 3))}) {
+        Ring ring;
+        ring.trainer.write_word(1, 1.0f);
+        ring.trainer.write_word(2, std::nanf(""));
+        ring.trainer.write_block_word(0, 3, 0.25f);
+        CHECK(ring.resolve(job));
+        CHECK(ring.step(job).applied);
+        CHECK_EQ(ring.step(job).clip, 0.25f);
+        CHECK_EQ(ring.step(job).count, 2);
+        // The step itself remains unresolved.
+        CHECK_EQ(ring.trainer.header().resolved_step, 2);
+        ring.trainer.write_word(3, std::nanf(""));
+        CHECK(ring.resolve(of_step(3)));
+        CHECK_EQ(ring.step(of_step(3)).count, 1);
+        // Repeated, as after a restart.
+        CHECK(ring.resolve(job));
+        CHECK_EQ(ring.step(job).count, 2);
+    }
 }
 
-TEST(step_records, a_step_in_backward_is_skipped_if_its_block_is_not_finite) {
-    Ring ring;
-    ring.trainer.write_block_word(0, 1, std::nanf(""));
-    CHECK(ring.resolve(in_backward(1)));
-    CHECK(!ring.step(in_backward(1)).applied);
+TEST(step_records, a_factor_that_is_not_finite_leaves_the_step_out) {
+    for (const float clip : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+        Ring ring;
+        ring.trainer.write_block_word(0, 1, clip);
+        for (const UpdateJob& job : {in_backward(1), tentative(of_step(1))}) {
+            CHECK(ring.resolve(job));
+            CHECK(!ring.step(job).applied);
+        }
+        ring.trainer.write_word(1, clip);
+        CHECK(ring.resolve(of_step(1)));
+        CHECK(!ring.step(of_step(1)).applied);
+        CHECK_EQ(ring.step(of_step(1)).count, 0);
+    }
 }
 
 TEST(step_records, names_the_step_whose_word_does_not_arrive) {
@@ -139,6 +152,8 @@ TEST(step_records, names_the_step_whose_word_does_not_arrive) {
     ring.trainer.write_word(2, 1.0f);
     ring.trainer.write_block_word(0, 1, 1.0f);
     CHECK_CONTAINS(ring.error(in_backward(2)), error);
+    CHECK_CONTAINS(ring.error(tentative(of_step(2))), error);
+    CHECK_CONTAINS(ring.error(tentative(of_step(3))), "step 3's clip coefficient did not arrive within 20 ms");
 }
 
 TEST(step_records, stops_waiting_when_the_trainer_is_gone) {
@@ -166,8 +181,9 @@ TEST(step_records, rejects_impossible_steps) {
     CHECK_CONTAINS(error_of([&] { check(0, 1); }), "first_step must be at least 1");
     CHECK_CONTAINS(error_of([&] { check(-1, 1); }), "got -1");
     CHECK_CONTAINS(error_of([&] { check(std::numeric_limits<int64_t>::max(), 2); }), "first_step");
-    CHECK_CONTAINS(error_of([&] { check(1, 5); }), "n_steps must be at most n_step_records = 4, got 5");
+    CHECK_CONTAINS(error_of([&] { check(1, 5); }), "n_committed + has_tentative must be at most n_step_records = 4, got 5");
     CHECK_CONTAINS(error_of([&] { check(2, 4); }), "last step must be at most 4");
+    CHECK_CONTAINS(error_of([&] { ring.records.check(tentative(of_step(5))); }), "last step must be at most 4");
     ring.trainer.header().resolved_step = 1;
     check(2, 4);
 }

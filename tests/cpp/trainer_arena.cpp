@@ -33,7 +33,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     uint64_t largest_block = 0;
     for (const Block& block : spec.blocks) largest_block = std::max(largest_block, block.end - block.begin);
     header.slot_numel = round_up(largest_block, 64);
-    header.step_record_bytes = round_up(sizeof(StepRecord) + spec.n_param_groups * sizeof(Hyperparameters), 64);
+    header.step_record_bytes = round_up(sizeof(StepRecord) + 2 * spec.n_param_groups * sizeof(Hyperparameters), 64);
 
     uint64_t end = kHeaderBytes;
     const auto reserve = [&end](uint64_t bytes) {
@@ -89,6 +89,10 @@ Hyperparameters& TrainerArena::hyperparameters(int64_t step, uint32_t param_grou
     return reinterpret_cast<Hyperparameters*>(&record(step) + 1)[param_group];
 }
 
+Hyperparameters& TrainerArena::tentative_hyperparameters(int64_t step, uint32_t param_group) {
+    return (&hyperparameters(step, header().n_param_groups))[param_group];
+}
+
 void TrainerArena::set_state(const State& values) {
     std::copy(values.master.begin(), values.master.end(), state().master);
     std::copy(values.exp_avg.begin(), values.exp_avg.end(), state().exp_avg);
@@ -97,6 +101,7 @@ void TrainerArena::set_state(const State& values) {
 
 void TrainerArena::set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups) {
     std::copy(param_groups.begin(), param_groups.end(), &hyperparameters(step, 0));
+    std::copy(param_groups.begin(), param_groups.end(), &tentative_hyperparameters(step, 0));
 }
 
 void TrainerArena::set_gradient(uint32_t index, const std::vector<float>& values) {
@@ -116,14 +121,15 @@ void TrainerArena::write_block_word(uint32_t block, int64_t step, float clip) {
 }
 
 void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
-                               float clip) {
+                               float clip, bool tentative) {
     const auto [block_begin, block_end] = spec_.blocks[block];
     const auto rounded = decode(encode(gradient, spec_.gradient_dtype).data(), gradient.size(), spec_.gradient_dtype);
     for (const Range& range : spec_.ranges) {
         const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
         if (begin >= end) continue;
-        reference_step(expected, rounded.data() + (begin - block_begin), hyperparameters(step, range.param_group), count, clip,
-                       begin, end);
+        reference_step(expected, rounded.data() + (begin - block_begin),
+                       tentative ? tentative_hyperparameters(step, range.param_group) : hyperparameters(step, range.param_group),
+                       count, clip, begin, end);
     }
 }
 
@@ -138,8 +144,14 @@ void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State&
     }
 }
 
+UpdateJob tentative(UpdateJob job) {
+    --job.n_committed;
+    job.has_tentative = 1;
+    return job;
+}
+
 UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0};
+    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0, 0, 0};
 }
 
 }  // namespace zenflow::test

@@ -44,9 +44,11 @@ class TrainerArena {
     std::byte* publish_buffer(uint32_t index);
     StepRecord& record(int64_t step);
     Hyperparameters& hyperparameters(int64_t step, uint32_t param_group);
+    Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group);
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
     void set_state(const State& state);
+    // Both sets of a step.
     void set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups);
     void set_gradient(uint32_t slot, const std::vector<float>& values);
 
@@ -56,8 +58,8 @@ class TrainerArena {
     void write_block_word(uint32_t block, int64_t step, float clip);
 
     // Applies the step with number `step`, whose gradient in the block is `gradient`, to the expected state.
-    void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
-                     float clip);
+    void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count, float clip,
+                     bool tentative = false);
 
     // The block's new weights, in the ranges.
     void check_published(uint32_t block, uint32_t publish_buffer, const State& expected);
@@ -74,7 +76,10 @@ class TrainerArena {
     std::byte* memory_ = nullptr;
 };
 
-// A job of one step per slot, without prediction.
+// A job that commits one step per slot, without prediction.
 UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer = 0);
+
+// The same with a tentative last step.
+UpdateJob tentative(UpdateJob job);
 
 }  // namespace zenflow::test

@@ -40,9 +40,12 @@ def make_arena(rng: random.Random) -> Arena:
     arena = Arena(build_partition(slices, counts, rng.randrange(1, 4)), sizes, device=torch.device("cpu"))
     group = GroupHyperparameters(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
     for step in range(1, 4):
-        arena.write_hyperparameters(step, [group, group])
+        for tentative in (False, True):
+            arena.write_hyperparameters(step, [group, group], tentative=tentative)
         arena.clip[step] = rng.choice([1.0, float("nan"), float("inf")])
         arena.sequence[step] = step
+    arena.block_clip.fill_(0.5)
+    arena.block_sequence.fill_(rng.randrange(1, 4))
     return arena
 
 
@@ -83,14 +86,16 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
 def message(rng: random.Random, job_id: int) -> bytes:
     """A job, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
+    has_tentative = rng.choice([0, min(1, len(slots))])
     job = protocol.UpdateJob(
         type=protocol.MessageType.JOB,
         block=rng.randrange(3),
         job_id=job_id,
         first_step=rng.randrange(1, 3),
-        n_steps=len(slots),
+        n_committed=len(slots) - has_tentative,
         publish_buffer=rng.randrange(2),
         prediction_steps=rng.choice([0.0, 1.5]),
+        has_tentative=has_tentative,
         in_backward=rng.choice([0, 0, 0, 1]),
     )
     data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
