@@ -16,12 +16,18 @@
 //                               threads; the trainer should not touch them earlier
 //   publish buffers             worker, from submission until Done; the trainer until it submits the next job that names it
 //   journal                     worker
+//   export section              trainer, until it sends the Export that names a part of it, and again after that Export's
+//                               Acknowledged
 //
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
 // being applied again, the one between that and `begun_job` continues from the undo log (tile_journal.h, journal.h), and later
 // ones have not changed anything. Program order suffices for this: a killed thread has executed a prefix of its instructions, and
 // the memory outlives the process.
+//
+// Requests (Export, Touch) stand in the same order as jobs: an Export gives the state after the jobs sent before it. One that was
+// not acknowledged is sent again as well, in its place. It may be carried out twice, so the trainer sends no job of a block whose
+// exported state it still wants before that Export is acknowledged.
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. The worker waits for the sequence word of the job's
 // last step before it touches anything. The device copies gradients, clip coefficient and sequence number in stream order, so the
@@ -39,7 +45,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 7;
+constexpr uint64_t kVersion = 8;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -88,6 +94,9 @@ struct ArenaHeader {
     int64_t begun_job;
     int64_t completed_job;
     uint64_t n_shares;  // of `begun_job`: the journal's first entries
+
+    uint64_t export_offset;  // export section: lists of entries, and their state; the trainer arranges it, see Export
+    uint64_t export_bytes;
 };
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its reserved bytes");
 
@@ -142,11 +151,14 @@ struct JournalEntry {
 static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
 
 enum class MessageType : uint32_t {
-    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_steps]
-    kExit = 2,   // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
-    kReady = 3,  // worker -> trainer: Ready, once, before any other message
-    kDone = 4,   // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
-    kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+    kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_steps]
+    kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
+    kReady = 3,   // worker -> trainer: Ready, once, before any other message
+    kDone = 4,    // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
+    kError = 5,   // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+    kExport = 6,  // trainer -> worker: Export
+    kTouch = 7,   // trainer -> worker: Touch
+    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Export and Touch, in order among the Done messages
 };
 
 struct MessageHeader {
@@ -189,6 +201,45 @@ struct Done {
 struct ThreadSpan {
     int64_t begin_ns;  // CLOCK_MONOTONIC
     int64_t end_ns;
+};
+// Copies the state of some entries to the export section, as it is after the jobs before. All offsets are in bytes from the start
+// of the arena, and all that they name lies within the export section.
+struct Export {
+    uint32_t type;
+    uint32_t n_tiles;
+    int64_t request_id;
+    uint64_t tiles_offset;  // ExportTile[n_tiles]
+};
+
+// Entries of one rectangle of the partition. With w = `width` and k = `n_columns`, entry (row, i) of array a, where master is 0,
+// exp_avg 1 and exp_avg_sq 2, is copied from element begin + row * w + columns[i] to float a * target_stride + row * k + i of the
+// target.
+struct ExportTile {
+    uint64_t begin;  // element of the partition
+    uint64_t rows;
+    uint32_t width;           // at least 1
+    uint32_t n_columns;       // 1 to `width`
+    uint64_t columns_offset;  // uint32_t[n_columns], below `width`; not read if n_columns = width, which means all columns
+    uint64_t target_offset;
+    uint64_t target_stride;  // in floats
+};
+
+// Makes the kernel allocate memory of the arena, [offset, offset + n_rows * row_bytes), on the NUMA nodes of the worker's
+// threads, each row in equal parts. Changes no values.
+struct Touch {
+    uint32_t type;
+    uint32_t reserved;
+    int64_t request_id;
+    uint64_t offset;  // in bytes from the start of the arena
+    uint64_t n_rows;
+    uint64_t row_bytes;
+};
+
+struct Acknowledged {
+    uint32_t type;
+    uint32_t reserved;
+    int64_t request_id;
+    int64_t busy_ns;  // computation
 };
 static_assert(sizeof(Done) + kMaxThreadSpans * sizeof(ThreadSpan) <= kMaxMessageBytes, "a Done must fit into a message");
 

@@ -1,6 +1,7 @@
 """State of a rank for tests of single components."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,12 +10,22 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.topology import allowed_cores
 
 
 def make_rank_state(
-    partition: Partition, weights: Sequence[Tensor], *, kernels: Kernels | None = None, arena: Arena | None = None
+    partition: Partition,
+    weights: Sequence[Tensor],
+    *,
+    kernels: Kernels | None = None,
+    arena: Arena | None = None,
+    topk_ratio: float = 0.0,
+    n_publish_buffers: int = 1,
 ) -> RankState:
     """A rank with these weights; its arena, if none is given, has slots for two steps and is never page-locked."""
     device = weights[0].device
@@ -23,8 +34,9 @@ def make_rank_state(
             n_param_groups=len(weights),
             n_step_records=4,
             n_slots=2 * len(partition.blocks),
-            n_publish_buffers=1,
+            n_publish_buffers=n_publish_buffers,
             dtype=weights[0].dtype,
+            export_bytes=export_bytes(partition, topk_ratio, offload=True),
         )
         arena = Arena(partition, sizes, device=torch.device("cpu"))
     return RankState(
@@ -34,3 +46,10 @@ def make_rank_state(
         kernels=kernels or kernels_for(device),
         telemetry=Telemetry.create(device, worker_threads=1),
     )
+
+
+def supervised_worker(rank: RankState, *, n_threads: int = 1) -> SupervisedWorker:
+    """A worker on the rank's arena; to be closed or killed."""
+    cores = (allowed_cores() * n_threads)[:n_threads]
+    start = partial(Worker, rank.arena, cores=cores, timeout_s=30.0)
+    return SupervisedWorker(start, max_restarts=100, stalls=rank.telemetry.stalls)
