@@ -25,7 +25,6 @@ def make_rank_state(
     kernels: Kernels | None = None,
     arena: Arena | None = None,
     topk_ratio: float = 0.0,
-    n_publish_buffers: int = 1,
 ) -> RankState:
     """A rank with these weights; its arena, if none is given, has slots for two steps and is never page-locked."""
     device = weights[0].device
@@ -34,7 +33,7 @@ def make_rank_state(
             n_param_groups=len(weights),
             n_step_records=4,
             n_slots=2 * len(partition.blocks),
-            n_publish_buffers=n_publish_buffers,
+            n_publish_buffers=1,
             dtype=weights[0].dtype,
             export_bytes=export_bytes(partition, topk_ratio, offload=True),
         )
@@ -49,7 +48,6 @@ def make_rank_state(
 
 
 def supervised_worker(rank: RankState, *, n_threads: int = 1) -> SupervisedWorker:
-    """A worker on the rank's arena; to be closed or killed."""
-    cores = (allowed_cores() * n_threads)[:n_threads]
-    start = partial(Worker, rank.arena, cores=cores, timeout_s=30.0)
+    """A worker on the rank's arena, of as many threads as there are cores for; to be closed or killed."""
+    start = partial(Worker, rank.arena, cores=allowed_cores()[:n_threads], timeout_s=30.0)
     return SupervisedWorker(start, max_restarts=100, stalls=rank.telemetry.stalls)
