@@ -21,8 +21,9 @@ from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.process import JobMessage
+from lightning_zenflow.worker.process import ExportMessage, JobMessage, Request
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero import build
 
@@ -105,7 +106,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _add(self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, blocks: bool) -> None:
-        read, written = [s for t in reads for s in self._spans(t)], [s for t in writes for s in self._spans(t)]
+        read, written = [s for t in reads for s in self.spans(t)], [s for t in writes for s in self.spans(t)]
         on_host = [self._order.host_base(span.begin) is not None for span in read + written]
         actor = HOST if on_host and all(on_host) else self._device.current.name
         for tensor in new:
@@ -124,7 +125,7 @@ class Watch(TorchDispatchMode):
         clock = self._order.begin(actor)
         self._order.touch(read, writes=False, actor=actor, clock=clock, name=where)
         self._order.touch(written, writes=True, actor=actor, clock=clock, name=where)
-        self._order.touch((s for t in new for s in self._spans(t)), writes=True, actor=actor, clock=clock, name=where)
+        self._order.touch((s for t in new for s in self.spans(t)), writes=True, actor=actor, clock=clock, name=where)
         n_bytes = sum(s.end - s.begin for s in (written or read))
         down = copies and written and self._order.host_base(written[0].begin) is not None
         up = copies and read and self._order.host_base(read[0].begin) is not None
@@ -147,13 +148,13 @@ class Watch(TorchDispatchMode):
         if base and actor != HOST and self._order.allocate(base, actor):
             weakref.finalize(storage, self._order.free, base)
 
-    def _spans(self, tensor: Tensor) -> list[Span]:
+    def spans(self, tensor: Tensor) -> list[Span]:
         if tensor.numel() == 0 or tensor.device.type != "cpu":
             return []
         if tensor.dim() >= 2 and tensor.shape[0] <= 8 and not tensor.is_contiguous() and tensor.stride(0) > 0:
             with torch._C._DisableTorchDispatch():
                 parts = list(tensor.unbind(0))
-            return [span for part in parts for span in self._spans(part)]
+            return [span for part in parts for span in self.spans(part)]
         begin = tensor.data_ptr()
         length = 1 + sum((n - 1) * abs(d) for n, d in zip(tensor.shape, tensor.stride(), strict=True))
         base = self._order.host_base(begin)
@@ -169,11 +170,11 @@ class WatchedWorker:
         self._device, self._order, self._watch = device, device.order, watch
         self._arena: Arena | None = None
         self._blocks: Sequence[Any] = ()
-        self._submitted: deque[tuple[JobMessage, Clock]] = deque()
+        self._submitted: deque[Clock] = deque()
 
     def install(self, stack: ExitStack) -> None:
         """Sees arenas, submissions and answers until the stack ends."""
-        init, submit, wait = Arena.__init__, SupervisedWorker.submit, SupervisedWorker.wait
+        init, submit, receive = Arena.__init__, SupervisedWorker.submit, SupervisedWorker._receive_oldest
 
         def new_arena(arena: Arena, partition: Any, *args: Any, **kwargs: Any) -> None:
             init(arena, partition, *args, **kwargs)
@@ -183,45 +184,78 @@ class WatchedWorker:
             begin = arena._address()
             self._order.add_host_memory(begin, arena.master.data_ptr())
             self._order.add_host_memory(arena.master.data_ptr(), states_end)
-            for row in (*arena.slots, *arena.publish):
+            for row in (*arena.slots, *arena.publish, arena.export):
                 self._order.add_host_memory(row.data_ptr(), row.data_ptr() + row.nbytes)
 
-        def submitted(worker: SupervisedWorker, message: JobMessage) -> None:
-            self._submitted.append((message, dict(self._order.clocks[HOST])))
-            self._device.note("submit", HOST, event=message.job_id)
+        def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> None:
+            self._submitted.append(dict(self._order.clocks[HOST]))
+            self._device.note("submit", HOST, name=type(message).__name__, event=_number(message))
             submit(worker, message)
 
-        def answered(worker: SupervisedWorker) -> Any:
-            completion = wait(worker)
-            self._replay(*self._submitted.popleft())
-            return completion
+        def received(worker: SupervisedWorker) -> None:
+            message = worker._unacknowledged[0]
+            receive(worker)
+            self._process(message, self._submitted.popleft())
 
         stack.enter_context(patch.object(Arena, "__init__", new_arena))
         stack.enter_context(patch.object(SupervisedWorker, "submit", submitted))
-        stack.enter_context(patch.object(SupervisedWorker, "wait", answered))
+        # Private: there the trainer learns of an answer, whichever method it called.
+        stack.enter_context(patch.object(SupervisedWorker, "_receive_oldest", received))
 
-    def _replay(self, job: JobMessage, at_submission: Clock) -> None:
+    def _process(self, message: JobMessage | Request, at_submission: Clock) -> None:
+        assert self._arena is not None
+        words = self._words(message) if isinstance(message, JobMessage) else []
+        known = [self._watch.word_clocks[word.data_ptr()] for word in words]
+        self._order.clocks[WORKER] = join(self._order.clocks[WORKER], at_submission, *known)
+        clock = self._order.begin(WORKER)
+        n_bytes = 0
+        if isinstance(message, JobMessage):
+            n_bytes = self._replay(message, clock)
+        elif isinstance(message, ExportMessage):
+            n_bytes = self._export(message, clock)
+        self._device.note("replay", WORKER, name=type(message).__name__, event=_number(message), n_bytes=n_bytes)
+        self._order.follow(HOST, clock)
+
+    def _words(self, job: JobMessage) -> list[Tensor]:
+        """The words that the worker waits for."""
+        arena, last = self._arena, job.first_step + len(job.slots) - 1
+        assert arena is not None
+        if not job.slots:
+            return []
+        return [arena.block_sequence[job.block] if job.in_backward else arena.sequence[last % arena.n_step_records]]
+
+    def _replay(self, job: JobMessage, clock: Clock) -> int:
         arena, block = self._arena, self._blocks[job.block]
         assert arena is not None
         numel = block.end - block.begin
-        clocks = [self._order.clocks[WORKER], at_submission]
-        if job.slots:
-            last = job.first_step + len(job.slots) - 1
-            words = arena.block_sequence[job.block] if job.in_backward else arena.sequence[last % arena.n_step_records]
-            clocks.append(self._watch.word_clocks[words.data_ptr()])
-        self._order.clocks[WORKER] = join(*clocks)
-        clock = self._order.begin(WORKER)
-
-        def touch(tensor: Tensor, *, writes: bool, name: str) -> None:
-            spans = self._watch._spans(tensor)
-            self._order.touch(spans, writes=writes, actor=WORKER, clock=clock, name=name)
-
         for slot in job.slots:
-            touch(arena.slots[slot].narrow(0, 0, numel), writes=False, name="replay of a slot")
-        touch(arena.publish[job.publish_buffer].narrow(0, 0, numel), writes=True, name="replay to a publish buffer")
-        touch(arena.states.narrow(1, block.begin, numel), writes=True, name="replay of the states")
-        self._device.note("replay", WORKER, event=job.job_id, n_bytes=numel * (24 + 2 * len(job.slots) + 2))
-        self._order.follow(HOST, clock)
+            self._touch(arena.slots[slot].narrow(0, 0, numel), clock, writes=False, name="replay of a slot")
+        self._touch(
+            arena.publish[job.publish_buffer].narrow(0, 0, numel), clock, writes=True, name="replay to a publish buffer"
+        )
+        for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
+            self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
+        return int(numel * (24 + arena.slots.element_size() * (1 + len(job.slots))))
+
+    def _export(self, message: ExportMessage, clock: Clock) -> int:
+        arena = self._arena
+        assert arena is not None
+        memory = arena.export.data_ptr() - arena.export_offset
+        tiles = (protocol.ExportTile * message.n_tiles).from_address(memory + message.tiles_offset)
+        state = arena.export.view(torch.float32)
+        for tile in tiles:
+            begin, numel = (tile.target_offset - arena.export_offset) // 4, tile.rows * tile.n_columns
+            for part in range(3):
+                of_part = state.narrow(0, begin + part * tile.target_stride, numel)
+                self._touch(of_part, clock, writes=True, name="export of state")
+        return 12 * sum(tile.rows * tile.n_columns for tile in tiles)
+
+    def _touch(self, tensor: Tensor, clock: Clock, *, writes: bool, name: str) -> None:
+        self._order.touch(self._watch.spans(tensor), writes=writes, actor=WORKER, clock=clock, name=name)
+
+
+def _number(message: JobMessage | Request) -> int:
+    return message.job_id if isinstance(message, JobMessage) else message.request_id
 
 
 @contextmanager

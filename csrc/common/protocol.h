@@ -30,21 +30,20 @@
 //   n_committed = 0                           t                after a flush
 //   no tentative part    first_step ...                        a flush, or a window that is submitted after its last step
 //
-// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient,
-// while other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one;
-// its hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's
-// end.
+// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient, while
+// other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one; its
+// hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's end.
 //
 // Nothing that is not finite is published: a step whose factor is not finite is left out. The worker does not look at gradients.
-// The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that
-// is not finite gives NaN. Left out of the committed part, a step is not counted either; left out of the tentative part, the
-// published weights are those of the committed part alone.
+// The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that is
+// not finite gives NaN. Left out of the committed part, a step is not counted either; left out of the tentative part, the published
+// weights are those of the committed part alone.
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
 // sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
-// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a
-// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A
-// block has one word: the job that waits for it must be done before the device writes it again (publish lag 0).
+// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a word's
+// arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A block has
+// one word: the job that waits for it must be done before the device writes it again (publish lag 0).
 //
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
@@ -112,6 +111,9 @@ struct ArenaHeader {
     int64_t begun_job;
     int64_t completed_job;
     uint64_t n_shares;  // of `begun_job`: the journal's first entries
+
+    uint64_t export_offset;  // export section: lists of entries, and their state; the trainer arranges it, see Export
+    uint64_t export_bytes;
 };
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its reserved bytes");
 
@@ -166,11 +168,14 @@ struct JournalEntry {
 static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
 
 enum class MessageType : uint32_t {
-    kJob = 1,    // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
-    kExit = 2,   // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
-    kReady = 3,  // worker -> trainer: Ready, once, before any other message
-    kDone = 4,   // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
-    kError = 5,  // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+    kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
+    kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
+    kReady = 3,   // worker -> trainer: Ready, once, before any other message
+    kDone = 4,    // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
+    kError = 5,   // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
+    kExport = 6,  // trainer -> worker: Export
+    kTouch = 7,   // trainer -> worker: Touch
+    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Export and Touch, in order among the Done messages
 };
 
 struct MessageHeader {
@@ -216,6 +221,45 @@ struct Done {
 struct ThreadSpan {
     int64_t begin_ns;  // CLOCK_MONOTONIC
     int64_t end_ns;
+};
+// Copies the state of some entries to the export section, as it is after the jobs before. All offsets are in bytes from the start
+// of the arena, and all that they name lies within the export section.
+struct Export {
+    uint32_t type;
+    uint32_t n_tiles;
+    int64_t request_id;
+    uint64_t tiles_offset;  // ExportTile[n_tiles]
+};
+
+// Entries of one rectangle of the partition. With w = `width` and k = `n_columns`, entry (row, i) of array a, where master is 0,
+// exp_avg 1 and exp_avg_sq 2, is copied from element begin + row * w + columns[i] to float a * target_stride + row * k + i of the
+// target.
+struct ExportTile {
+    uint64_t begin;  // element of the partition
+    uint64_t rows;
+    uint32_t width;           // at least 1
+    uint32_t n_columns;       // 1 to `width`
+    uint64_t columns_offset;  // uint32_t[n_columns], below `width`; not read if n_columns = width, which means all columns
+    uint64_t target_offset;
+    uint64_t target_stride;  // in floats
+};
+
+// Makes the kernel allocate memory of the arena, [offset, offset + n_rows * row_bytes), on the NUMA nodes of the worker's
+// threads, each row in equal parts. Changes no values.
+struct Touch {
+    uint32_t type;
+    uint32_t reserved;
+    int64_t request_id;
+    uint64_t offset;  // in bytes from the start of the arena
+    uint64_t n_rows;
+    uint64_t row_bytes;
+};
+
+struct Acknowledged {
+    uint32_t type;
+    uint32_t reserved;
+    int64_t request_id;
+    int64_t busy_ns;  // computation
 };
 static_assert(sizeof(Done) + kMaxThreadSpans * sizeof(ThreadSpan) <= kMaxMessageBytes, "a Done must fit into a message");
 

@@ -47,12 +47,13 @@ class Arena {
     uint64_t& n_shares() const { return at<ArenaHeader>(0)->n_shares; }
     JournalEntry& journal_entry(uint64_t index) const { return at<JournalEntry>(header_.journal_offset)[index]; }
 
-  private:
+    // Of memory at a checked offset in bytes.
     template <typename T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(memory_ + offset);
     }
 
+  private:
     void check_tables() const;
 
     std::byte* memory_ = nullptr;

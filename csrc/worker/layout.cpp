@@ -32,6 +32,7 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
     FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, resolved_step),
     FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
+    FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes),
 
     SIZE(Range), FIELD(Range, begin), FIELD(Range, end), FIELD(Range, param_group), FIELD(Range, reserved),
     SIZE(Block), FIELD(Block, begin), FIELD(Block, end),
@@ -58,6 +59,17 @@ constexpr Line kLines[] = {
     FIELD(Done, busy_ns), FIELD(Done, n_spans), FIELD(Done, reserved),
 
     SIZE(ThreadSpan), FIELD(ThreadSpan, begin_ns), FIELD(ThreadSpan, end_ns),
+
+    SIZE(Export), FIELD(Export, type), FIELD(Export, n_tiles), FIELD(Export, request_id), FIELD(Export, tiles_offset),
+
+    SIZE(ExportTile), FIELD(ExportTile, begin), FIELD(ExportTile, rows), FIELD(ExportTile, width), FIELD(ExportTile, n_columns),
+    FIELD(ExportTile, columns_offset), FIELD(ExportTile, target_offset), FIELD(ExportTile, target_stride),
+
+    SIZE(Touch), FIELD(Touch, type), FIELD(Touch, reserved), FIELD(Touch, request_id), FIELD(Touch, offset),
+    FIELD(Touch, n_rows), FIELD(Touch, row_bytes),
+
+    SIZE(Acknowledged), FIELD(Acknowledged, type), FIELD(Acknowledged, reserved), FIELD(Acknowledged, request_id),
+    FIELD(Acknowledged, busy_ns),
 };
 // clang-format on
 

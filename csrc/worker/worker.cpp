@@ -18,6 +18,8 @@
 #include "worker/block_replay.h"
 #include "worker/channel.h"
 #include "worker/cores.h"
+#include "worker/export.h"
+#include "worker/first_touch.h"
 #include "worker/layout.h"
 #include "worker/step_records.h"
 
@@ -130,6 +132,18 @@ bool serve_job(const Channel::Message& message, const StepRecords& records, Bloc
     return channel.send(done, spans.data(), done.n_spans);
 }
 
+// Carries out a request by calling `carry_out(request)`, and acknowledges it. Returns false if the trainer is gone.
+template <typename Request, typename CarryOut>
+bool serve_request(const Channel::Message& message, const char* name, Channel& channel, const CarryOut& carry_out) {
+    const int64_t received_ns = now_ns();
+    require(message.size == sizeof(Request), name, ": the message must have ", sizeof(Request), " bytes, got ", message.size);
+    Request request;
+    std::memcpy(&request, message.data, sizeof(request));
+    carry_out(request);
+    return channel.send(
+        Acknowledged{static_cast<uint32_t>(MessageType::kAcknowledged), 0, request.request_id, now_ns() - received_ns});
+}
+
 // Returns when the trainer requests an exit or is gone.
 void serve(const Options& options, Channel& channel) {
     const Arena arena(options.arena_fd);
@@ -148,9 +162,17 @@ void serve(const Options& options, Channel& channel) {
                 break;
             case MessageType::kExit:
                 return;
+            case MessageType::kExport:
+                if (!serve_request<Export>(*message, "export", channel, [&](const Export& r) { export_entries(arena, r); }))
+                    return;
+                break;
+            case MessageType::kTouch:
+                if (!serve_request<Touch>(*message, "touch", channel, [&](const Touch& r) { touch_rows(arena, r); })) return;
+                break;
             default:
-                fail("message: type must be ", static_cast<uint32_t>(MessageType::kJob), " (job) or ",
-                     static_cast<uint32_t>(MessageType::kExit), " (exit), got ", message->type);
+                fail("message: type must be ", static_cast<uint32_t>(MessageType::kJob), " (job), ",
+                     static_cast<uint32_t>(MessageType::kExit), " (exit), ", static_cast<uint32_t>(MessageType::kExport),
+                     " (export) or ", static_cast<uint32_t>(MessageType::kTouch), " (touch), got ", message->type);
         }
     }
 }

@@ -12,6 +12,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -113,6 +114,19 @@ class Partition:
     def block_numel(self) -> int:
         """Elements of the largest block, including padding, rounded up to `ALIGNMENT`."""
         return align(max((block.end - block.begin for block in self.blocks), default=0))
+
+    @cached_property
+    def block_of_tile(self) -> Sequence[int]:
+        """For each tile the index of its block."""
+        return [i for i, block in enumerate(self.blocks) for _ in block.tiles]
+
+    @cached_property
+    def tiles_by_slice(self) -> Sequence[Sequence[int]]:
+        """For each slice the indexes of its tiles."""
+        found: list[list[int]] = [[] for _ in self.slices]
+        for index, tile in enumerate(self.tiles):
+            found[tile.slice].append(index)
+        return found
 
 
 def align(numel: int) -> int:
@@ -230,11 +244,6 @@ def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
     if group >= 0:
         merged.append(Range(param_group=group, begin=begin, end=end))
     return merged
-
-
-def blocks_of_tiles(partition: Partition) -> dict[int, int]:
-    """Maps the index of each tile to the index of its block."""
-    return {tile: i for i, block in enumerate(partition.blocks) for tile in block.tiles}
 
 
 def ranges_of_block(partition: Partition, block: Block) -> list[Range]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence, Set
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -116,7 +117,9 @@ class JobQueue:
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
         largest = StaggeredSchedule(n_blocks=n_blocks, update_interval=self._longest, publish_lag=self._largest_lag)
         n_buffers = self._staggered.n_publish_buffers
-        self._rank.arena.reserve(n_slots=largest.n_slots, n_publish_buffers=n_buffers)
+        # In mid-run this may take seconds; a start is no stall.
+        with self._rank.telemetry.stalls.measure("reserve") if self._n_buffers else nullcontext():
+            self._rank.arena.reserve(n_slots=largest.n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self._slots.grow(largest.n_slots)
         self._free_buffers[:0] = reversed(range(self._n_buffers, n_buffers))
         self._n_buffers = max(self._n_buffers, n_buffers)

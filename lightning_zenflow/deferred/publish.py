@@ -6,7 +6,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.core.partition import Partition, Range, blocks_of_tiles, merge_ranges, ranges_of_block
+from lightning_zenflow.core.partition import Partition, Range, merge_ranges, ranges_of_block
 from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.rank_state import RankState
 
@@ -25,7 +25,6 @@ class Publisher:
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
         self._copies = SideStream(rank.device)
-        self._block_of_tile = blocks_of_tiles(rank.partition)
         # For each block the last step that its weights are exact for, not counting provisional updates since then; None: after a flush.
         self._exact_for: list[int | None] = [None] * len(rank.partition.blocks)
         self.use(rank.partition)
@@ -48,7 +47,7 @@ class Publisher:
 
     def age(self, tile_index: int, step: int) -> int:
         """Gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
-        block = self._block_of_tile[tile_index]
+        block = self._rank.partition.block_of_tile[tile_index]
         exact_for = self._exact_for[block]
         if exact_for is None:
             exact_for = self._exact_for[block] = step - 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, blocks_of_tiles
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena
 
 
@@ -18,10 +18,6 @@ class SlotPool:
     def __init__(self, partition: Partition, arena: Arena) -> None:
         self._partition = partition
         self._arena = arena
-        self._block_of_tile = blocks_of_tiles(partition)
-        self._tiles_of_slice: list[list[int]] = [[] for _ in partition.slices]
-        for index, tile in enumerate(partition.tiles):
-            self._tiles_of_slice[tile.slice].append(index)
         self._n_slots = 0
         self._free: list[int] = []
         self._of_step: list[int] = []  # for each block the slot of the step that is prepared or open
@@ -69,7 +65,7 @@ class SlotPool:
             [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
         """
         # Views are cached: every step asks for as many as there are tiles.
-        block = self._block_of_tile[tile_index]
+        block = self._partition.block_of_tile[tile_index]
         slot = self._of_step[block]
         view = self._views.get((tile_index, slot))
         if view is None:
@@ -83,5 +79,5 @@ class SlotPool:
         begin = self._partition.slices[slice_index].begin
         return [
             (self._partition.tiles[tile].begin - begin, self.of_tile(tile).view(-1))
-            for tile in self._tiles_of_slice[slice_index]
+            for tile in self._partition.tiles_by_slice[slice_index]
         ]

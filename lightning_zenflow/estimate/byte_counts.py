@@ -46,7 +46,13 @@ def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> t
 
 
 def arena_bytes_of(
-    partition_numel: int, *, n_blocks: int, schedules: Sequence[UpdateSchedule], dtype_bytes: int
+    partition_numel: int,
+    *,
+    n_blocks: int,
+    schedules: Sequence[UpdateSchedule],
+    dtype_bytes: int,
+    owned_numel: float = 0.0,
+    offload: bool = False,
 ) -> float:
     """Host memory of one rank's arena, without headers and alignment.
 
@@ -55,6 +61,8 @@ def arena_bytes_of(
         n_blocks: blocks of the partition.
         schedules: all S and d of the run.
         dtype_bytes: b.
+        owned_numel: device-owned entries of the partition; their state is exported to a place of its own (`topk.state_export`).
+        offload: whether it stays there; the next state of changing columns then has another place.
     """
     longest, lag = max(p.update_interval for p in schedules), max(p.publish_lag for p in schedules)
     n_slots = StaggeredSchedule(n_blocks=n_blocks, update_interval=longest, publish_lag=lag).n_slots
@@ -65,4 +73,5 @@ def arena_bytes_of(
         for p in schedules
     )
     slot_numel = -(-partition_numel // n_blocks)
-    return STATE_BYTES * partition_numel + dtype_bytes * slot_numel * (n_slots + n_buffers)
+    exported = STATE_BYTES * owned_numel * (2 if offload else 1)
+    return STATE_BYTES * partition_numel + exported + dtype_bytes * slot_numel * (n_slots + n_buffers)

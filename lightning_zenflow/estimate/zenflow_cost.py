@@ -67,8 +67,14 @@ class ZenFlowCost:
 
     def host_bytes(self) -> float:
         """Host memory of the arena."""
-        b = self._workload.dtype_bytes
-        return arena_bytes_of(self._partition, n_blocks=self._n_blocks, schedules=self._schedules, dtype_bytes=b)
+        return arena_bytes_of(
+            self._partition,
+            n_blocks=self._n_blocks,
+            schedules=self._schedules,
+            dtype_bytes=self._workload.dtype_bytes,
+            owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
+            offload=self._config.offload,
+        )
 
     def d2h_bytes(self) -> float:
         """Gradients and sums over micro-batches in a step."""

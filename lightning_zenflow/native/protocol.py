@@ -61,6 +61,8 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("begun_job", ctypes.c_int64),
         ("completed_job", ctypes.c_int64),
         ("n_shares", ctypes.c_uint64),
+        ("export_offset", ctypes.c_uint64),
+        ("export_bytes", ctypes.c_uint64),
     )
 
 
@@ -128,6 +130,9 @@ class MessageType(enum.IntEnum):
     READY = 3
     DONE = 4
     ERROR = 5
+    EXPORT = 6
+    TOUCH = 7
+    ACKNOWLEDGED = 8
 
 
 class MessageHeader(ctypes.LittleEndianStructure):
@@ -178,3 +183,52 @@ class ThreadSpan(ctypes.LittleEndianStructure):
     """``zenflow::ThreadSpan``: time that a thread of the worker worked on a job."""
 
     _fields_ = (("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))
+
+
+class Export(ctypes.LittleEndianStructure):
+    """``zenflow::Export``: request to copy the state of some entries to the export section."""
+
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("n_tiles", ctypes.c_uint32),
+        ("request_id", ctypes.c_int64),
+        ("tiles_offset", ctypes.c_uint64),
+    )
+
+
+class ExportTile(ctypes.LittleEndianStructure):
+    """``zenflow::ExportTile``: entries of one rectangle, and the place of their state."""
+
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("width", ctypes.c_uint32),
+        ("n_columns", ctypes.c_uint32),
+        ("columns_offset", ctypes.c_uint64),
+        ("target_offset", ctypes.c_uint64),
+        ("target_stride", ctypes.c_uint64),
+    )
+
+
+class Touch(ctypes.LittleEndianStructure):
+    """``zenflow::Touch``: request to allocate memory of the arena."""
+
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("request_id", ctypes.c_int64),
+        ("offset", ctypes.c_uint64),
+        ("n_rows", ctypes.c_uint64),
+        ("row_bytes", ctypes.c_uint64),
+    )
+
+
+class Acknowledged(ctypes.LittleEndianStructure):
+    """``zenflow::Acknowledged``: one per request, in order among the ``Done`` messages."""
+
+    _fields_ = (
+        ("type", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("request_id", ctypes.c_int64),
+        ("busy_ns", ctypes.c_int64),
+    )

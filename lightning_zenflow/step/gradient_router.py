@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, Tile, blocks_of_tiles, tiles_of_slice
+from lightning_zenflow.core.partition import Partition, Tile, tiles_of_slice
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
 from lightning_zenflow.deferred.publish import Publisher
@@ -65,13 +65,9 @@ class GradientRouter:
         self.in_backward = BackwardSubmission(rank, jobs, self.arrivals, self._vectors)
         partition = rank.partition
         self._zeros = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        self._block_of_tile = blocks_of_tiles(partition)
-        parts: list[list[int]] = [[] for _ in partition.slices]
-        for part, tile in enumerate(partition.tiles):
-            parts[tile.slice].append(part)
         # Not the partition's tiles: these end where blocks end, and squared norms must not depend on blocks.
         self._rectangles = [
-            [_Rectangle.of(tile, partition, parts[i]) for tile in tiles_of_slice(i, s)]
+            [_Rectangle.of(tile, partition, partition.tiles_by_slice[i]) for tile in tiles_of_slice(i, s)]
             for i, s in enumerate(partition.slices)
         ]
 
@@ -175,7 +171,7 @@ class GradientRouter:
         ]
 
     def _tile_gradient(self, part: int, destination: Destination, step: int) -> TileGradient:
-        block = self._block_of_tile[part]
+        block = self._rank.partition.block_of_tile[part]
         return TileGradient(
             block=block,
             destination=destination,

@@ -15,7 +15,7 @@ Layout 3, of plain numbers, lists and CPU tensors::
         waiting         blocks that have not changed to it
     planner
         synchronous_until, changing_until
-        selector        current, check_interval, next, epoch, n_selections
+        selector        current, check_interval, misses (in a row), next, epoch, n_selections
         schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
                         strikes, calm, patience, probation
     provisional         None if weights have no provisional updates; else

@@ -1,6 +1,6 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ class ZenFlowStep:
         published = self._jobs.publish(number)
         with self._telemetry.tracer.span("provisional update"):
             self._provisional.reapply.published(published, context.schedule)
-        self._change_owners(published)
+        self._ownership.published(published)
         self._ownership.write_weights()
         # gather
         self._environment.gather_weights()
@@ -254,7 +254,7 @@ class ZenFlowStep:
         if knows_columns:
             self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
         if context.plan.selects:
-            # The host waits for the device, because it gathers the state of the new columns; counted as stall.
+            # The host waits for the proxies; counted as stall.
             with self._telemetry.stalls.measure("select"):
                 columns = selector.select(norms, context.number)
             if columns is not None:
@@ -263,10 +263,3 @@ class ZenFlowStep:
             if not knows_columns:
                 self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
         return max_interval
-
-    def _change_owners(self, published: Collection[int]) -> None:
-        """Gives the device the new columns of the published blocks."""
-        if self._ownership.changes(published):
-            # The host gathers their state and copies it from memory that is not page-locked; counted as stall.
-            with self._telemetry.stalls.measure("select"):
-                self._ownership.published(published)

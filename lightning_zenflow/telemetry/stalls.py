@@ -12,14 +12,15 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.tracing import Tracer
 
-Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "loss_scale", "timeline"]
+Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale", "timeline"]
 """Cause of a wait of the training thread:
 
 * "publish_wait": a job that is due is not done;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
-* "select": the proxies of a selection and the state of the selected columns are read;
-* "flush": all open windows are completed;
+* "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
+* "flush": all open windows are completed, and the state of the device-owned columns is exported;
 * "restart": a killed worker is replaced, found at a submission;
+* "reserve": slots and publish buffers for a longer window or lag are allocated and page-locked;
 * "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed;
 * "timeline": the clocks of device and host are aligned before a recording.
 """

@@ -3,7 +3,7 @@
 The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
 leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena: it is
 updated in the step itself instead of up to S + d steps later. Therefore a new selection moves nothing back to the host, and a flush ends
-with `DeviceColumns.load`.
+with `DeviceColumns.request` and `DeviceColumns.load`.
 """
 
 from abc import ABC, abstractmethod
@@ -19,6 +19,8 @@ from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.topk.state_export import ExportedTile, ExportRegion
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -26,22 +28,26 @@ class ColumnState(ABC):
     """Master weights and moments of n entries: [3, n] float32. Both kinds give the same bits.
 
     Args:
-        values: the state, in the memory that holds it between steps.
+        exported: the state as the worker exports it, [3, n] in host memory (page-locked for a CUDA device).
+        region: memory that it is part of.
+        device: the training device.
         traffic: counter of copied bytes.
     """
 
-    def __init__(self, values: Tensor, traffic: Traffic) -> None:
-        self._values = values
+    def __init__(self, exported: Tensor, region: ExportRegion, device: torch.device, traffic: Traffic) -> None:
+        self._exported = exported
+        self._region = region
+        self._device = device
         self._traffic = traffic
 
     @property
     def numel(self) -> int:
         """Number of entries n."""
-        return self._values.shape[1]
+        return self._exported.shape[1]
 
     @abstractmethod
-    def for_loading(self) -> Tensor:
-        """[3, n], to be overwritten between steps. Waits for copies between the device and this memory."""
+    def load(self) -> None:
+        """Takes over what was exported, in stream order."""
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[Tensor]:
@@ -53,20 +59,17 @@ class ColumnState(ABC):
 
 
 class ResidentState(ColumnState):
-    """State in device memory: 12 bytes an entry.
+    """State in device memory: 12 bytes an entry."""
 
-    Args:
-        numel: number of entries n.
-        traffic: counter of copied bytes.
-    """
-
-    def __init__(self, numel: int, device: torch.device, traffic: Traffic) -> None:
-        super().__init__(torch.empty(3, numel, device=device), traffic)
+    def __init__(self, exported: Tensor, region: ExportRegion, device: torch.device, traffic: Traffic) -> None:
+        super().__init__(exported, region, device, traffic)
+        self._values = torch.empty_like(exported, device=device)
 
     @override
-    def for_loading(self) -> Tensor:
+    def load(self) -> None:
+        self._values.copy_(self._exported, non_blocking=True)
+        self._region.used()
         self._traffic.h2d_bytes += self._values.nbytes
-        return self._values
 
     @override
     def on_device(self) -> AbstractContextManager[Tensor]:
@@ -78,41 +81,30 @@ class ResidentState(ColumnState):
 
 
 class OffloadedState(ColumnState):
-    """State in host memory (page-locked for a CUDA device) that is copied to the device for each step.
+    """State that stays where it is exported to, in host memory, and is copied to the device for each step.
 
     Copies run in the order of the current stream, and the training thread does not wait for them. The copy back of one step precedes the
-    copy in of the next. The host itself writes the memory at selections and flushes only, after the last step's copies. Device memory
-    that is released within `on_device` is reused by torch's allocator only after its copies.
-
-    Args:
-        numel: number of entries n.
-        traffic: counter of copied bytes.
+    copy in of the next. The worker writes the memory at selections and flushes only, after the last step's copies. Device memory that is
+    released within `on_device` is reused by torch's allocator only after its copies.
     """
 
-    def __init__(self, numel: int, device: torch.device, traffic: Traffic) -> None:
-        super().__init__(torch.empty(3, numel, pin_memory=device.type == "cuda"), traffic)
-        self._device = device
-        self._last_copies: torch.cuda.Event | None = None
-
     @override
-    def for_loading(self) -> Tensor:
-        if self._last_copies is not None:
-            self._last_copies.synchronize()
-        return self._values
+    def load(self) -> None:
+        """Nothing to do."""
 
     @override
     @contextmanager
     def on_device(self) -> Iterator[Tensor]:
-        on_device = self._copy_in(self._values)
+        on_device = self._copy_in(self._exported)
         yield on_device
-        self._values.copy_(on_device, non_blocking=True)
-        self._traffic.d2h_bytes += self._values.nbytes
-        self._record()
+        self._exported.copy_(on_device, non_blocking=True)
+        self._traffic.d2h_bytes += self._exported.nbytes
+        self._region.used()
 
     @override
     def master_on_device(self) -> Tensor:
-        master = self._copy_in(self._values[0])
-        self._record()
+        master = self._copy_in(self._exported[0])
+        self._region.used()
         return master
 
     def _copy_in(self, values: Tensor) -> Tensor:
@@ -120,14 +112,8 @@ class OffloadedState(ColumnState):
         # Not `Tensor.to`, which returns the tensor itself where the device is the CPU.
         return torch.empty_like(values, device=self._device).copy_(values, non_blocking=True)
 
-    def _record(self) -> None:
-        if self._device.type == "cuda":
-            if self._last_copies is None:
-                self._last_copies = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._last_copies.record(torch.cuda.current_stream(self._device))
 
-
-NewState = Callable[[int, torch.device, Traffic], ColumnState]
+NewState = Callable[[Tensor, ExportRegion, torch.device, Traffic], ColumnState]
 """Constructor of a `ColumnState`."""
 
 
@@ -177,10 +163,19 @@ class DeviceColumns:
     Args:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
+        region: memory that the worker exports their state to.
         new_state: `ResidentState` or `OffloadedState`.
     """
 
-    def __init__(self, rank: RankState, block: int, columns: Sequence[Columns | None], *, new_state: NewState) -> None:
+    def __init__(
+        self,
+        rank: RankState,
+        block: int,
+        columns: Sequence[Columns | None],
+        region: ExportRegion,
+        *,
+        new_state: NewState,
+    ) -> None:
         partition = rank.partition
         self._rank = rank
         self._by_tile: dict[int, _Owned] = {}
@@ -194,9 +189,22 @@ class DeviceColumns:
             owned = _Owned(tile=tile, param_group=param_group, begin=numel[param_group], columns=mine, k=k)
             numel[param_group] += owned.numel
             self._by_tile[tile_index] = owned
+        exported = region.state(numel)
+        self._region = region
         self._groups = [
-            _GroupEntries(state=new_state(n, of_model.device, rank.telemetry.traffic), staging=of_model.new_zeros(n))
-            for n, of_model in zip(numel, rank.weights, strict=True)
+            _GroupEntries(
+                state=new_state(part, region, of_model.device, rank.telemetry.traffic),
+                staging=of_model.new_zeros(part.shape[1]),
+            )
+            for part, of_model in zip(exported, rank.weights, strict=True)
+        ]
+        self._exported_tiles = [
+            ExportedTile(
+                tile=owned.tile,
+                columns=None if owned.columns is None else owned.columns.host,
+                target=exported[owned.param_group].narrow(1, owned.begin, owned.numel),
+            )
+            for owned in self._by_tile.values()
         ]
         # Built once, because every step uses them.
         self._selections = {i: self._selection(owned) for i, owned in self._by_tile.items()}
@@ -207,15 +215,19 @@ class DeviceColumns:
         """Number of device-owned entries of this block."""
         return sum(group.state.numel for group in self._groups)
 
-    def load(self) -> None:
-        """Copies the entries' exact state from the arena; the block's last job must be done."""
-        states = [group.state.for_loading() for group in self._groups]
-        for owned in self._by_tile.values():
-            tile = owned.tile
-            ours = states[owned.param_group].narrow(1, owned.begin, owned.numel).view(3, tile.rows, owned.k)
-            theirs = self._rank.arena.states.narrow(1, tile.begin, tile.numel).view(3, tile.rows, tile.width)
-            ours.copy_(theirs if owned.columns is None else theirs.index_select(2, owned.columns.host))
+    def request(self, cause: Cause) -> None:
+        """Makes the worker export the entries' exact state, as it is after the block's last job; no other job of it before `load`.
+
+        Args:
+            cause: of a wait, where the device still uses what was exported before.
+        """
+        self._region.request(self._exported_tiles, cause)
+
+    def load(self, cause: Cause) -> None:
+        """Takes over the requested state. A stall only if the worker has not exported it yet."""
+        self._region.wait(cause)
         for group in self._groups:
+            group.state.load()
             group.staging.copy_(group.state.master_on_device())
 
     def selection(self, tile_index: int) -> Selection | None:

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zenflow.core.partition import blocks_of_tiles
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
 from lightning_zenflow.topk.columns import Columns, DeviceColumns, OffloadedState, ResidentState
+from lightning_zenflow.topk.state_export import ExportSection
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +37,23 @@ class Ownership:
 
     A new selection reaches each block at that block's own window boundary, in two phases:
 
-    1. *submit*: the window closes. From the next step on, the gradients of the new columns are gathered beside those of the old ones.
-    2. *publish*: the job is done, so the arena has the exact state of the new columns as of the submission. It is loaded, and the d steps
-       since then are applied to it. The old columns need nothing: their exact state is in the arena as well.
+    1. *submit*: the window closes. The worker exports the exact state of the new columns behind the window's job. From the next step on,
+       their gradients are gathered beside those of the old ones.
+    2. *publish*: the job is done. The exported state is loaded, and the d steps since then are applied to it. The old columns need nothing:
+       their exact state is in the arena as well.
 
     Nothing is reset, dropped or applied twice.
 
     Args:
+        worker: exports exact state.
+        topk_ratio: largest share of the columns that is selected.
         offload: whether the entries' state lives in host memory, from where it is copied to the device for each step.
     """
 
-    def __init__(self, rank: RankState, *, offload: bool) -> None:
+    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float, offload: bool) -> None:
         self._rank = rank
+        self._exports = ExportSection(rank, worker, topk_ratio=topk_ratio, offload=offload)
         self._new_state = OffloadedState if offload else ResidentState
-        self._block_of_tile = blocks_of_tiles(rank.partition)
         n_blocks = len(rank.partition.blocks)
         self._current: list[DeviceColumns | None] = [None] * n_blocks
         self._incoming: list[_Incoming | None] = [None] * n_blocks
@@ -91,20 +95,18 @@ class Ownership:
     def submitted(self, blocks: Iterable[int]) -> None:
         """Phase *submit* for blocks whose window has just closed."""
         for block in self._waiting.intersection(blocks):
-            self._incoming[block] = _Incoming(columns=self._columns_of(block, self._selected))
+            columns = self._columns_of(block, self._selected)
+            columns.request("select")
+            self._incoming[block] = _Incoming(columns=columns)
             self._selection_of_block[block] = self._selected
             self._waiting.discard(block)
-
-    def changes(self, blocks: Iterable[int]) -> bool:
-        """Whether any of the blocks has new columns that wait for their state."""
-        return any(self._incoming[block] is not None for block in blocks)
 
     def published(self, blocks: Iterable[int]) -> None:
         """Phase *publish* for blocks whose job is done; no other job of theirs may be in flight."""
         for block in blocks:
             incoming = self._incoming[block]
             if incoming is not None:
-                incoming.columns.load()
+                incoming.columns.load("select")
                 for past in incoming.steps:
                     incoming.columns.step(past.groups, past.scale, past.gradients)
                 self._current[block], self._incoming[block] = incoming.columns, None
@@ -114,13 +116,11 @@ class Ownership:
         for block, incoming in enumerate(self._incoming):
             if incoming is not None:
                 self._current[block], self._incoming[block] = incoming.columns, None
-        for columns in self._current:
-            if columns is not None:
-                columns.load()
+        self._load_current()
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
-        block = self._block_of_tile[tile_index]
+        block = self._rank.partition.block_of_tile[tile_index]
         current, incoming = self._current[block], self._incoming[block]
         found = [] if current is None else [current.selection(tile_index)]
         if incoming is not None:
@@ -173,9 +173,17 @@ class Ownership:
         for block, number in enumerate(state["of_block"]):
             self._selection_of_block[block] = selection = None if number is None else selections[number]
             self._incoming[block] = None
-            self._current[block] = columns = None if selection is None else self._columns_of(block, selection)
-            if columns is not None:
-                columns.load()
+            self._current[block] = None if selection is None else self._columns_of(block, selection)
+        self._load_current()
+
+    def _load_current(self) -> None:
+        # The worker exports one block while the device copies another.
+        present = [columns for columns in self._current if columns is not None]
+        for columns in present:
+            columns.request("flush")
+        for columns in present:
+            columns.load("flush")
 
     def _columns_of(self, block: int, selection: Sequence[Columns | None]) -> DeviceColumns:
-        return DeviceColumns(self._rank, block, selection, new_state=self._new_state)
+        region = self._exports.next_region(block)
+        return DeviceColumns(self._rank, block, selection, region, new_state=self._new_state)

@@ -25,6 +25,10 @@ _LONGEST_CHECK = 512
 _SMALLEST_OVERLAP = 0.7
 """`select_interval: auto` selects anew when a smaller share of the fresh top-k columns is already owned."""
 
+_MISSES_IN_A_ROW = 3
+"""So often `select_interval: auto` looks sooner after a choice that did not fit. After more, looking sooner does not help: which columns
+have the largest gradients is mostly noise, and a selection costs time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionContext:
@@ -124,6 +128,7 @@ class Selector:
         self._current = [nothing for _ in self._names]
         self._on_device = [nothing.to(self._device) for _ in self._names]
         self._check_interval = _SHORTEST_CHECK
+        self._misses = 0  # in a row
         self._next: int | None = 0  # step or epoch of the next selection
         self._epoch = self._n_selections = 0
         self._last_overlap: float | None = None
@@ -137,6 +142,7 @@ class Selector:
         return {
             "current": list(self._current),
             "check_interval": self._check_interval,
+            "misses": self._misses,
             "next": self._next,
             "epoch": self.epoch,
             "n_selections": self.n_selections,
@@ -147,6 +153,8 @@ class Selector:
         self._current = list(state["current"])
         self._on_device = [columns.to(self._device) for columns in self._current]
         self._check_interval, self._next = state["check_interval"], state["next"]
+        # Older releases did not count them.
+        self._misses = state.get("misses", 0)
         self._epoch, self._n_selections = state["epoch"], state["n_selections"]
 
     def measures(self, step: int) -> bool:
@@ -207,12 +215,14 @@ class Selector:
         return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
 
     def _still_fits(self) -> bool:
-        """Whether enough columns stay the same; lengthens the interval between checks while they do."""
+        """Whether enough columns stay the same; lengthens the interval between checks while they do, or while they never do."""
         if self.last_overlap is None:
             return False
         fits = self.last_overlap >= _SMALLEST_OVERLAP
+        self._misses = 0 if fits else self._misses + 1
         longer, shorter = 2 * self._check_interval, self._check_interval // 2
-        self._check_interval = min(longer, _LONGEST_CHECK) if fits else max(shorter, _SHORTEST_CHECK)
+        lengthens = fits or self._misses > _MISSES_IN_A_ROW
+        self._check_interval = min(longer, _LONGEST_CHECK) if lengthens else max(shorter, _SHORTEST_CHECK)
         return fits
 
     def _schedule_next(self, step: int) -> None:

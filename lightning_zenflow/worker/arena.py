@@ -8,12 +8,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
@@ -37,6 +38,12 @@ class ArenaSizes:
     """Element type of gradients and published weights: the model's."""
     n_threads: int = 1
     """Of the worker; each has a journal entry."""
+    export_bytes: int = 0
+    """State of device-owned entries on its way to the device (`lightning_zenflow.topk.state_export`)."""
+
+
+Touch = Callable[[int, int, int], None]
+"""Allocates `n_rows` rows of `row_bytes` bytes from an offset on, by the threads that use them (`SupervisedWorker.touch`)."""
 
 
 class Arena:
@@ -45,16 +52,16 @@ class Arena:
     Args:
         partition: the rank's partition.
         sizes: see `ArenaSizes`.
-        device: of the model; reserved memory is page-locked for a CUDA device.
+        device: of the model; for a CUDA device, reserved memory that it copies from or to is page-locked.
         cores: of the worker; page-locked memory is allocated on their NUMA nodes. Empty: on the caller's node.
 
     Attributes:
         master: [partition.numel] float32, the exact weights.
         exp_avg: [partition.numel] float32, first moments.
         exp_avg_sq: [partition.numel] float32, second moments.
-        states: [3, partition.numel] float32, strided; master, exp_avg and exp_avg_sq.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
+        export: [export_bytes] uint8; the export section.
         clip: [n_step_records] float32, strided; the factor on each step's gradient.
         sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
         block_clip: [n_blocks] float32, strided; the factor of each block's last job in backward.
@@ -82,11 +89,11 @@ class Arena:
         self.master = self._tensor(torch.float32, header.master_offset, header.numel)
         self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
         self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
-        self.states = self._states(header)
         shape = (sizes.n_slots, header.slot_numel)
         self.slots = self._tensor(sizes.dtype, header.slots_offset, shape[0] * shape[1]).view(shape)
         shape = (sizes.n_publish_buffers, header.slot_numel)
         self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
+        self.export = self._tensor(torch.uint8, header.export_offset, sizes.export_bytes)
         records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
         records = records.view(sizes.n_step_records, header.step_record_bytes)
         self.clip, self.sequence = _words(records[:, protocol.StepRecord.word.offset :])
@@ -96,9 +103,11 @@ class Arena:
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # The device can copy asynchronously only from and to page-locked memory.
-        self.pinned = device.type == "cuda"
+        self._runtime = runtime_of(device)
+        self.pinned = self._runtime.runs_behind
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
+        self._page_locked: list[tuple[int, int]] = []
         self._state_end = int(header.slots_offset)
 
     @property
@@ -111,16 +120,47 @@ class Arena:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
         return sum(end - begin for begin, end in self._reserved)
 
-    def reserve(self, *, n_slots: int, n_publish_buffers: int) -> None:
-        """Reserves the states and the first slots and publish buffers, page-locked for a CUDA device. Reservations are permanent.
+    @property
+    def export_offset(self) -> int:
+        """Begin of the export section, in bytes from the start of the arena."""
+        return int(self._header.export_offset)
 
-        Page-locking allocates memory that has not been touched, so the worker, which touches the states at its start, must start before.
+    def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
+        """Reserves all but the other slots and publish buffers, and page-locks it for a CUDA device. Reservations are permanent.
+
+        Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its start, must
+        start before, and `touch` comes first.
+
+        Args:
+            n_slots: number of slots, from the first on.
+            n_publish_buffers: number of publish buffers, from the first on.
+            touch: allocates memory that is to be page-locked.
         """
         row_bytes = self.slots.element_size() * self.slots.shape[1]
         header = self._header
-        self._reserve(0, header.slots_offset)
+        self._reserve(0, header.master_offset)
+        self._reserve(header.master_offset, header.slots_offset)
         self._reserve(header.slots_offset, header.slots_offset + n_slots * row_bytes)
         self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
+        self._reserve(header.export_offset, header.export_offset + header.export_bytes)
+        if self.pinned:
+            for begin, end in self.ranges_of_device():
+                if (begin, end) not in self._page_locked:
+                    if touch is not None:
+                        # Slots and publish buffers of a section are rows; every block is divided among all threads.
+                        n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
+                        touch(begin, n_rows, (end - begin) // n_rows)
+                    with running_on(self._cores):
+                        self._runtime.page_lock(self._address() + begin, end - begin)
+                    self._page_locked.append((begin, end))
+
+    def ranges_of_device(self) -> list[tuple[int, int]]:
+        """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
+
+        The device gets state from the export section only.
+        """
+        states = range(self._header.master_offset, self._header.slots_offset)
+        return [(begin, end) for begin, end in self._reserved if begin not in states]
 
     def _reserve(self, begin: int, end: int) -> None:
         """Reserves [begin, end), rounded up to whole memory pages, without what is already reserved at its start."""
@@ -128,12 +168,8 @@ class Arena:
         for reserved_begin, reserved_end in self._reserved:
             if reserved_begin <= begin < reserved_end:
                 begin = reserved_end
-        if begin >= end:
-            return
-        if self.pinned:
-            with running_on(self._cores):
-                _cuda("cudaHostRegister", self._address() + begin, end - begin, 0)
-        self._reserved.append((begin, end))
+        if begin < end:
+            self._reserved.append((begin, end))
 
     @property
     def n_step_records(self) -> int:
@@ -162,6 +198,8 @@ class Arena:
         """Writes the step's hyperparameters; the device writes its factor and sequence number later.
 
         Args:
+            step: the step.
+            groups: for each parameter group.
             tentative: writes those of the tentative update, known in backward, instead of those that are committed.
         """
         header = self._header
@@ -187,14 +225,14 @@ class Arena:
         zeros.
 
         Args:
-            keep_state: whether to keep master weights and moments; slots and publish buffers are always freed.
+            keep_state: whether to keep master weights and moments; everything behind them is always freed.
         """
         if self.pinned:
             self.pinned = False
             # After an error, copies may still be in flight.
-            torch.cuda.synchronize()
-            for begin, _ in self._reserved:
-                _cuda("cudaHostUnregister", self._address() + begin)
+            self._runtime.synchronize()
+            for begin, _ in self._page_locked:
+                self._runtime.page_unlock(self._address() + begin)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -207,16 +245,6 @@ class Arena:
 
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-
-    def _states(self, header: protocol.ArenaHeader) -> Tensor:
-        if header.numel == 0:
-            return torch.empty(3, 0)
-        stride = (header.exp_avg_offset - header.master_offset) // 4
-        assert header.exp_avg_sq_offset - header.exp_avg_offset == 4 * stride, (
-            "_layout places the three states at equal distances"
-        )
-        flat = self._tensor(torch.float32, header.master_offset, 2 * stride + header.numel)
-        return flat.as_strided((3, header.numel), (stride, 1))
 
     def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
         if numel == 0:
@@ -268,6 +296,8 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     header.exp_avg_sq_offset = reserve(4 * header.numel)
     header.slots_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.slot_numel)
     header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.slot_numel)
+    header.export_offset = reserve(sizes.export_bytes)
+    header.export_bytes = sizes.export_bytes
     header.total_bytes = end
     return header
 
@@ -283,12 +313,3 @@ def _words(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _cuda(call: str, *arguments: int) -> None:
-    error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
-    if error != 0:
-        raise RuntimeError(
-            f"{call} failed with CUDA error {error}: cannot page-lock the host memory of the optimizer states; raise `ulimit -l` or"
-            " free host memory"
-        )

@@ -74,6 +74,52 @@ class JobMessage:
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportMessage:
+    """A request for the state of some entries as the worker receives it; ``zenflow::Export`` documents the fields."""
+
+    request_id: int
+    tiles_offset: int
+    n_tiles: int
+
+    def message(self) -> bytes:
+        """Its bytes on the socket."""
+        return bytes(
+            protocol.Export(
+                type=protocol.MessageType.EXPORT,
+                n_tiles=self.n_tiles,
+                request_id=self.request_id,
+                tiles_offset=self.tiles_offset,
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TouchMessage:
+    """A request to allocate memory as the worker receives it; ``zenflow::Touch`` documents the fields."""
+
+    request_id: int
+    offset: int
+    n_rows: int
+    row_bytes: int
+
+    def message(self) -> bytes:
+        """Its bytes on the socket."""
+        return bytes(
+            protocol.Touch(
+                type=protocol.MessageType.TOUCH,
+                request_id=self.request_id,
+                offset=self.offset,
+                n_rows=self.n_rows,
+                row_bytes=self.row_bytes,
+            )
+        )
+
+
+Request = ExportMessage | TouchMessage
+"""What the worker does beside jobs; in order with them, and without effect if it is done twice."""
+
+
 class Worker:
     """Owner of the worker process and of the trainer's end of the socket.
 
@@ -132,17 +178,17 @@ class Worker:
         """Process ID of the worker."""
         return self._process.pid
 
-    def submit(self, job: JobMessage) -> None:
-        """Submits a job; returns immediately.
+    def submit(self, message: JobMessage | Request) -> None:
+        """Submits a job or a request; returns immediately.
 
         Raises:
             WorkerKilled: a signal ended the worker.
             WorkerError: the worker exited, or does not receive messages.
         """
-        self._send(job.message())
+        self._send(message.message())
 
     def wait(self) -> Completion:
-        """Waits for the oldest unacknowledged job.
+        """Waits for the answer to the oldest unacknowledged message, a job.
 
         Raises:
             WorkerKilled: a signal ended the worker.
@@ -159,8 +205,17 @@ class Worker:
             threads=threads,
         )
 
+    def wait_for_request(self) -> protocol.Acknowledged:
+        """Waits for the answer to the oldest unacknowledged message, a request.
+
+        Raises:
+            WorkerKilled: a signal ended the worker.
+            WorkerError: the worker reported an error, exited, or did not answer in time.
+        """
+        return protocol.Acknowledged.from_buffer_copy(self._receive(protocol.MessageType.ACKNOWLEDGED, self._timeout_s))
+
     def has_answered(self) -> bool:
-        """Whether `wait` would return or raise immediately."""
+        """Whether a wait for the oldest unacknowledged message would return or raise immediately."""
         return bool(self._answers.poll(0))
 
     def close(self) -> None:

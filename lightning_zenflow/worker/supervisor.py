@@ -1,4 +1,4 @@
-"""Restarts a killed worker and resubmits its unacknowledged jobs."""
+"""Restarts a killed worker and resubmits its unacknowledged jobs and requests."""
 
 import logging
 import time
@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import StallClock
-from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError, WorkerKilled
+from lightning_zenflow.worker.process import (
+    ExportMessage,
+    JobMessage,
+    Request,
+    TouchMessage,
+    Worker,
+    WorkerError,
+    WorkerKilled,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +30,7 @@ class SupervisedWorker:
 
     1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
     2. *restart*: start a new worker on the same arena.
-    3. *resubmit*: submit all unacknowledged jobs again, unchanged and in order.
+    3. *resubmit*: submit all unacknowledged jobs and requests again, unchanged and in order.
     4. *continue*, in the worker: jobs are idempotent. Those up to the header's `completed_job` are acknowledged without being applied
        again. The one that was in progress continues from the undo log: each thread's journal entry (``csrc/worker/journal.h``) tells how
        far it was, and a tile whose last update may be incomplete is updated again from its saved copy
@@ -37,7 +45,7 @@ class SupervisedWorker:
     Args:
         start: starts a worker on the arena.
         max_restarts: limit within `RESTART_WINDOW_S`.
-        stalls: counts restarts.
+        stalls: counts restarts, and the worker's time for exports.
 
     Raises:
         WorkerError: no worker could be started.
@@ -47,7 +55,9 @@ class SupervisedWorker:
         self._start_worker = start
         self._max_restarts = max_restarts
         self._stalls = stalls
-        self._unacknowledged: deque[JobMessage] = deque()
+        self._unacknowledged: deque[JobMessage | Request] = deque()
+        self._completions: deque[Completion] = deque()  # received, and not yet returned by `wait`
+        self._n_requests = self._last_acknowledged = 0
         self._restart_times: deque[float] = deque()
         self._worker = self._start()
 
@@ -56,42 +66,66 @@ class SupervisedWorker:
         """Process ID of the current worker."""
         return self._worker.pid
 
-    def submit(self, job: JobMessage) -> None:
-        """Submits a job; returns immediately unless the worker must be restarted.
+    def submit(self, message: JobMessage | Request) -> None:
+        """Submits a job or a request; returns immediately unless the worker must be restarted.
 
         Raises:
             WorkerError: the worker failed, or died too often.
         """
-        self._unacknowledged.append(job)
+        self._unacknowledged.append(message)
         try:
-            self._worker.submit(job)
+            self._worker.submit(message)
         except WorkerKilled as death:
             with self._stalls.measure("restart"):
                 self._replace(death)
 
+    def export(self, *, tiles_offset: int, n_tiles: int) -> int:
+        """Requests the state of some entries as it is after all jobs submitted so far; returns immediately, as `submit` does.
+
+        Until the request is acknowledged, a killed worker repeats it. So no job that changes these entries may be submitted before, unless
+        the result is not wanted any more.
+
+        Returns:
+            Number of the request, for `has_done` and `wait_for_request`.
+        """
+        self._n_requests += 1
+        self.submit(ExportMessage(request_id=self._n_requests, tiles_offset=tiles_offset, n_tiles=n_tiles))
+        return self._n_requests
+
+    def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
+        """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
+        self._n_requests += 1
+        self.submit(TouchMessage(request_id=self._n_requests, offset=offset, n_rows=n_rows, row_bytes=row_bytes))
+        self.wait_for_request(self._n_requests)
+
     def wait(self) -> Completion:
-        """Waits for the oldest unacknowledged job, across restarts.
+        """Waits for the oldest job that this method has not returned, across restarts.
 
         Raises:
             WorkerError: the worker failed, died too often, or did not answer in time.
         """
-        while True:
-            try:
-                completion = self._worker.wait()
-            except WorkerKilled as death:
-                self._replace(death)
-            else:
-                job = self._unacknowledged.popleft()
-                assert completion.job_id == job.job_id, "the worker acknowledges jobs in order of submission"
-                return completion
+        while not self._completions:
+            self._receive()
+        return self._completions.popleft()
+
+    def wait_for_request(self, request: int) -> None:
+        """Waits for a request, across restarts. Raises like `wait`."""
+        while request > self._last_acknowledged:
+            self._receive()
 
     def has_answered(self) -> bool:
         """Whether `wait` would return immediately, unless the worker has died."""
-        return self._worker.has_answered()
+        self._receive_answered()
+        return bool(self._completions)
+
+    def has_done(self, request: int) -> bool:
+        """Whether `wait_for_request` would return immediately, unless the worker has died."""
+        self._receive_answered()
+        return request <= self._last_acknowledged
 
     def restart(self) -> None:
         """Replaces the worker by a new one, which reads the arena's tables again; only while no job is in flight."""
-        assert not self._unacknowledged, "restart requires a flush"
+        assert not self._unacknowledged and not self._completions, "restart requires a flush"
         self._worker.close()
         self._worker = self._start()
 
@@ -103,15 +137,45 @@ class SupervisedWorker:
         """Kills the worker. Idempotent."""
         self._worker.kill()
 
+    def _receive_answered(self) -> None:
+        """Receives the answers that are there."""
+        while self._unacknowledged and self._worker.has_answered():
+            try:
+                self._receive_oldest()
+            except WorkerKilled as death:
+                with self._stalls.measure("restart"):
+                    self._replace(death)
+
+    def _receive(self) -> None:
+        """Waits for the answer to the oldest unacknowledged message, across restarts."""
+        while True:
+            try:
+                return self._receive_oldest()
+            except WorkerKilled as death:
+                self._replace(death)
+
+    def _receive_oldest(self) -> None:
+        message = self._unacknowledged[0]
+        if isinstance(message, JobMessage):
+            completion = self._worker.wait()
+            assert completion.job_id == message.job_id, "the worker answers in order of submission"
+            self._completions.append(completion)
+        else:
+            done = self._worker.wait_for_request()
+            assert done.request_id == message.request_id, "the worker answers in order of submission"
+            self._last_acknowledged = done.request_id
+            self._stalls.worker_busy_s += 1e-9 * done.busy_ns
+        self._unacknowledged.popleft()
+
     def _replace(self, death: WorkerKilled) -> None:
-        """Starts another worker and resubmits the unacknowledged jobs."""
+        """Starts another worker and resubmits the unacknowledged jobs and requests."""
         while True:
             self._count(death)
             self._worker.kill()
             self._worker = self._start()
             try:
-                for job in self._unacknowledged:
-                    self._worker.submit(job)
+                for message in self._unacknowledged:
+                    self._worker.submit(message)
                 return
             except WorkerKilled as another:
                 death = another

@@ -32,6 +32,7 @@ from lightning_zenflow.step.run_state import RunState
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
+from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import WorkerCores
 from lightning_zenflow.worker.memory import check_host_memory
@@ -150,7 +151,7 @@ def _build_step(
     if len(config.update_intervals) * len(config.publish_lags) > 1:
         control = ScheduleControl(policy, stalls=rank.telemetry.stalls, group=zero.group, device=rank.device)
     planner = Planner(config, jobs, control, selector, submits_in_backward=submits_in_backward)
-    ownership = Ownership(rank, offload=config.offload)
+    ownership = Ownership(rank, worker, topk_ratio=config.topk_ratio, offload=config.offload)
     provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(
@@ -191,6 +192,7 @@ def _arena_sizes(
             n_publish_buffers=max(s.n_publish_buffers for s in staggered),
             dtype=zero.weights[0].dtype,
             n_threads=len(resources.cores.cores),
+            export_bytes=export_bytes(partition, config.topk_ratio, offload=config.offload),
         )
 
     at_start = sizes(first)

@@ -19,6 +19,7 @@ _GROUPS = (
     "arena",
     "channel",
     "cores",
+    "export_entries",
     "first_touch",
     "step_records",
     "block_replay",
@@ -26,7 +27,7 @@ _GROUPS = (
 )
 _ONLY_PLAIN = ("kill",)
 """Single-steps the released worker; with a sanitizer, most instructions would be its own."""
-_GROUPS_WITH_THREADS = ("channel", "cores", "first_touch", "step_records", "block_replay", "worker")
+_GROUPS_WITH_THREADS = ("channel", "cores", "export_entries", "first_touch", "step_records", "block_replay", "worker")
 
 
 def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:

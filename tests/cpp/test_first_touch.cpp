@@ -109,6 +109,18 @@ TEST(first_touch, is_done_by_the_first_worker_only) {
     }
 }
 
+TEST(first_touch, allocates_the_rows_of_a_request) {
+    TrainerArena trainer(large_spec());
+    const Arena arena(trainer.fd());
+    omp_set_num_threads(kThreads);
+    std::vector<bool> expected = allocated(trainer);
+    const uint64_t row = 10 * page_bytes(), offset = arena.header().slots_offset / page_bytes() * page_bytes();
+    touch_rows(arena, {0, 0, 1, offset, 7, row});
+    for (uint64_t page = 0; page < 70; ++page) expected[offset / page_bytes() + page] = true;
+    CHECK(allocated(trainer) == expected);
+    CHECK_CONTAINS(test::error_of([&] { touch_rows(arena, {0, 0, 1, offset, arena.header().total_bytes, row}); }), "touch: ");
+}
+
 int64_t page_faults_of_this_thread() {
     rusage usage{};
     CHECK_EQ(getrusage(RUSAGE_THREAD, &usage), 0);

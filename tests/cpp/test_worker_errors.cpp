@@ -93,7 +93,7 @@ TEST(worker, reports_an_unknown_message) {
         const MessageHeader message{77, 0};
         worker.send(&message, sizeof(message));
     });
-    CHECK_CONTAINS(error, "type must be 1 (job) or 2 (exit), got 77");
+    CHECK_CONTAINS(error, "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77");
 }
 
 TEST(worker, reports_an_invalid_arena_and_unusable_cores) {

@@ -19,6 +19,7 @@ struct ArenaSpec {
     uint32_t n_slots = 6;
     uint32_t n_publish_buffers = 2;
     uint32_t n_journal_entries = 3;
+    uint64_t export_bytes = 4096;
     DataType gradient_dtype = DataType::kFloat32;
     DataType weight_dtype = DataType::kFloat32;
 };
@@ -45,6 +46,7 @@ class TrainerArena {
     StepRecord& record(int64_t step);
     Hyperparameters& hyperparameters(int64_t step, uint32_t param_group);
     Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group);
+    std::byte* export_section() { return memory_ + header().export_offset; }
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
     void set_state(const State& state);

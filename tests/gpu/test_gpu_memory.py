@@ -26,13 +26,21 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
     numel, n_slots = 5 * 7 * 1237, 8
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=numel, columns=1237, is_matrix=True)
     partition = build_partition([whole], [numel], 1)
-    sizes = ArenaSizes(n_param_groups=1, n_step_records=4, n_slots=n_slots, n_publish_buffers=4, dtype=torch.bfloat16)
+    sizes = ArenaSizes(
+        n_param_groups=1,
+        n_step_records=4,
+        n_slots=n_slots,
+        n_publish_buffers=4,
+        dtype=torch.bfloat16,
+        export_bytes=5000,
+    )
     arena = Arena(partition, sizes, device=device())
     try:
         for n in (n_first, n_first + 1, n_slots):
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
-        assert arena.master.is_pinned() and arena.clip[1].is_pinned() and arena.sequence[2].is_pinned()
+        assert arena.clip[1].is_pinned() and arena.sequence[2].is_pinned() and arena.export.is_pinned()
+        assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg, arena.exp_avg_sq))
         torch.cuda.synchronize()
         torch.cuda._sleep(500 * MILLISECOND)
         done = torch.cuda.Event()

@@ -1,6 +1,7 @@
 """State of a rank for tests of single components."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,12 +11,21 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.topology import allowed_cores
 
 
 def make_rank_state(
-    partition: Partition, weights: Sequence[Tensor], *, kernels: Kernels | None = None, arena: Arena | None = None
+    partition: Partition,
+    weights: Sequence[Tensor],
+    *,
+    kernels: Kernels | None = None,
+    arena: Arena | None = None,
+    topk_ratio: float = 0.0,
 ) -> RankState:
     """A rank with these weights; its arena, if none is given, has slots for two steps and is never page-locked."""
     device = weights[0].device
@@ -26,6 +36,7 @@ def make_rank_state(
             n_slots=2 * len(partition.blocks),
             n_publish_buffers=1,
             dtype=weights[0].dtype,
+            export_bytes=export_bytes(partition, topk_ratio, offload=True),
         )
         arena = Arena(partition, sizes, device=torch.device("cpu"))
     return RankState(
@@ -36,3 +47,9 @@ def make_rank_state(
         telemetry=Telemetry.create(device, worker_threads=1),
         d2h=SideStream(device),
     )
+
+
+def supervised_worker(rank: RankState, *, n_threads: int = 1) -> SupervisedWorker:
+    """A worker on the rank's arena, of as many threads as there are cores for; to be closed or killed."""
+    start = partial(Worker, rank.arena, cores=allowed_cores()[:n_threads], timeout_s=30.0)
+    return SupervisedWorker(start, max_restarts=100, stalls=rank.telemetry.stalls)

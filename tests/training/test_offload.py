@@ -20,10 +20,11 @@ from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, step_scale
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
+from lightning_zenflow.topk.state_export import ExportRegion, ExportSection, export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.rank_state import RankState
 from rank_processes import run_on_ranks
-from rank_states import make_rank_state
+from rank_states import make_rank_state, supervised_worker
 from same_bits import assert_same_run
 
 CPU = torch.device("cpu")
@@ -67,21 +68,36 @@ def test_no_bit_depends_on_it_on_two_ranks() -> None:
             assert_same_run(offloaded, resident)
 
 
+@pytest.fixture
+def region() -> Iterator[ExportRegion]:
+    """Room for five entries."""
+    vector = Slice(parameter=0, param_group=0, begin=0, start=0, numel=5, columns=1, is_matrix=False)
+    rank = make_rank_state(build_partition([vector], [5], 1), [torch.zeros(5)], topk_ratio=1.0)
+    worker = supervised_worker(rank)
+    yield ExportSection(rank, worker, topk_ratio=1.0, offload=False).next_region(0)
+    worker.kill()
+    rank.arena.close(keep_state=False)
+
+
 @pytest.mark.parametrize("state_class", [ResidentState, OffloadedState])
-def test_what_changes_on_the_device_is_kept(state_class: NewState) -> None:
-    state = state_class(5, CPU, Traffic())
-    state.for_loading().copy_(torch.arange(15.0).view(3, 5))
+def test_what_changes_on_the_device_is_kept(state_class: NewState, region: ExportRegion) -> None:
+    (exported,) = region.state([5])
+    state = state_class(exported, region, CPU, Traffic())
+    exported.copy_(torch.arange(15.0).view(3, 5))
+    state.load()
     with state.on_device() as values:
         values.add_(1)
-    assert torch.equal(state.for_loading(), torch.arange(1.0, 16.0).view(3, 5))
+    with state.on_device() as values:
+        assert torch.equal(values, torch.arange(1.0, 16.0).view(3, 5))
     assert torch.equal(state.master_on_device(), torch.arange(1.0, 6.0))
 
 
-def test_a_visit_leaves_nothing_behind() -> None:
-    state = OffloadedState(5, CPU, Traffic())
+def test_a_visit_leaves_nothing_behind(region: ExportRegion) -> None:
+    (exported,) = region.state([5])
+    state = OffloadedState(exported, region, CPU, Traffic())
     with state.on_device() as values:
         visitor = weakref.ref(values)
-        assert values.data_ptr() != state.for_loading().data_ptr()
+        assert values.data_ptr() != exported.data_ptr()
     del values
     gc.collect()
     assert visitor() is None
@@ -104,14 +120,16 @@ class HeldMemory(pl.Callback):
         storages = {weights.untyped_storage().data_ptr() for weights in optimizer.parts.rank.weights}
         for columns in optimizer.parts.ownership.current:
             if columns is not None:
-                homes = {id(group.state._values) for group in columns._groups}
+                arena = optimizer.parts.rank.arena.export.untyped_storage().data_ptr()
+                for group in columns._groups:
+                    assert isinstance(group.state, OffloadedState)
+                    self.states += group.state._exported.nbytes
                 for tensor in tensors_of(columns):
                     storage = tensor.untyped_storage()
                     n_bytes = storage.nbytes()
-                    if id(tensor) in homes:
-                        assert tensor.device == CPU
-                        self.states += n_bytes
-                    elif storage.data_ptr() not in storages:
+                    if storage.data_ptr() == arena:
+                        continue
+                    if storage.data_ptr() not in storages:
                         storages.add(storage.data_ptr())
                         self.beside[tensor.dtype] = self.beside.get(tensor.dtype, 0) + n_bytes
         self.numel = optimizer.parts.ownership.numel
@@ -132,7 +150,7 @@ def tensors_of(columns: DeviceColumns) -> Iterator[Tensor]:
             waiting.extend(found.values())
         elif isinstance(found, list | tuple):
             waiting.extend(found)
-        elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, RankState):
+        elif type(found).__module__.startswith("lightning_zenflow") and not isinstance(found, RankState | ExportRegion):
             fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
             waiting.extend([getattr(found, field.name) for field in fields] or vars(found).values())
 
@@ -161,9 +179,16 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     numel = ROWS * COLUMNS
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=numel, columns=COLUMNS, is_matrix=True)
     partition = build_partition([whole], [numel], 1)
-    sizes = ArenaSizes(n_param_groups=1, n_step_records=1, n_slots=1, n_publish_buffers=1, dtype=torch.bfloat16)
+    share = OWNED / COLUMNS
+    sizes = ArenaSizes(
+        n_param_groups=1,
+        n_step_records=2,
+        n_slots=1,
+        n_publish_buffers=1,
+        dtype=torch.bfloat16,
+        export_bytes=export_bytes(partition, share, offload=offload),
+    )
     arena = Arena(partition, sizes, device=device)
-    arena.reserve(n_slots=1, n_publish_buffers=1)
     generator = torch.Generator().manual_seed(0)
     arena.master.copy_(torch.randn(numel, generator=generator))
     weights = arena.master.to(device, torch.bfloat16)
@@ -179,9 +204,13 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
     scale = step_scale(one, max_norm=0.0, loss_scale=1.0, count=torch.zeros_like(one))
     before = allocated()
     rank = make_rank_state(partition, [weights], arena=arena)
-    columns = DeviceColumns(rank, 0, [selected], new_state=OffloadedState if offload else ResidentState)
-    for _ in range(2):  # twice, so that the host writes what the device may still be reading
-        columns.load()
+    worker = supervised_worker(rank)
+    arena.reserve(n_slots=1, n_publish_buffers=1, touch=worker.touch)
+    region = ExportSection(rank, worker, topk_ratio=share, offload=offload).next_region(0)
+    columns = DeviceColumns(rank, 0, [selected], region, new_state=OffloadedState if offload else ResidentState)
+    for _ in range(2):  # twice, so that the worker writes what the device may still be reading
+        columns.request("select")
+        columns.load("select")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for step in range(STEPS):
@@ -192,8 +221,10 @@ def train_columns(device: torch.device, *, offload: bool) -> tuple[int, int, Ten
             columns.write_weights()
     held = allocated() - before
     peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-    state = torch.cat([group.state.for_loading().cpu() for group in columns._groups], 1)
+    with columns._groups[0].state.on_device() as values:
+        state = values.to("cpu", copy=True)
     shown = weights.cpu()
+    worker.close()
     arena.close(keep_state=False)
     return held, peak, shown, state
 

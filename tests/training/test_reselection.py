@@ -186,6 +186,25 @@ def test_auto_selects_anew_when_the_choice_no_longer_fits() -> None:
     assert measured == [1, 9, 25, 57, 73]
 
 
+def test_auto_asks_less_often_while_no_choice_fits_for_long() -> None:
+    """Overlaps as recorded in a training of 25M parameters; then all columns stay."""
+    s = selector("auto", columns=400)
+    overlaps = iter([0.26, 0.38, 0.44, 0.45, 0.41, 0.40, 0.42, 1.0, 1.0])
+    chosen = torch.arange(100)
+
+    def proxies(step: int) -> Tensor:
+        nonlocal chosen
+        if step > 1:
+            kept = round(100 * next(overlaps))
+            others = torch.tensor(sorted(set(range(400)) - set(chosen.tolist())))
+            chosen = torch.cat([chosen[:kept], others[: 100 - kept]])
+        return torch.zeros(400).index_fill(0, chosen, 1.0)
+
+    assert steps_measured(s, proxies, 900) == [1, 9, 17, 25, 33, 49, 81, 145, 273, 529]
+    assert s.n_selections == 8
+    assert s.last_overlap == 1.0
+
+
 def test_a_step_that_is_not_finite_is_measured_again() -> None:
     s = selector(0)
     assert steps_measured(s, lambda step: torch.full((40,), torch.nan if step < 3 else 1.0), 6) == [1, 2, 3]

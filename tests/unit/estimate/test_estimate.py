@@ -19,6 +19,7 @@ from lightning_zenflow.estimate.report import as_text
 from lightning_zenflow.estimate.shapes import Matrix, ModelShapes, shapes_of_count, shapes_of_module
 from lightning_zenflow.estimate.zenflow_cost import replay_core_s
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
 ROOT = Path(__file__).parents[3]
@@ -220,12 +221,15 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
         n_slots=staggered.n_slots,
         n_publish_buffers=staggered.n_publish_buffers,
         dtype=torch.bfloat16,
+        export_bytes=export_bytes(partition, 0.1, offload=s == 1),
     )
     predicted = arena_bytes_of(
         begin,
         n_blocks=16,
         schedules=[UpdateSchedule(update_interval=s, publish_lag=d)],
         dtype_bytes=torch.bfloat16.itemsize,
+        owned_numel=3 * (1000 * 30 + 777 * 50 + 300 + 2000 * 10),
+        offload=s == 1,
     )
     assert predicted == pytest.approx(arena_bytes(partition, sizes), rel=0.01)
     assert predicted < arena_bytes(partition, sizes)

@@ -21,6 +21,10 @@ STRUCTURES = (
     protocol.Ready,
     protocol.Done,
     protocol.ThreadSpan,
+    protocol.Export,
+    protocol.ExportTile,
+    protocol.Touch,
+    protocol.Acknowledged,
 )
 
 

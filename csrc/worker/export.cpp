@@ -1,0 +1,113 @@
+#include "worker/export.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "common/error.h"
+#include "common/parallel.h"
+
+namespace zenflow {
+namespace {
+
+// One tile of a checked request.
+struct Gather {
+    uint64_t begin;  // element of the partition
+    uint64_t width;
+    uint64_t n_columns;
+    const uint32_t* columns;  // nullptr: all
+    float* target;
+    uint64_t target_stride;
+    uint64_t entries_before;  // of the request's tiles before this one
+
+    // Copies entries [first, last) of one array, counted over the tile.
+    void copy(const float* array, float* to, uint64_t first, uint64_t last) const {
+        const float* const source = array + begin;
+        if (columns == nullptr) {
+            std::memcpy(to + first, source + first, (last - first) * sizeof(float));
+            return;
+        }
+        for (uint64_t row = first / n_columns; row * n_columns < last; ++row) {
+            const uint64_t row_first = row * n_columns;
+            const uint64_t end = std::min(n_columns, last - row_first);
+            const float* const elements = source + row * width;
+            for (uint64_t i = std::max(first, row_first) - row_first; i < end; ++i) to[row_first + i] = elements[columns[i]];
+        }
+    }
+};
+
+// Entries of a tile that are copied in one go from each of the arrays: they stay in the cache's reach.
+constexpr uint64_t kEntriesAtOnce = 4096;
+
+class Section {
+  public:
+    explicit Section(const Arena& arena)
+        : arena_(arena), begin_(arena.header().export_offset), end_(begin_ + arena.header().export_bytes) {}
+
+    // `count` values of type T at `offset`, which must lie in the section.
+    template <typename T>
+    T* at(const char* what, uint64_t offset, uint64_t count) const {
+        require(offset >= begin_ && offset <= end_ && offset % alignof(T) == 0 && count <= (end_ - offset) / sizeof(T),
+                "export: ", what, " must lie in the export section, bytes ", begin_, " to ", end_, ", got ", count, " values of ",
+                sizeof(T), " bytes at ", offset);
+        return arena_.at<T>(offset);
+    }
+
+  private:
+    const Arena& arena_;
+    const uint64_t begin_, end_;
+};
+
+Gather checked(const Arena& arena, const Section& section, const ExportTile& tile, uint64_t entries_before) {
+    const uint64_t numel = arena.header().numel;
+    require(tile.width >= 1 && tile.begin <= numel && tile.rows <= (numel - tile.begin) / tile.width,
+            "export: a tile must lie in the partition of ", numel, " elements, got ", tile.rows, " x ", tile.width, " at ",
+            tile.begin);
+    require(tile.n_columns >= 1 && tile.n_columns <= tile.width, "export: n_columns must be from 1 to width = ", tile.width,
+            ", got ", tile.n_columns);
+    const uint32_t* columns = nullptr;
+    if (tile.n_columns < tile.width) {
+        columns = section.at<const uint32_t>("columns", tile.columns_offset, tile.n_columns);
+        const uint32_t largest = *std::max_element(columns, columns + tile.n_columns);
+        require(largest < tile.width, "export: columns must be below width = ", tile.width, ", got ", largest);
+    }
+    // At most numel, as a tile's elements are. The limit of the stride keeps the sum below 2^64.
+    const uint64_t entries = tile.rows * tile.n_columns;
+    require(tile.target_stride <= arena.header().total_bytes, "export: target_stride must be at most total_bytes, got ",
+            tile.target_stride);
+    float* const target = section.at<float>("the target", tile.target_offset, 2 * tile.target_stride + entries);
+    return {tile.begin, tile.width, tile.n_columns, columns, target, tile.target_stride, entries_before};
+}
+
+}  // namespace
+
+void export_entries(const Arena& arena, const Export& request) {
+    const Section section(arena);
+    const auto* const tiles = section.at<const ExportTile>("tiles", request.tiles_offset, request.n_tiles);
+    std::vector<Gather> gathers;
+    uint64_t n_entries = 0;
+    for (uint32_t i = 0; i < request.n_tiles; ++i) {
+        gathers.push_back(checked(arena, section, tiles[i], n_entries));
+        n_entries += tiles[i].rows * tiles[i].n_columns;
+    }
+    const float* const arrays[] = {arena.master(), arena.exp_avg(), arena.exp_avg_sq()};
+    run_in_parallel([&](int thread, int n_threads) {
+        const auto n = static_cast<uint64_t>(n_threads), t = static_cast<uint64_t>(thread);
+        const uint64_t first = n_entries / n * t + std::min(t, n_entries % n);
+        const uint64_t last = first + n_entries / n + (t < n_entries % n ? 1 : 0);
+        for (size_t i = 0; i < gathers.size(); ++i) {
+            const Gather& gather = gathers[i];
+            const uint64_t before = gather.entries_before;
+            const uint64_t after = i + 1 < gathers.size() ? gathers[i + 1].entries_before : n_entries;
+            const uint64_t end = std::min(last, after);
+            for (uint64_t at = std::max(first, before); at < end; at += kEntriesAtOnce) {
+                for (uint64_t a = 0; a < 3; ++a) {
+                    gather.copy(arrays[a], gather.target + a * gather.target_stride, at - before,
+                                std::min(at + kEntriesAtOnce, end) - before);
+                }
+            }
+        }
+    });
+}
+
+}  // namespace zenflow

@@ -1,0 +1,138 @@
+// Gathering of the state of device-owned entries, by the function and through the worker.
+#include <omp.h>
+
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "trainer_arena.h"
+#include "worker/arena.h"
+#include "worker/export.h"
+#include "worker_process.h"
+
+namespace zenflow {
+namespace {
+
+using test::ArenaSpec;
+using test::TrainerArena;
+using test::WorkerProcess;
+
+constexpr uint64_t kColumnsAt = 1024, kStateAt = 2048;  // in the export section
+
+// Three tiles: selected columns of 300 rows, all of a vector's elements, and two columns of a part of a row.
+class Case {
+  public:
+    Case() : arena_(spec()) {
+        std::iota(arena_.master(), arena_.master() + 3 * stride_of_arrays(), 0.0f);
+        const std::vector<uint32_t> columns = {0, 3, 7, 8, 20, 40, 1, 4};
+        std::memcpy(arena_.export_section() + kColumnsAt, columns.data(), columns.size() * sizeof(uint32_t));
+        const uint64_t section = arena_.header().export_offset;
+        const uint64_t columns_at = section + kColumnsAt, state_at = section + kStateAt;
+        tiles_ = {{7, 300, 41, 6, columns_at, state_at, 1830},
+                  {12400, 30, 1, 1, 0, state_at + 1800 * 4, 1830},
+                  {12500, 1, 9, 2, columns_at + 6 * 4, state_at + 3 * 1830 * 4, 2}};
+    }
+
+    TrainerArena& arena() { return arena_; }
+    std::vector<ExportTile>& tiles() { return tiles_; }
+
+    Export request() {
+        std::memcpy(arena_.export_section(), tiles_.data(), tiles_.size() * sizeof(ExportTile));
+        return {static_cast<uint32_t>(MessageType::kExport), static_cast<uint32_t>(tiles_.size()), 5,
+                arena_.header().export_offset};
+    }
+
+    void check() {
+        for (const ExportTile& tile : tiles_) {
+            for (uint64_t a = 0; a < 3; ++a) {
+                const auto* const to =
+                    reinterpret_cast<const float*>(arena_.memory() + tile.target_offset) + a * tile.target_stride;
+                for (uint64_t i = 0; i < tile.rows * tile.n_columns; ++i) {
+                    const uint64_t row = i / tile.n_columns;
+                    uint64_t column = i % tile.n_columns;
+                    if (tile.n_columns < tile.width) {
+                        column = reinterpret_cast<const uint32_t*>(arena_.memory() + tile.columns_offset)[column];
+                    }
+                    const uint64_t element = tile.begin + row * tile.width + column;
+                    CHECK_EQ(to[i], array(a)[element]);
+                }
+            }
+        }
+    }
+
+  private:
+    static ArenaSpec spec() {
+        ArenaSpec spec;
+        spec.ranges = {{0, 12600, 0, 0}};
+        spec.blocks = {{0, 12600}};
+        spec.numel = 12600;
+        spec.export_bytes = kStateAt + 3 * 1830 * 4 + 3 * 2 * 4;
+        return spec;
+    }
+
+    const float* array(uint64_t a) { return arena_.master() + a * stride_of_arrays(); }
+    uint64_t stride_of_arrays() { return (arena_.header().exp_avg_offset - arena_.header().master_offset) / sizeof(float); }
+
+    TrainerArena arena_;
+    std::vector<ExportTile> tiles_;
+};
+
+TEST(export_entries, copies_the_entries_of_all_arrays) {
+    for (const int n_threads : {1, 2, 3, 7}) {
+        omp_set_num_threads(n_threads);
+        Case c;
+        export_entries(Arena(c.arena().fd()), c.request());
+        c.check();
+    }
+}
+
+TEST(export_entries, follows_the_jobs_before) {
+    Case c;
+    const Export request = c.request();
+    WorkerProcess worker(c.arena(), test::all_cores());
+    worker.receive_ready();
+    c.arena().set_hyperparameters(1, {test::kDecoupled, test::kDecoupled});
+    c.arena().set_gradient(0, test::random_gradient(12600, 1));
+    worker.submit(test::job_of(0, 1, 1, 1), {0});
+    worker.send(&request, sizeof(request));
+    c.arena().write_word(1, 1.0f);
+    worker.receive_done();
+    CHECK_EQ(worker.receive_acknowledged().request_id, 5);
+    c.check();
+}
+
+TEST(export_entries, refuses_what_leaves_the_partition_or_the_section) {
+    struct Change {
+        const char* name;
+        std::function<void(Case&, Export&)> apply;
+    };
+    const std::vector<Change> changes = {
+        {"tiles", [](Case&, Export& r) { r.tiles_offset = 0; }},
+        {"tiles", [](Case&, Export& r) { r.tiles_offset += 4; }},
+        {"tiles", [](Case&, Export& r) { r.n_tiles = UINT32_MAX; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = 308; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = UINT64_MAX / 41; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[1].begin = UINT64_MAX; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[1].width = 0; }},
+        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 0; }},
+        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 42; }},
+        {"columns", [](Case& c, Export&) { c.tiles()[0].columns_offset = 0; }},
+        {"columns", [](Case& c, Export&) { c.tiles()[2].width = 4; }},
+        {"target", [](Case& c, Export&) { c.tiles()[0].target_offset = c.arena().header().master_offset; }},
+        {"target", [](Case& c, Export&) { c.tiles()[2].target_stride = 3; }},
+        {"target_stride", [](Case& c, Export&) { c.tiles()[2].target_stride = UINT64_MAX / 2 - 1; }},
+    };
+    for (const Change& change : changes) {
+        Case c;
+        Export request = c.request();
+        change.apply(c, request);
+        c.request();  // writes the changed tiles
+        CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), change.name);
+    }
+}
+
+}  // namespace
+}  // namespace zenflow

@@ -1,0 +1,206 @@
+"""The worker exports the state of device-owned entries: the right bits, across its death, and as stall only where training waits."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
+from lightning_zenflow.topk.importance import column_count
+from lightning_zenflow.topk.state_export import ExportSection, RegionSize, export_bytes
+from lightning_zenflow.worker.process import JobMessage, WorkerError
+from lightning_zenflow.worker.rank_state import RankState
+from models import generator
+from processes import wait_for
+from rank_states import make_rank_state, supervised_worker
+from small_arena import GROUPS
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+RATIO = 0.3
+
+
+def make_partition(n_blocks: int) -> Partition:
+    """Two groups: a part of a matrix that begins and ends inside a row, a vector; a matrix of few rows."""
+    sizes = [1500, 400]
+    shapes = [(0, 0, 1400, 13, 31, True), (0, 1400, 77, 0, 1, False), (1, 0, 387, 0, 129, True)]
+    slices = [
+        Slice(
+            parameter=number,
+            param_group=group,
+            begin=group_begins(sizes)[group] + begin,
+            start=start,
+            numel=numel,
+            columns=columns,
+            is_matrix=is_matrix,
+        )
+        for number, (group, begin, numel, start, columns, is_matrix) in enumerate(shapes)
+    ]
+    return build_partition(slices, sizes, n_blocks)
+
+
+def random_columns(partition: Partition, seed: int, share: float = RATIO) -> list[Columns | None]:
+    chosen: list[Columns | None] = []
+    for index, s in enumerate(partition.slices):
+        k = column_count(s.columns, share)
+        columns = torch.randperm(s.columns, generator=generator(seed, index))[:k].sort().values
+        chosen.append(Columns(device=columns, host=columns) if s.is_matrix else None)
+    return chosen
+
+
+def expected_state(rank: RankState, block: int, columns: list[Columns | None]) -> list[Tensor]:
+    """For each group the state of the block's owned entries, element by element."""
+    owned: list[list[int]] = [[] for _ in rank.partition.group_begins]
+    for tile in (rank.partition.tiles[index] for index in rank.partition.blocks[block].tiles):
+        s, chosen = rank.partition.slices[tile.slice], columns[tile.slice]
+        for element in range(tile.begin, tile.end):
+            if chosen is None or (s.start + element - s.begin) % s.columns in chosen.host:
+                owned[s.param_group].append(element)
+    arena = rank.arena
+    return [torch.stack([a[e] for a in (arena.master, arena.exp_avg, arena.exp_avg_sq)]) for e in owned]
+
+
+def loaded_state(columns: DeviceColumns) -> list[Tensor]:
+    result = []
+    for group in columns._groups:
+        with group.state.on_device() as values:
+            result.append(values.clone())
+    return result
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Setting:
+    """A rank with random state, a job for each block, and its worker."""
+
+    def __init__(self, n_blocks: int = 3, *, n_threads: int = 1, topk_ratio: float = RATIO) -> None:
+        self.partition = make_partition(n_blocks)
+        weights = [torch.zeros(1500), torch.zeros(400)]
+        self.rank = make_rank_state(self.partition, weights, topk_ratio=topk_ratio)
+        arena = self.rank.arena
+        for seed, array in enumerate((arena.master, arena.exp_avg, arena.exp_avg_sq)):
+            array.copy_(torch.rand(array.shape, generator=generator(seed)))
+        arena.slots.copy_(torch.randn(arena.slots.shape, generator=generator(9)))
+        arena.write_hyperparameters(1, GROUPS)
+        arena.clip[1], arena.sequence[1] = 1.0, 1
+        self.worker = supervised_worker(self.rank, n_threads=n_threads)
+
+    def columns(self, block: int, chosen: list[Columns | None], new_state: NewState) -> DeviceColumns:
+        offload = new_state is OffloadedState
+        section = ExportSection(self.rank, self.worker, topk_ratio=RATIO, offload=offload)
+        return DeviceColumns(self.rank, block, chosen, section.next_region(block), new_state=new_state)
+
+    def submit(self, block: int) -> None:
+        self.worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=0))
+
+    def close(self) -> None:
+        self.worker.kill()
+        self.rank.arena.close(keep_state=False)
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    setting = Setting()
+    yield setting
+    setting.close()
+
+
+@pytest.mark.parametrize("new_state", [ResidentState, OffloadedState])
+@pytest.mark.parametrize(("n_blocks", "n_threads", "share"), [(1, 1, RATIO), (5, 2, RATIO), (40, 2, 0.01)])
+def test_the_state_after_the_blocks_last_job(new_state: NewState, n_blocks: int, n_threads: int, share: float) -> None:
+    setting = Setting(n_blocks, n_threads=n_threads)
+    chosen = random_columns(setting.partition, 1, share)
+    every = [setting.columns(block, chosen, new_state) for block in range(len(setting.partition.blocks))]
+    for block, columns in enumerate(every):
+        setting.submit(block)
+        columns.request("select")
+    # Answers of jobs and exports alternate; jobs are asked for first.
+    assert [setting.worker.wait().job_id for _ in every] == list(range(1, len(every) + 1))
+    for block, columns in enumerate(every):
+        columns.load("select")
+        assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
+        shown = torch.cat([group.staging for group in columns._groups])
+        assert torch.equal(shown, torch.cat([state[0] for state in loaded_state(columns)]))
+    setting.close()
+
+
+@pytest.mark.parametrize("killed_in", range(3))
+def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None:
+    chosen = random_columns(setting.partition, 1)
+    every = [setting.columns(block, chosen, ResidentState) for block in range(3)]
+    process = psutil.Process(setting.worker.pid)
+    for block, columns in enumerate(every):
+        if block == killed_in:
+            # The answers to what came before may have been read or not.
+            process.suspend()
+            wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+        setting.submit(block)
+        columns.request("select")
+    process.kill()
+    for block, columns in enumerate(every):
+        columns.load("select")
+        assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
+    assert [setting.worker.wait().job_id for _ in every] == [1, 2, 3]
+    assert setting.rank.telemetry.stalls.worker_restarts == 1
+
+
+def test_only_a_wait_is_a_stall(setting: Setting) -> None:
+    stalls = setting.rank.telemetry.stalls
+    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
+    columns.request("select")
+    wait_for(lambda: setting.worker.has_done(1))
+    columns.load("select")
+    assert not stalls.seconds
+    assert stalls.worker_busy_s > 0
+    os.kill(setting.worker.pid, signal.SIGSTOP)
+    columns.request("flush")
+    threading.Thread(target=lambda: (time.sleep(0.3), os.kill(setting.worker.pid, signal.SIGCONT))).start()
+    columns.load("flush")
+    assert set(stalls.seconds) == {"flush"}
+    assert stalls.seconds["flush"] > 0.1
+
+
+def test_an_error_is_passed_on(setting: Setting) -> None:
+    request = setting.worker.export(tiles_offset=0, n_tiles=1)
+    with pytest.raises(WorkerError, match="failed: export: tiles must lie in the export section"):
+        setting.worker.wait_for_request(request)
+
+
+def test_a_region_has_room_for_any_choice() -> None:
+    for ratio in (0.01, RATIO, 1.0):
+        partition = make_partition(7)
+        for block in range(len(partition.blocks)):
+            size = RegionSize.of_block(partition, block, ratio)
+            tiles = [partition.tiles[index] for index in partition.blocks[block].tiles]
+            owned = [t.rows * min(t.width, column_count(partition.slices[t.slice].columns, ratio)) for t in tiles]
+            assert size.n_entries == sum(owned)
+    assert export_bytes(partition, 1.0, offload=True) == 2 * export_bytes(partition, 1.0, offload=False)
+    assert export_bytes(partition, 0.0, offload=False) == 0
+
+
+def test_the_worker_allocates_what_it_is_asked_to(setting: Setting) -> None:
+    fd, offset = setting.rank.arena.fd, setting.rank.arena.export_offset
+    before = os.fstat(fd).st_blocks * 512
+    setting.worker.touch(offset, 1, setting.rank.arena.export.numel())
+    assert os.fstat(fd).st_blocks * 512 - before == -(-setting.rank.arena.export.numel() // 4096) * 4096
+    assert not setting.rank.arena.export.any()
+
+
+def test_bytes_are_counted_once() -> None:
+    setting = Setting(1)
+    traffic: Traffic = setting.rank.telemetry.traffic
+    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
+    columns.request("select")
+    columns.load("select")
+    assert traffic == Traffic(d2h_bytes=0, h2d_bytes=12 * columns.numel)
+    setting.close()
