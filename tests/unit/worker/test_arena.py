@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.worker import arena as module
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from small_arena import GROUPS, make_partition
 
@@ -54,8 +54,20 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
 
 def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(module, "_cuda", lambda call, address, *_: calls.append((call, address - arena._address())))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append(("synchronize", 0)))
+
+    class Recording(HostRuntime):
+        runs_behind = True
+
+        def page_lock(self, address: int, n_bytes: int) -> None:
+            calls.append(("lock", address - arena._address()))
+
+        def page_unlock(self, address: int) -> None:
+            calls.append(("unlock", address - arena._address()))
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", 0))
+
+    monkeypatch.setitem(RUNTIMES, "cuda", Recording)
     arena, partition = arena_for("cuda")
 
     def touch(offset: int, n_rows: int, row_bytes: int) -> None:
@@ -68,11 +80,11 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(monkeypat
     assert row_bytes >= 2 * partition.block_numel
     assert calls[first:] == [
         (f"touch 3 x {row_bytes}", slots + 2 * row_bytes),
-        ("cudaHostRegister", slots + 2 * row_bytes),
+        ("lock", slots + 2 * row_bytes),
     ]
-    locked = [address for call, address in calls if call == "cudaHostRegister"]
+    locked = [address for call, address in calls if call == "lock"]
     assert locked == [begin for begin, _ in arena.ranges_of_device()]
     assert [address for call, address in calls if call.startswith("touch")] == locked
     calls.clear()
     arena.close(keep_state=False)
-    assert calls == [("synchronize", 0), *(("cudaHostUnregister", begin) for begin in locked)]
+    assert calls == [("synchronize", 0), *(("unlock", begin) for begin in locked)]
