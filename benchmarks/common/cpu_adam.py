@@ -31,7 +31,9 @@ def compile_cpu_adam() -> None:
     command = [sys.executable, "-c", _COMPILE]
     result = subprocess.run(command, env=fresh_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if result.returncode:
-        raise RuntimeError(f"DeepSpeed's CPU optimizer does not compile: {result.stdout.decode(errors='replace')[-2000:]}")
+        raise RuntimeError(
+            f"DeepSpeed's CPU optimizer does not compile: {result.stdout.decode(errors='replace')[-2000:]}"
+        )
 
 
 def remove_stale_lock(lock: Path) -> None:

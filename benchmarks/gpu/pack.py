@@ -57,7 +57,7 @@ def pack(python: str) -> None:
     PACKED.write_text(json.dumps(about))
     files = sorted(PACK.iterdir())
     print(*(f"{path.stat().st_size / 1e6:8.2f} MB  {path.name}" for path in files), sep="\n")
-    print(f"{sum(path.stat().st_size for path in files) / 1e6:8.2f} MB  in {PACK.relative_to(ROOT)}/, commit {about['commit']}")
+    print(f"{sum(path.stat().st_size for path in files) / 1e6:8.2f} MB  in {PACK}, commit {about['commit']}")
 
 
 def _pip(*arguments: str, **environment: str) -> None:
@@ -69,7 +69,15 @@ def install() -> None:
     """Installs the packed wheels that are missing here or have another version; the folder precedes others on PYTHONPATH."""
     missing = [wheel for wheel in sorted(PACK.glob("*.whl")) if not _is_installed(wheel)]
     if missing:
-        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(PACK / "site")]
+        options = [
+            "--no-index",
+            "--no-deps",
+            "--no-compile",
+            "--no-cache-dir",
+            "--upgrade",
+            "--target",
+            str(PACK / "site"),
+        ]
         _pip("install", *options, *map(str, missing))
 
 
@@ -109,7 +117,9 @@ def build_worker() -> Path:
     for command in (configure, ["cmake", "--build", str(folder)]):
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise RuntimeError(f"the worker does not build: {' '.join(command)}: {(result.stdout + result.stderr)[-3000:]}")
+            raise RuntimeError(
+                f"the worker does not build: {' '.join(command)}: {(result.stdout + result.stderr)[-3000:]}"
+            )
     return folder / _WORKER
 
 

@@ -28,7 +28,16 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
         compile_cpu_adam()
     calls.begin()
     marker = ["-m", "gpu"] if options.device == "cuda" else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu.suite", f"--timeout={_LONGEST_TEST}", *marker]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "benchmarks.gpu.suite",
+        f"--timeout={_LONGEST_TEST}",
+        *marker,
+    ]
     environment = {
         _PATH: str(calls.path),
         _COMMAND: options.command,

@@ -51,5 +51,7 @@ def run_training(options: argparse.Namespace, calls: Calls) -> int:
         calls.put("training", result)
     result = dict(calls.done["training"])
     print(result["output"][-4000:])
-    print(f"{calls.path.relative_to(ROOT) if calls.path.is_relative_to(ROOT) else calls.path}: {len(result['steps_loss_ms'])} steps")
+    print(
+        f"{calls.path.relative_to(ROOT) if calls.path.is_relative_to(ROOT) else calls.path}: {len(result['steps_loss_ms'])} steps"
+    )
     return int(result["status"])

@@ -53,7 +53,10 @@ METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
     "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
     "zero_offload": StepMethod(
-        make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam, peer=True
+        make_strategy=ZeroOffload,
+        title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
+        optimizer=DeepSpeedCPUAdam,
+        peer=True,
     ),
     "zero_offload_default_buckets": StepMethod(
         make_strategy=lambda: ZeroOffload(default_buckets=True),

@@ -56,7 +56,9 @@ def free_host_memory(root: Path | None = None) -> FreeMemory | None:
     except ValueError:
         gib = math.nan
     if not gib > 0:
-        raise ValueError(f"{HOST_MEMORY} must be a number of GiB above 0, or inf, got {given!r}; unset it or correct it")
+        raise ValueError(
+            f"{HOST_MEMORY} must be a number of GiB above 0, or inf, got {given!r}; unset it or correct it"
+        )
     return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
 
 
