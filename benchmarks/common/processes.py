@@ -84,6 +84,36 @@ def run_process(
     raise RuntimeError(f"no result (exit status {process.returncode}, after at most {timeout:g} s): {tail}")
 
 
+def run_command(command: Sequence[str], *, timeout: float, output: Path | None = None, **environment: str) -> int:
+    """Runs a command from the root of the repository, and ends all that is left of its session afterwards.
+
+    Args:
+        command: program and arguments.
+        timeout: seconds.
+        output: file for both outputs; None: those of this process.
+        environment: variables to set.
+
+    Returns:
+        The exit status, negative for a signal: -9 where the time was over.
+    """
+    with open(output, "wb") if output else contextlib.nullcontext() as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=fresh_environment(**environment),
+            stdout=file,
+            stderr=subprocess.STDOUT if file else None,
+            start_new_session=True,
+        )
+        try:
+            process.wait(max(timeout, 0))
+        except subprocess.TimeoutExpired:
+            pass  # the status says so
+        finally:
+            _end_session(process)
+    return process.returncode
+
+
 def _end_session(process: "subprocess.Popen[bytes]") -> None:
     """Kills a process and its children: DeepSpeed's ZenFlow leaves its optimizer process behind when it fails."""
     with contextlib.suppress(ProcessLookupError):

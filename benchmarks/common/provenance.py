@@ -2,10 +2,11 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+
+PACK = ROOT / ".gpu"
+"""What `benchmarks.gpu.pack` collects for a machine without git and network."""
+PACKED = PACK / "packed.json"
 
 # A change of these makes a convergence run another one; a change of reports, documents and results does not.
 _CODE = (
@@ -29,14 +34,39 @@ _CODE = (
 )
 
 
-def commit_of_code() -> str:
-    """The last commit that changed the benchmarked code, "+" and a hash of uncommitted changes; "unknown" outside git."""
+STEP_CODE = (*_CODE, "benchmarks/step_time", "benchmarks/gpu")
+"""The same for runs on a GPU."""
+
+
+def commit_of_code(code: Sequence[str] = _CODE) -> str:
+    """The last commit that changed files or folders of the repository, "+" and a hash of uncommitted changes.
+
+    Outside git it is the one that was packed, "+" and a hash of `STEP_CODE` if that has changed since; "unknown" if none was.
+    """
     try:
-        commit = _git("log", "-1", "--format=%h", "--abbrev=12", "--", *_CODE)
-        changes = _git("diff", "HEAD", "--", *_CODE) + _git("ls-files", "--others", "--exclude-standard", "--", *_CODE)
+        commit = _git("log", "-1", "--format=%h", "--abbrev=12", "--", *code)
+        changes = _git("diff", "HEAD", "--", *code) + _git("ls-files", "--others", "--exclude-standard", "--", *code)
         return commit + (f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
     except (OSError, subprocess.CalledProcessError):
+        return _packed_commit()
+
+
+def _packed_commit() -> str:
+    if not PACKED.exists():
         return "unknown"
+    packed, code = json.loads(PACKED.read_text()), digest_of_code(STEP_CODE)
+    return str(packed["commit"]) + ("" if packed["code"] == code else f"+{code[:8]}")
+
+
+def digest_of_code(code: Sequence[str]) -> str:
+    """SHA-256 of files or folders of the repository."""
+    digest = hashlib.sha256()
+    roots = [ROOT / path for path in code]
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    for file in files:
+        if file.is_file() and file.parent.name != "__pycache__":
+            digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _git(*arguments: str) -> str:

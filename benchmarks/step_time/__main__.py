@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.command_line import CommandLine, list_of, one_of
+from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
@@ -32,7 +33,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = CommandLine("benchmarks.step_time", __doc__)
     add = parser.add_argument
     add("--device", choices=list(DEVICES), default="cuda" if torch.cuda.is_available() else "simulated")
-    add("--params", type=float, default=150e6, help="weights; for cpu and cuda one of 25e6, 150e6, 1.5e9, 3e9")
+    add("--params", type=float, default=150e6, help="weights; for cpu and cuda one of 25e6, 150e6, 1.5e9, 3e9, 7e9")
     add("--batch", type=int, default=1, help="sequences in a step")
     add("--tokens", type=int, default=16, help="length of a sequence")
     add("--compute-ms", type=float, default=540.0, help="forward and backward of the simulated accelerator")
@@ -57,6 +58,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Runs every method in every repeat: `runs`, of each repeat a list of results, and `failures`, method -> error."""
     runs: list[list[StepResult]] = []
     failures: dict[str, str] = {}
+    if any(METHODS[name].peer for name in options.methods):
+        compile_cpu_adam()
     start = time.perf_counter()
     for repeat in range(options.repeats):
         runs.append([])

@@ -26,6 +26,8 @@ class StepMethod:
     """Clips gradients by norm."""
     zenflow_keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `ZenFlowConfig` that differ from its defaults."""
+    peer: bool = False
+    """Another way to offload: its steps are long, and it may need DeepSpeed's compiled CPU optimizer."""
     not_on: Mapping[str, str] = field(default_factory=dict)
     """Devices to which the method does not apply -> reason."""
 
@@ -51,27 +53,34 @@ METHODS = {
     "floor": StepMethod(make_strategy=Floor, title="floor: gradients dropped, no step"),
     "none": StepMethod(make_strategy=NoOffload, title="no offload (DeepSpeed ZeRO-2)"),
     "zero_offload": StepMethod(
-        make_strategy=ZeroOffload, title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)", optimizer=DeepSpeedCPUAdam
+        make_strategy=ZeroOffload,
+        title="DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
+        optimizer=DeepSpeedCPUAdam,
+        peer=True,
     ),
     "zero_offload_default_buckets": StepMethod(
         make_strategy=lambda: ZeroOffload(default_buckets=True),
         title="the same with Lightning's default buckets",
         optimizer=DeepSpeedCPUAdam,
+        peer=True,
     ),
     "deepspeed_zenflow": StepMethod(
-        make_strategy=lambda: DeepSpeedZenFlow(repair=False), title="DeepSpeed ZenFlow, S=4, overlap"
+        make_strategy=lambda: DeepSpeedZenFlow(repair=False), title="DeepSpeed ZenFlow, S=4, overlap", peer=True
     ),
     "torchao": StepMethod(
         make_strategy=lambda: SingleDeviceStrategy(torch.device("cuda", 0)),
         title="torchao CPUOffloadOptimizer, bf16 states, no clipping",
         optimizer=_torchao,
         clips=False,
+        peer=True,
         not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
     ),
     "zenflow": _zenflow("S=4, d=1", update_interval=4, publish_lag=1),
     "zenflow_no_provisional": _zenflow(
         "S=4, d=1, no provisional update", update_interval=4, publish_lag=1, provisional_scale=0
     ),
+    "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
+    "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", update_interval=1, publish_lag=0),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_auto_unclipped": _zenflow("auto, no clipping", clips=False),
     "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),

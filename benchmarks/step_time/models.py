@@ -6,15 +6,18 @@ copies for instance, is charged to the CPU too; the method `floor` measures it.
 """
 
 import time
+from functools import cache
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
+from benchmarks.common.provenance import ROOT
 
 
 class TimedModule(pl.LightningModule):
@@ -82,12 +85,32 @@ class SimulatedAccelerator(TimedModule):
         return x.float().sum()
 
 
-SHAPES = {25e6: (512, 8, 6), 150e6: (1024, 16, 11), 1.5e9: (2048, 16, 28), 3e9: (2560, 20, 37)}
+SHAPES = {25e6: (512, 8, 6), 150e6: (1024, 16, 11), 1.5e9: (2048, 16, 28), 3e9: (2560, 20, 37), 7e9: (4096, 32, 32)}
 """Approximate number of parameters -> (width, heads, layers) of `TimedGpt`."""
+
+_TEXT = ROOT / "examples/data/alpaca/train.json"
+
+
+@cache
+def _text(device: torch.device) -> Tensor:
+    """The bundled instructions as tokens: their bytes, int64."""
+    return torch.frombuffer(bytearray(_TEXT.read_bytes()), dtype=torch.uint8).to(device, torch.int64)
+
+
+class _Recomputed(nn.Module):
+    """A block that keeps only its input and computes the rest again in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    @override
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 class TimedGpt(TimedModule):
-    """A GPT on random tokens.
+    """A GPT on random tokens, or on text.
 
     Args:
         steps: number of batches.
@@ -95,18 +118,37 @@ class TimedGpt(TimedModule):
         batch: sequences in a step.
         tokens: length of a sequence.
         narrow: keep all tensors but hardly any weights: calls take the time then, not passes over memory.
+        recompute: activation checkpointing of each block.
+        text: train on the bundled instructions, of which a model can learn something.
     """
 
-    def __init__(self, *, steps: int, params: float, batch: int, tokens: int, narrow: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int,
+        params: float,
+        batch: int,
+        tokens: int,
+        narrow: bool = False,
+        recompute: bool = False,
+        text: bool = False,
+    ) -> None:
         super().__init__(steps)
+        self._is_text = text
         width, heads, layers = SHAPES[params]
         self._batch, self._tokens = batch, tokens
-        width, vocabulary = (2 * heads, 64) if narrow else (width, 8192)
+        width, vocabulary = (2 * heads, 256 if text else 64) if narrow else (width, 8192)
         self.model = GPT(vocabulary=vocabulary, width=width, heads=heads, layers=layers, context=tokens)
+        if recompute:
+            self.model.blocks = nn.Sequential(*map(_Recomputed, self.model.blocks))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         generator = torch.Generator(self.device).manual_seed(batch_idx)
-        shape = (self._batch, self._tokens + 1)
-        tokens = torch.randint(self.model.vocabulary, shape, generator=generator, device=self.device)
+        if self._is_text:
+            windows = _text(self.device).unfold(0, self._tokens + 1, 1)
+            tokens = windows[torch.randint(len(windows), (self._batch,), generator=generator, device=self.device)]
+        else:
+            shape = (self._batch, self._tokens + 1)
+            tokens = torch.randint(self.model.vocabulary, shape, generator=generator, device=self.device)
         return self.model.loss(tokens)

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.common.trainer import quiet_trainer
@@ -43,7 +44,9 @@ class StepSpec:
     """Steps that are not counted."""
     steps: int
     narrow: bool = False
-    """See `TimedGpt`."""
+    """This and the next two: see `TimedGpt`."""
+    recompute: bool = False
+    text: bool = False
 
     @property
     def total_steps(self) -> int:
@@ -67,7 +70,9 @@ class StepResult:
     host_bytes: int = 0
     """Memory of all processes after the last step, shared pages counted once (PSS)."""
     device_bytes: int = 0
-    """Peak of allocated device memory; 0 without CUDA."""
+    """Peak of allocated device memory in the counted steps; 0 without CUDA."""
+    losses: list[float] = field(default_factory=list)
+    """Loss of each step, those that are not counted included."""
     n_params: int = 0
     counted_sizes: list[float] = field(default_factory=list)
     """d2h and h2d traffic of a counted step in model sizes, by the package's counters: on a CPU what would cross PCIe."""
@@ -117,6 +122,7 @@ class StepTimer(pl.Callback):
         self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
         self._last = _clocks(None)
         self._counted = (0, 0)
+        self._losses: list[Tensor] = []
         self._meter: CopyMeter | None = None
 
     @override
@@ -124,7 +130,8 @@ class StepTimer(pl.Callback):
         self._result.n_params = sum(p.numel() for p in pl_module.parameters())
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self._losses.append(outputs["loss"].detach())  # read at the end: nothing may wait for the device
         step, optimizer, on_cuda = trainer.global_step, _zenflow_optimizer(trainer), self._result.spec.device == "cuda"
         if step == self._first and optimizer is not None:
             self._counted = _counted(optimizer)
@@ -133,6 +140,8 @@ class StepTimer(pl.Callback):
             gc.collect()
         if step in (self._first, self._end) and on_cuda:
             torch.cuda.synchronize()
+        if step == self._first and on_cuda:
+            torch.cuda.reset_peak_memory_stats()
         last, self._last = self._last, _clocks(optimizer)
         if self._first < step <= self._end:
             step_s, stall_s, worker_s = (now - before for now, before in zip(self._last, last, strict=True))
@@ -141,6 +150,8 @@ class StepTimer(pl.Callback):
             self._result.worker_s.append(worker_s)
         if step == self._end:
             self._result.host_bytes = proportional_bytes()
+            if on_cuda:
+                self._result.device_bytes = torch.cuda.max_memory_allocated()
             if optimizer is not None:
                 self._read_zenflow(optimizer)
             if on_cuda:
@@ -148,6 +159,10 @@ class StepTimer(pl.Callback):
                 self._meter.start()
         if step == self._end + PROFILED_STEPS and self._meter is not None:
             self._result.copied_sizes = self._result.in_model_sizes(self._meter.stop(), PROFILED_STEPS)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._result.losses = torch.stack(self._losses).tolist()
 
     def _read_zenflow(self, optimizer: ZenFlowZeroOptimizer) -> None:
         self._result.schedule = [optimizer.schedule.update_interval, optimizer.schedule.publish_lag]
@@ -165,9 +180,17 @@ def make_module(spec: StepSpec) -> TimedModule:
     """The model of a run."""
     if spec.device == "simulated":
         return SimulatedAccelerator(steps=spec.total_steps, params=spec.params, compute_s=spec.compute_s)
-    return TimedGpt(
-        steps=spec.total_steps, params=spec.params, batch=spec.batch, tokens=spec.tokens, narrow=spec.narrow
-    )
+    # Billions of random weights take the device a second, one core minutes.
+    with torch.device("cuda" if spec.device == "cuda" else "cpu"):
+        return TimedGpt(
+            steps=spec.total_steps,
+            params=spec.params,
+            batch=spec.batch,
+            tokens=spec.tokens,
+            narrow=spec.narrow,
+            recompute=spec.recompute,
+            text=spec.text,
+        )
 
 
 def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
@@ -195,6 +218,4 @@ def run(spec: StepSpec) -> StepResult:
     """Trains and measures in this process."""
     result = StepResult(spec=spec)
     train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
-    if spec.device == "cuda":
-        result.device_bytes = torch.cuda.max_memory_allocated()
     return result

@@ -5,6 +5,8 @@ OOM killer.
 """
 
 import logging
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,10 @@ _log = logging.getLogger(__name__)
 
 _ROOT = Path("/")
 
+HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
+"""Environment variable: host memory in GiB that the arenas of this host's ranks may take, whatever the kernel says; ``inf`` checks nothing.
+For virtual machines that get more memory when they use it, where MemAvailable says too little."""
+
 _CGROUP_FILES = {
     # Limit, usage, and the lines of memory.stat for the page cache, which the kernel reclaims on demand.
     "v2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -28,7 +34,7 @@ _CGROUP_FILES = {
 class FreeMemory:
     """Host memory that can still be allocated."""
 
-    n_bytes: int
+    n_bytes: float
     limit: str
     """Name of the limit, for messages."""
 
@@ -38,8 +44,22 @@ def free_host_memory(root: Path | None = None) -> FreeMemory | None:
 
     Args:
         root: folder with ``proc`` and ``sys``; None for "/".
+
+    Raises:
+        ValueError: the environment variable `HOST_MEMORY`, which overrides both, is not a number above 0.
     """
-    return min(_free_memory(root or _ROOT), key=lambda free: free.n_bytes, default=None)
+    given = os.environ.get(HOST_MEMORY)
+    if given is None:
+        return min(_free_memory(root or _ROOT), key=lambda free: free.n_bytes, default=None)
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = math.nan
+    if not gib > 0:
+        raise ValueError(
+            f"{HOST_MEMORY} must be a number of GiB above 0, or inf, got {given!r}; unset it or correct it"
+        )
+    return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
 
 
 def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: Path | None = None) -> str | None:
@@ -55,12 +75,16 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
     Returns:
         An error message, or None.
     """
-    free = free_host_memory(root)
-    if free is None:
+    try:
+        free = free_host_memory(root)
+    except ValueError as error:
+        return str(error)
+    if free is None or math.isinf(free.n_bytes):
         return None
-    available = f"but {_gib(free.n_bytes)} are available ({free.limit})"
+    available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
     advice = (
-        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, or more hosts"
+        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, or more hosts;"
+        f" where the kernel is wrong, as on virtual machines that grow with use, {HOST_MEMORY} says how much there is"
     )
     if ranks * first > free.n_bytes:
         return (
@@ -106,8 +130,17 @@ _RESERVE = 0.05
 """Share of the device's memory that stays free, for fragmentation and longer batches."""
 
 
+def forget_start_up_peak(device: torch.device) -> None:
+    """Lets the device's peak of allocated memory begin anew; call it before the first step.
+
+    DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def has_room(n_bytes: float, device: torch.device) -> bool:
-    """Whether the device has `n_bytes` free beside its peak of allocated memory so far; True for the CPU.
+    """Whether the device has `n_bytes` free beside the peak of its allocated memory since `forget_start_up_peak`; True for the CPU.
 
     Call it in backward, after the peak of a step.
     """

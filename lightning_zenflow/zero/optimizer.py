@@ -22,6 +22,7 @@ from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.worker.memory import forget_start_up_peak
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero.build import ZeroPartition, build
@@ -101,6 +102,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         freezing = Freezing(self._rank.partition, parameters)
         self.zenflow_step = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
         rank_zero_info(parts.description)
+        forget_start_up_peak(parts.step.rank.device)
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:

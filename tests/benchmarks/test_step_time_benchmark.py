@@ -74,11 +74,11 @@ def test_percentile() -> None:
 
 
 def test_models_have_the_size_they_are_named_by() -> None:
-    for params in (25e6, 150e6):
+    for params in (25e6, 150e6, 1.5e9, 7e9):
         with torch.device("meta"):
             model = TimedGpt(steps=1, params=params, batch=1, tokens=16)
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(params, rel=0.15)
-    assert set(SHAPES) >= {25e6, 150e6, 1.5e9, 3e9}
+    assert set(SHAPES) >= {25e6, 150e6, 1.5e9, 3e9, 7e9}
     with torch.device("meta"):
         simulated = SimulatedAccelerator(steps=1, params=151e6, compute_s=0.1)
     assert len(simulated.weights) == 36

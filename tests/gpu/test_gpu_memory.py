@@ -16,6 +16,7 @@ from gpu_cases import MILLISECOND, RACES, device, optimizer_of
 from harness import APPROXIMATE, Case, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.memory import forget_start_up_peak, has_room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 
@@ -63,6 +64,18 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         assert all(torch.equal(b, gradients[0]) for b in back)
     finally:
         arena.close(keep_state=False)
+
+
+def test_room_without_the_peak_of_the_start() -> None:
+    """Memory that was used before the first step, and is cached since, is room."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    torch.empty(free * 8 // 10, dtype=torch.uint8, device=device())
+    assert not has_room(free // 2, device())
+    forget_start_up_peak(device())
+    assert has_room(free // 2, device())
+    torch.cuda.empty_cache()
 
 
 class PeakMemory(pl.Callback):

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda")]
     ],
 )
 def test_copied_bytes(method: str, d2h: float, h2d: float) -> None:
+    if method == "torchao":
+        pytest.importorskip("torchao")
     spec = StepSpec(device="cuda", method=method, params=25e6, tokens=64, warm_up=6, steps=8)
     result = run_process(run, spec, timeout=250)
     assert result.copied_sizes == [pytest.approx(d2h, abs=0.05), pytest.approx(h2d, abs=0.05)]

@@ -1,11 +1,12 @@
 """Memory that is left, from files as the kernel writes them."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
-from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
+from lightning_zenflow.worker.memory import HOST_MEMORY, check_host_memory, free_host_memory
 from machine_files import write
 
 GIB = 2**30
@@ -67,3 +68,24 @@ def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert f"needs 4.00 GiB ({4 * GIB} bytes)" in problem
     assert "3.00 GiB" in problem
     assert "publish_lag=1" in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("5.5", None),
+        ("inf", None),
+        ("3", "needs 4.00 GiB .* but 3.00 GiB .* are available \\(LIGHTNING_ZENFLOW_HOST_GIB\\)"),
+        ("0", "LIGHTNING_ZENFLOW_HOST_GIB must be a number of GiB above 0, or inf, got '0'"),
+        ("nan", "got 'nan'"),
+        ("128 GB", "got '128 GB'"),
+    ],
+)
+def test_the_user_knows_better(
+    given: str, problem: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual machine that grows with use has more memory than its kernel says."""
+    root = write(tmp_path, {"proc/meminfo": "MemAvailable: 4 kB"})
+    monkeypatch.setenv(HOST_MEMORY, given)
+    found = check_host_memory(first=2 * GIB, largest=2 * GIB, ranks=2, keys="", root=root)
+    assert found is None if problem is None else re.search(problem, found or "")

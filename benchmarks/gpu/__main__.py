@@ -1,0 +1,78 @@
+"""Tests, times and trains on a GPU: scripts/gpu, which finds the interpreter and installs what is missing, calls this.
+
+    scripts/gpu tests                       pytest -m gpu
+    scripts/gpu tests -x tests/gpu          arguments go to pytest
+    scripts/gpu bench
+    scripts/gpu train --trainer.max_steps=20    arguments go to examples/alpaca.py
+
+Each call ends within --minutes and goes on where the last one stopped. Results: benchmarks/results/gpu/.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.results import RESULTS
+from benchmarks.gpu.calls import Calls
+from benchmarks.gpu.pack import find_worker
+from lightning_zenflow.worker.memory import HOST_MEMORY
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("tests", "bench", "train"))
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny case, to try the commands"
+    )
+    parser.add_argument("--minutes", type=float, default=8, help="length of a call")
+    parser.add_argument("--again", action="store_true", help="drop the results of former calls")
+    parser.add_argument("--results", type=Path, default=RESULTS / "gpu", metavar="FOLDER")
+    options, options.arguments = parser.parse_known_args(arguments)
+    if options.what == "bench" and options.arguments:
+        parser.error(f"bench has no arguments {' '.join(options.arguments)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch of {sys.executable} sees no CUDA device")
+    options.command = " ".join(["scripts/gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status is 0 when nothing is left and nothing has failed."""
+    options = parse_arguments(arguments)
+    worker = find_worker()
+    if worker is not None:
+        os.environ.setdefault("LIGHTNING_ZENFLOW_WORKER", str(worker))
+    if options.what != "tests":
+        # Virtual machines that are lent by the hour may grow with use. A run for which memory does not suffice fails by itself.
+        os.environ.setdefault(HOST_MEMORY, "inf")
+    name = {"tests": "tests", "bench": "bench", "train": "training"}[options.what]
+    calls = Calls(
+        options.results.resolve() / f"{name}.json",
+        command=options.command,
+        device=options.device,
+        minutes=options.minutes,
+        again=options.again,
+    )
+    # Each imports what the others do not need.
+    if options.what == "tests":
+        from benchmarks.gpu.suite import run_tests
+
+        return run_tests(options, calls)
+    if options.what == "bench":
+        from benchmarks.gpu.bench import run_bench
+
+        return run_bench(options, calls)
+    from benchmarks.gpu.training import run_training
+
+    return run_training(options, calls)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""scripts/gpu as far as a CPU shows it: calls go on where the last one stopped; what a bare machine gets; tiny cases of all it runs."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common import provenance
+from benchmarks.common.cpu_adam import remove_stale_lock
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import bench, calls, pack
+from benchmarks.gpu.calls import Calls
+from benchmarks.gpu.training import schedule_keys
+from benchmarks.step_time.run import StepResult, StepSpec
+
+Open = Callable[..., Calls]
+
+
+@pytest.fixture
+def open_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens the same file again and again, without a process that describes the machine."""
+    monkeypatch.setattr(calls, "run_process", lambda describe, *arguments, timeout: describe(*arguments))
+    defaults: dict[str, Any] = {"command": "scripts/gpu", "device": "cpu", "minutes": 8}
+    return lambda **options: Calls(tmp_path / "folder" / "results.json", **{**defaults, **options})
+
+
+def test_results_of_former_calls(open_calls: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_calls()
+    first.put("a", {"value": 1})
+    second = open_calls(minutes=0)
+    assert second.left() <= 0 < first.left()
+    second.put("b", {"value": 2})
+    joined = open_calls(joins=True)
+    joined.put("c", {"value": 3})
+    assert open_calls().done == {name: {"call": min(i, 1), "value": i + 1} for i, name in enumerate("abc")}
+    (call, _) = open_calls().calls
+    assert call["machine"]["logical_cores"] > 0 and {"commit", "date", "versions"} <= {*call}
+    assert not open_calls(again=True).done and not open_calls(device="cuda").done
+    monkeypatch.setattr(calls, "commit_of_code", lambda _: "another")
+    assert not open_calls().done
+
+
+def test_bench_goes_on_and_reports(
+    open_calls: Open, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With measurements that are given: two calls, of which the first is cut in its third run; one run fails."""
+    measured: list[str] = []
+    options = argparse.Namespace(device="cpu")
+
+    def run_process(_: Any, spec: StepSpec, *, timeout: float) -> StepResult:
+        measured.append(spec.method)
+        if len(measured) == 2:
+            raise RuntimeError("out of memory")
+        if len(measured) == 3:
+            cut.deadline = 0
+            raise RuntimeError("killed")
+        losses = [2.0 if spec.method == "none" else 2.5] * spec.total_steps
+        return StepResult(spec=spec, step_s=[0.5] * spec.steps, losses=losses, n_params=1)
+
+    monkeypatch.setattr(bench, "run_process", run_process)
+    cut = open_calls()
+    assert bench.run_bench(options, cut) == 1
+    assert "2 runs are left: call again" in capsys.readouterr().out
+    assert bench.run_bench(options, open_calls()) == 1  # the failed run stays failed
+    assert measured == ["floor", "zenflow", "none", "none", "zenflow_exact"]
+    text = cut.path.with_suffix(".md").read_text()
+    assert "failed\n\n```\nout of memory" in text and "killed" not in text
+    assert "| 2.5000   | 0.5000               | 0.5000            |" in text
+    assert bench.run_bench(options, open_calls()) == 1 and len(measured) == 5
+
+
+def test_every_case_is_a_run() -> None:
+    for device, cases in bench.CASES.items():
+        for case in cases.values():
+            for method in case.methods:
+                spec = case.spec_of(method, device)
+                assert spec.steps >= 4 and spec.method == method
+
+
+@pytest.mark.parametrize(("gib", "interval"), [(512, None), (128, 2), (124, 2), (110, 1), (8, 1)])
+def test_the_training_fits_the_host(gib: int, interval: int | None) -> None:
+    assert schedule_keys(gib * 2**30).get("update_interval") == interval
+
+
+def test_a_lock_is_removed_unless_somebody_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "lock"
+    with open(lock, "w"):
+        remove_stale_lock(lock)
+        assert lock.exists() and not capsys.readouterr().out
+    remove_stale_lock(lock)
+    assert not lock.exists() and "was killed" in capsys.readouterr().out
+
+
+def test_the_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "PACKED", tmp_path / "packed.json")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit_of_code() == "unknown"
+    code = tmp_path / "lightning_zenflow" / "step.py"
+    code.parent.mkdir()
+    code.write_text("x = 1")
+    packed = {"commit": "abc", "code": provenance.digest_of_code(provenance.STEP_CODE)}
+    provenance.PACKED.write_text(json.dumps(packed))
+    assert provenance.commit_of_code() == "abc"
+    code.write_text("x = 2")
+    assert provenance.commit_of_code().startswith("abc+")
+
+
+@pytest.mark.slow
+def test_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, path in {"PACK": tmp_path / "pack", "PACKED": tmp_path / "pack" / "packed.json"}.items():
+        monkeypatch.setattr(pack, name, path)
+    pack.pack("3.12")
+    wheels = {path.name.partition("-")[0] for path in pack.PACK.glob("*.whl")}
+    assert {"deepspeed", "hjson", "omegaconf", "pydantic_core", "torchao"} <= wheels
+    assert sum(path.stat().st_size for path in pack.PACK.iterdir()) < 30e6
+    assert pack.find_worker() == pack.PACK / "zenflow-worker"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["bench", "train"])
+def test_all_of_it_on_the_cpu(what: str, tmp_path: Path) -> None:
+    command = [what, "--device", "cpu", "--results", str(tmp_path)]
+    assert gpu.main(command) == 0
+    written = {path.name: path for path in tmp_path.iterdir()}
+    if what == "bench":
+        text = written["bench.md"].read_text()
+        assert "ZenFlowStrategy, S=4, d=1" in text and "largest difference" in text
+    else:
+        steps = json.loads(written["training.json"].read_text())["done"]["training"]["steps_loss_ms"]
+        assert [step for step, _, _ in steps] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_tests_over_several_calls(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
+    script = [sys.executable, "-m", "benchmarks.gpu", "tests", "--device", "cpu", "--results", str(tmp_path)]
+
+    def call(minutes: float) -> tuple[str, int]:
+        # One test is run where the time is over before the first: long enough to start pytest, not for a second test.
+        command = [*script, "--minutes", str(minutes), str(tmp_path / "test_it.py")]
+        done = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
+        return done.stdout.splitlines()[-1].partition(": ")[2], done.returncode
+
+    assert call(0.8) == ("1 passed, 0 failed, 0 skipped; call again for the rest", 1)
+    assert call(8) == ("2 passed, 1 failed, 0 skipped; complete", 1)
+    assert call(8) == ("2 passed, 1 failed, 0 skipped; complete", 1)
