@@ -13,8 +13,8 @@
 namespace zenflow {
 
 // Starts the noise of a step: the low half of splitmix64's output for it, so that the noise of successive steps is unrelated.
-ZENFLOW_INLINE uint32_t noise_seed(int64_t step) {
-    uint64_t x = static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15ull;
+ZENFLOW_INLINE uint32_t noise_seed(uint64_t step) {
+    uint64_t x = step * 0x9e3779b97f4a7c15ull;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
     return static_cast<uint32_t>(x ^ (x >> 31));

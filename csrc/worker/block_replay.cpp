@@ -118,7 +118,7 @@ std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
 
 void BlockReplay::run_share(size_t share, const UpdateJob& job) {
     JournalEntry& entry = journal_.entry(share);
-    const uint32_t seed = noise_seed(job.first_step + job.n_committed - 1);
+    const uint32_t seed = noise_seed(static_cast<uint64_t>(job.first_step) + job.n_committed - 1);
     const uint64_t block_begin = arena_.blocks()[job.block].begin;
     const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype()), weight_bytes = element_bytes(arena_.weight_dtype());
     const void** const gradients = gradients_.data() + share * slots_.size();

@@ -51,12 +51,12 @@ TEST(stochastic_rounding, noise_is_uniform_and_uncorrelated) {
         CHECK(std::fabs(products / kN) < bound(1.0 / 12, kN));
         for (const int n : n_in) CHECK(std::fabs(n / (kN / 64.0) - 1.0) < bound(1.0, kN / 64));
     };
-    for (const int64_t step : {1, 2, 1000, 1000000}) {
+    for (const uint64_t step : {1, 2, 1000, 1000000}) {
         const uint32_t seed = noise_seed(step);
         check([seed](size_t i) { return noise_of(seed, static_cast<uint32_t>(i)); });
     }
     for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
-        check([element](size_t i) { return noise_of(noise_seed(static_cast<int64_t>(i)), element); });
+        check([element](size_t i) { return noise_of(noise_seed(i), element); });
     }
 }
 
@@ -74,7 +74,7 @@ TEST(stochastic_rounding, a_second_moment_decays_as_in_float) {
     for (size_t step = 1; step <= kSteps; ++step) {
         const auto number = static_cast<int64_t>(step);
         const StepCoefficients coefficients = step_coefficients(h, number, 1.0f);
-        const WindowView window{1, &pointer, &coefficients, 0.0f, false, {noise_seed(number), 0}};
+        const WindowView window{1, &pointer, &coefficients, 0.0f, false, {noise_seed(step), 0}};
         kernel(StateOf<BFloat16>{master.data(), exp_avg.data(), exp_avg_sq.data()}, kN, window, published.data(), nullptr);
     }
     double sum = 0.0;
