@@ -4,6 +4,8 @@
     python -m benchmarks.kernel --elements 268435456 --repeats 9
 
 * `replay`: the worker's executable applies windows of S steps of bfloat16 gradients in one pass and publishes bfloat16 weights.
+* `one behind`: the same for one step, and publishes weights that are another, tentative, step ahead.
+* `bfloat16 moments`: the same with both moments stored as bfloat16.
 * `DeepSpeedCPUAdam`: ZeRO-Offload's work for one step: the clip pass over the 32-bit gradient, Adam, and the copy to bfloat16.
 * `torch AdamW, fused`: one step of torch's fused CPU kernel and the same two passes.
 
@@ -24,7 +26,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from benchmarks.common.command_line import CommandLine
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown, report
-from benchmarks.kernel.measure import BYTES_OF_ONE_STEP, bytes_of_replay, measure_replay, one_step_of
+from benchmarks.kernel.measure import BYTES_OF_ONE_STEP, Job, measure_replay, one_step_of
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,13 +51,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     against: dict[str, list[float]] = defaultdict(list)
     for _ in range(options.repeats):
         triad, jobs = measure_replay(options.elements, cores)
-        of_repeat = {f"replay, S={s}": (t, s, bytes_of_replay(s)) for s, t in jobs.items()}
-        of_repeat |= {name: (1e9 * step() / options.elements, 1, BYTES_OF_ONE_STEP) for name, step in peers.items()}
-        deepspeed = of_repeat["DeepSpeedCPUAdam"][0]
-        for name, (ns_of_job, n_steps, n_bytes) in of_repeat.items():
-            ns[name].append(ns_of_job / n_steps)
-            share[name].append(n_bytes / ns_of_job / triad)
-            against[name].append(deepspeed * n_steps / ns_of_job)
+        for name, step in peers.items():
+            jobs[name] = Job(steps=1, ns=1e9 * step() / options.elements, n_bytes=BYTES_OF_ONE_STEP)
+        deepspeed = jobs["DeepSpeedCPUAdam"].ns
+        for name, job in jobs.items():
+            ns[name].append(job.ns / job.steps)
+            share[name].append(job.n_bytes / job.ns / triad)
+            against[name].append(deepspeed * job.steps / job.ns)
     return {"threads": len(cores), "ns": ns, "share": share, "against_deepspeed": against}
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,19 +16,29 @@ BYTES_OF_ONE_STEP = 28
 """Reads and writes of master weights and moments, and the 32-bit gradient; passes around the step are not counted."""
 
 
-def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[int, float]]:
-    """GB/s of the triad, and for each S nanoseconds a parameter and update job."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An update job of the worker's kernel."""
+
+    steps: int
+    ns: float
+    """Nanoseconds a parameter."""
+    n_bytes: float
+    """Reads and writes a parameter."""
+
+
+def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[str, Job]]:
+    """GB/s of the triad, and the jobs by kernel and number of steps."""
     command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores))]
     command += ["--elements", str(elements), "--repeats", "1"]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    measured = [json.loads(line) for line in lines if "kernel" in line]
-    triad = next(m["gb_per_s"] for m in measured if m["kernel"] == "triad")
-    return triad, {m["steps"]: m["ns_per_parameter"] for m in measured if m["kernel"] == "replay"}
-
-
-def bytes_of_replay(steps: int) -> int:
-    """Reads and writes a parameter of an update job of `steps` steps."""
-    return 26 + 2 * steps
+    triad, *measured = [json.loads(line) for line in lines if "kernel" in line]
+    return triad["gb_per_s"], {
+        f"{m['kernel']}, S={m['steps']}": Job(
+            steps=m["steps"], ns=m["ns_per_parameter"], n_bytes=m["bytes_per_parameter"]
+        )
+        for m in measured
+    }
 
 
 def triad_gb_per_s(written: Mapping[str, Any]) -> float:

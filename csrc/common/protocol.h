@@ -87,15 +87,15 @@ struct ArenaHeader {
     uint32_t n_publish_buffers;
     uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
     uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
-    uint32_t reserved;
+    uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32 or bfloat16
 
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
     uint64_t step_records_offset;  // n_step_records of them, `step_record_bytes` apart
     uint64_t step_record_bytes;    // sizeof(StepRecord) + 2 * n_param_groups * sizeof(Hyperparameters), rounded up to 64
     uint64_t master_offset;        // float[numel]
-    uint64_t exp_avg_offset;       // float[numel]
-    uint64_t exp_avg_sq_offset;    // float[numel]
+    uint64_t exp_avg_offset;       // moments_dtype[numel]
+    uint64_t exp_avg_sq_offset;    // moments_dtype[numel]
     uint64_t slots_offset;         // gradient_dtype[n_slots][slot_numel]
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]

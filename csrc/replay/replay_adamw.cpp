@@ -4,7 +4,7 @@
 
 namespace zenflow {
 
-ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType gradient, DataType published))
+ZENFLOW_DECLARE_PER_ISA(ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments))
 
 StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip) {
     const double bias_correction1 = 1.0 - std::pow(hyperparameters.beta1, static_cast<double>(count));
@@ -30,8 +30,8 @@ StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64
     return c;
 }
 
-ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set) {
-    return ZENFLOW_FUNCTION_FOR(instruction_set, select_replay_kernel)(gradient, published);
+ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set, DataType moments) {
+    return ZENFLOW_FUNCTION_FOR(instruction_set, select_replay_kernel)(gradient, published, moments);
 }
 
 }  // namespace zenflow

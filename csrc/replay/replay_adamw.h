@@ -20,8 +20,12 @@
 // A *tentative* step may follow the others: it starts from the state that they leave, is published, and leaves that state as it
 // is. One step and a tentative one move 30 bytes per parameter.
 //
-// Results have the same bits for every instruction set and number of threads, and however elements and steps are divided among
-// calls. (NaN payloads may differ.)
+// Moments may be stored as bfloat16: they are rounded once a call, exp_avg to nearest and exp_avg_sq stochastically
+// (stochastic_rounding.h), and all steps but the first of a call start from what the one before computed, unrounded. A tentative
+// step starts from the rounded moments. One step and a tentative one move 22 bytes per parameter.
+//
+// Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
+// are divided among calls. (NaN payloads may differ.)
 #pragma once
 
 #include <cstddef>
@@ -51,12 +55,28 @@ struct StepCoefficients {
 StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip);
 
 // Not owned: master weights and moments from some element on.
-struct AdamState {
+struct AnyState {
     float* master;
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;  // of the type that the kernel was made for
+    void* exp_avg_sq;
+};
 
-    ZENFLOW_INLINE AdamState operator+(size_t n) const { return {master + n, exp_avg + n, exp_avg_sq + n}; }
+// The same with the moments' type, float or BFloat16.
+template <typename Moment>
+struct StateOf {
+    float* master;
+    Moment* exp_avg;
+    Moment* exp_avg_sq;
+
+    ZENFLOW_INLINE StateOf operator+(size_t n) const { return {master + n, exp_avg + n, exp_avg_sq + n}; }
+    ZENFLOW_INLINE operator AnyState() const { return {master, exp_avg, exp_avg_sq}; }
+};
+using AdamState = StateOf<float>;
+
+// What the noise of stochastic rounding is a function of; without effect on float moments.
+struct Noise {
+    uint32_t seed = 0;           // noise_seed(last committed step of the window)
+    uint32_t first_element = 0;  // index of the first element in the partition, modulo 2^32
 };
 
 // The steps to apply. Not owned: both arrays have an entry for each of the n_steps, and one for the tentative step if there is
@@ -67,6 +87,7 @@ struct WindowView {
     const StepCoefficients* coefficients;
     float prediction_steps;  // distance along the momentum at which weights are published; 0: exact
     bool has_tentative = false;
+    Noise noise{};
 };
 
 // Applies a window to the first `n` elements of `state` and writes the new weights, predicted and rounded to nearest even, to
@@ -75,9 +96,10 @@ struct WindowView {
 //
 // The elements begin at `journal`'s position; a killed call can be repeated from its new position on (tile_journal.h). `journal`
 // may be null: the state is then lost if the call is killed.
-using ReplayKernel = void (*)(const AdamState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal);
+using ReplayKernel = void (*)(const AnyState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal);
 
-// The kernel for one pair of element types. `instruction_set` must be available.
-ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set);
+// The kernel for these element types. `instruction_set` must be available; `moments` is kFloat32 or kBFloat16.
+ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set,
+                           DataType moments = DataType::kFloat32);
 
 }  // namespace zenflow

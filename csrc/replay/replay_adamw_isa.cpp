@@ -1,12 +1,15 @@
 // The kernel of replay_adamw.h, compiled once per instruction set (cpu_features.h).
+#include <type_traits>
+
 #include "common/half.h"
 #include "replay/replay_adamw.h"
+#include "replay/stochastic_rounding.h"
 #include "replay/tile_journal.h"
 
 namespace zenflow {
 namespace ZENFLOW_ISA {
 
-ReplayKernel select_replay_kernel(DataType gradient, DataType published);
+ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments);
 
 namespace {
 
@@ -32,14 +35,28 @@ struct Update {
     Published* published;
     float prediction_steps;
     size_t n;
+    Noise noise;
 };
 
+ZENFLOW_INLINE void store(float* exp_avg, float* exp_avg_sq, float m, float v, uint32_t, uint32_t) {
+    *exp_avg = m;
+    *exp_avg_sq = v;
+}
+
+ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, float v, uint32_t seed, uint32_t element) {
+    *exp_avg = from_float<BFloat16>(m);
+    *exp_avg_sq = round_stochastically(v, noise_of(seed, element));
+}
+
 // `from` and `to` are the same or do not overlap. A tentative step does not write to `to`.
-template <Decay kDecay, bool kTentative, Publish kPublish, typename Gradient, typename Published>
-void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
+template <Decay kDecay, bool kTentative, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
+void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
-    const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
-    float *const w_to = to.master, *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
+    const float* const w_from = from.master;
+    const From *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
+    float* const w_to = to.master;
+    To *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
+    const Noise noise = update.noise;
     const Gradient* const gradient = update.gradient;
     Published* const published = update.published;
     const float distance = update.prediction_steps * c.step_size;
@@ -49,23 +66,22 @@ void apply_step(const AdamState& from, const AdamState& to, const Update<Gradien
         float w = w_from[i];
         float g = to_float(gradient[i]) * c.grad_scale;
         if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
-        const float m = __builtin_fmaf(g, c.one_minus_beta1, m_from[i] * c.beta1);
-        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, v_from[i] * c.beta2);
+        const float m = __builtin_fmaf(g, c.one_minus_beta1, to_float(m_from[i]) * c.beta1);
+        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, to_float(v_from[i]) * c.beta2);
         const float u = m / __builtin_fmaf(__builtin_sqrtf(v), c.inv_sqrt_bias_correction2, c.eps);
         if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
         w = __builtin_fmaf(u, c.step_size, w);
         if constexpr (!kTentative) {
             w_to[i] = w;
-            m_to[i] = m;
-            v_to[i] = v;
+            store(m_to + i, v_to + i, m, v, noise.seed, noise.first_element + static_cast<uint32_t>(i));
         }
         if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
         if constexpr (kPublish == Publish::kPredicted) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
     }
 }
 
-template <bool kTentative, Publish kPublish, typename Gradient, typename Published>
-void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
+template <bool kTentative, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
+void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     switch (update.coefficients->decay) {
         case Decay::kNone:
             return apply_step<Decay::kNone, kTentative, kPublish>(from, to, update);
@@ -76,12 +92,13 @@ void apply_step(const AdamState& from, const AdamState& to, const Update<Gradien
     }
 }
 
-void copy(const AdamState& from, const AdamState& to, size_t n) {
+template <typename Moment>
+void copy(const StateOf<Moment>& from, const AdamState& to, size_t n) {
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) {
         to.master[i] = from.master[i];
-        to.exp_avg[i] = from.exp_avg[i];
-        to.exp_avg_sq[i] = from.exp_avg_sq[i];
+        to.exp_avg[i] = to_float(from.exp_avg[i]);
+        to.exp_avg_sq[i] = to_float(from.exp_avg_sq[i]);
     }
 }
 
@@ -98,37 +115,51 @@ void prefetch(const Gradient* gradient) {
     for (size_t byte = 0; byte < kTile * sizeof(Gradient); byte += 64) __builtin_prefetch(begin + byte);
 }
 
-// Calls `apply(step, from, to)` for each step on a tile, in the order that tile_journal.h prescribes. n_steps >= 1.
-template <typename Apply>
-void update_tile(const AdamState& tile, size_t n_steps, size_t size, JournalEntry* journal, const Apply& apply) {
+// Calls `apply(step, from, to)` for each step on a tile, in the order that tile_journal.h prescribes. n_steps >= 1. Float moments
+// need no journal.
+template <typename Moment, typename Apply>
+void update_tile(const StateOf<Moment>& tile, size_t n_steps, size_t size, JournalEntry* journal, const Apply& apply) {
     const size_t last = n_steps - 1;
-    if (journal == nullptr) {
-        for (size_t step = 0; step <= last; ++step) apply(step, tile, tile);
-        return;
+    if constexpr (std::is_same_v<Moment, float>) {
+        if (journal == nullptr) {
+            for (size_t step = 0; step <= last; ++step) apply(step, tile, tile);
+            return;
+        }
     }
     const AdamState saved{journal->saved, journal->saved + kTile, journal->saved + 2 * kTile};
     if (!is_saved(*journal)) {
         if (last == 0) copy(tile, saved, size);
-        for (size_t step = 0; step < last; ++step) apply(step, step == 0 ? tile : saved, saved);
+        if (last > 0) apply(0, tile, saved);
+        for (size_t step = 1; step < last; ++step) apply(step, saved, saved);
         mark_saved(*journal);
     }
     apply(last, saved, tile);
 }
 
-template <typename Gradient, typename Published>
-void replay(const AdamState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
+template <typename Moment, typename Gradient, typename Published>
+void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
+    const StateOf<Moment> state{any_state.master, static_cast<Moment*>(any_state.exp_avg),
+                                static_cast<Moment*>(any_state.exp_avg_sq)};
     const size_t n_steps = window.n_steps, n_gradients = n_steps + (window.has_tentative ? 1 : 0);
     const bool predicts = window.prediction_steps != 0.0f;
+    JournalEntry scratch;
+    if (journal == nullptr && !std::is_same_v<Moment, float>) {
+        scratch.position = 0;
+        scratch.saved_at = kNothingSaved;
+        journal = &scratch;
+    }
     for (size_t begin = 0; begin < n; begin += kTile) {
         const size_t size = n - begin < kTile ? n - begin : kTile;
-        const AdamState tile = state + begin;
+        const StateOf<Moment> tile = state + begin;
         Published* const target = static_cast<Published*>(published) + begin;
+        const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
         const auto update_of = [&](size_t step) {
             const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
             if (n_gradients > kStreams) prefetch(gradient + kPrefetchDistance);
-            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size};
+            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size,
+                                               noise};
         };
-        const auto apply = [&](size_t step, const AdamState& from, const AdamState& to) {
+        const auto apply = [&](size_t step, const auto& from, const auto& to) {
             const auto update = update_of(step);
             if (step + 1 < n_gradients) return apply_step<false, Publish::kNothing>(from, to, update);
             if (predicts) return apply_step<false, Publish::kPredicted>(from, to, update);
@@ -148,13 +179,18 @@ void replay(const AdamState& state, size_t n, const WindowView& window, void* pu
     }
 }
 
-}  // namespace
-
-ReplayKernel select_replay_kernel(DataType gradient_type, DataType published_type) {
+template <typename Moment>
+ReplayKernel select(DataType gradient_type, DataType published_type) {
     return with_type(gradient_type, [published_type](auto gradient) {
         return with_type(published_type,
-                         [](auto published) -> ReplayKernel { return replay<decltype(gradient), decltype(published)>; });
+                         [](auto published) -> ReplayKernel { return replay<Moment, decltype(gradient), decltype(published)>; });
     });
+}
+
+}  // namespace
+
+ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments) {
+    return moments == DataType::kBFloat16 ? select<BFloat16>(gradient, published) : select<float>(gradient, published);
 }
 
 }  // namespace ZENFLOW_ISA

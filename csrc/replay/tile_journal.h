@@ -10,6 +10,8 @@
 // The tile is done, published weights included, once `position` has moved past it. With two updates or more the log costs nothing
 // but room in the L1 cache, where `saved` stays.
 //
+// The log holds floats, whatever the type of the moments in the arena.
+//
 // A killed thread has executed a prefix of its instructions, so only the compiler must be kept from reordering.
 #pragma once
 

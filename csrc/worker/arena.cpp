@@ -39,6 +39,8 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
             kHeaderBytes, " to the file's size of ", file_bytes, ", got ", header.total_bytes);
     check_dtype("gradient_dtype", header.gradient_dtype);
     check_dtype("weight_dtype", header.weight_dtype);
+    require(header.moments_dtype <= static_cast<uint32_t>(DataType::kBFloat16),
+            "arena: moments_dtype must be 0 (float32) or 1 (bfloat16), got ", header.moments_dtype);
     // The count of the step before is read while a step's own is written.
     require(header.n_step_records >= 2, "arena: n_step_records must be at least 2, got ", header.n_step_records);
     require(header.n_journal_entries >= 1, "arena: n_journal_entries must be at least 1, got 0");
@@ -61,6 +63,7 @@ void check_region(const Region& region, uint64_t total_bytes) {
 void check_regions(const ArenaHeader& header) {
     const uint64_t gradient_bytes = element_bytes(static_cast<DataType>(header.gradient_dtype));
     const uint64_t weight_bytes = element_bytes(static_cast<DataType>(header.weight_dtype));
+    const uint64_t moment_bytes = element_bytes(static_cast<DataType>(header.moments_dtype));
     // Keeps the size of a slot below 2^64.
     require(header.slot_numel <= header.total_bytes, "arena: slot_numel must be at most total_bytes = ", header.total_bytes,
             ", got ", header.slot_numel);
@@ -71,8 +74,8 @@ void check_regions(const ArenaHeader& header) {
         {"step_records_offset", header.step_records_offset, "n_step_records", header.n_step_records, header.step_record_bytes,
          alignof(StepRecord)},
         {"master_offset", header.master_offset, "numel", header.numel, sizeof(float), alignof(float)},
-        {"exp_avg_offset", header.exp_avg_offset, "numel", header.numel, sizeof(float), alignof(float)},
-        {"exp_avg_sq_offset", header.exp_avg_sq_offset, "numel", header.numel, sizeof(float), alignof(float)},
+        {"exp_avg_offset", header.exp_avg_offset, "numel", header.numel, moment_bytes, moment_bytes},
+        {"exp_avg_sq_offset", header.exp_avg_sq_offset, "numel", header.numel, moment_bytes, moment_bytes},
         {"slots_offset", header.slots_offset, "n_slots", header.n_slots, slot_numel * gradient_bytes, gradient_bytes},
         {"publish_offset", header.publish_offset, "n_publish_buffers", header.n_publish_buffers, slot_numel * weight_bytes,
          weight_bytes},
@@ -143,6 +146,11 @@ void Arena::check_tables() const {
         require(size <= header_.slot_numel, "arena: blocks[", i, "] must have at most slot_numel = ", header_.slot_numel,
                 " elements, got ", size);
     }
+}
+
+AnyState Arena::state(uint64_t element) const {
+    const uint64_t offset = element * element_bytes(moments_dtype());
+    return {master() + element, memory_ + header_.exp_avg_offset + offset, memory_ + header_.exp_avg_sq_offset + offset};
 }
 
 const std::byte* Arena::slot(uint32_t index) const {

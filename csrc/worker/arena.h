@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/protocol.h"
+#include "replay/replay_adamw.h"
 
 namespace zenflow {
 
@@ -27,11 +28,12 @@ class Arena {
     const std::vector<Range>& ranges() const { return ranges_; }
     const std::vector<Block>& blocks() const { return blocks_; }
     DataType gradient_dtype() const { return static_cast<DataType>(header_.gradient_dtype); }
+    DataType moments_dtype() const { return static_cast<DataType>(header_.moments_dtype); }
     DataType weight_dtype() const { return static_cast<DataType>(header_.weight_dtype); }
 
     float* master() const { return at<float>(header_.master_offset); }
-    float* exp_avg() const { return at<float>(header_.exp_avg_offset); }
-    float* exp_avg_sq() const { return at<float>(header_.exp_avg_sq_offset); }
+    // From `element` on.
+    AnyState state(uint64_t element) const;
     const std::byte* slot(uint32_t index) const;
     std::byte* publish_buffer(uint32_t index) const;
 

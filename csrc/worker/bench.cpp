@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 #include <ostream>
+#include <type_traits>
 
 #include "common/half.h"
 #include "common/parallel.h"
@@ -74,15 +75,15 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
            << ", \"elements\": " << options.elements << "}\n";
     const auto n = static_cast<size_t>(options.elements);
     Array<float> master(n, 0.5f), exp_avg(n, 1e-3f), exp_avg_sq(n, 1e-6f);
+    Array<BFloat16> short_exp_avg(n, from_float<BFloat16>(1e-3f)), short_exp_avg_sq(n, from_float<BFloat16>(1e-6f));
     Array<BFloat16> published(n, from_float<BFloat16>(0.0f));
     const auto max_steps = static_cast<size_t>(options.max_steps);
-    Array<BFloat16> slots(n * max_steps, from_float<BFloat16>(1e-3f));
+    Array<BFloat16> slots(n * (max_steps + 1), from_float<BFloat16>(1e-3f));
     Array<JournalEntry> journal(options.cores.size(), JournalEntry{});
     const Hyperparameters hyperparameters{1e-4, 0.9, 0.999, 1e-8, 0.01, 1, 0};
     std::vector<StepCoefficients> coefficients;
-    for (size_t s = 0; s < max_steps; ++s)
+    for (size_t s = 0; s <= max_steps; ++s)
         coefficients.push_back(step_coefficients(hyperparameters, static_cast<int64_t>(s) + 1000, 1.0f));
-    const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, best);
 
     for (int64_t repeat = 0; repeat < options.repeats; ++repeat) {
         const double triad = seconds_of([&](int thread, int n_threads) {
@@ -92,22 +93,34 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
             for (size_t i = share.begin; i < share.end; ++i) a[i] += 1e-9f * b[i];
         });
         write(output, "triad", 0, triad, n, 12.0);
-        for (size_t n_steps = 1; n_steps <= max_steps; n_steps *= 2) {
+        const auto measure = [&](const char* kernel_name, size_t n_steps, bool has_tentative, auto* exp_avgs, auto* exp_avg_sqs) {
+            using Moment = std::remove_pointer_t<decltype(exp_avgs)>;
+            const DataType moments = sizeof(Moment) == sizeof(float) ? DataType::kFloat32 : DataType::kBFloat16;
+            const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, best, moments);
+            const size_t n_gradients = n_steps + (has_tentative ? 1 : 0);
             const double seconds = seconds_of([&](int thread, int n_threads) {
                 const Share share = share_of(n, thread, n_threads);
-                std::vector<const void*> gradients(n_steps);
+                std::vector<const void*> gradients(n_gradients);
                 JournalEntry& entry = journal.data()[thread];
                 entry.saved_at = kNothingSaved;
+                const StateOf<Moment> state{master.data(), exp_avgs, exp_avg_sqs};
                 for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
-                    for (size_t s = 0; s < n_steps; ++s) gradients[s] = slots.data() + s * n + begin;
+                    for (size_t s = 0; s < n_gradients; ++s) gradients[s] = slots.data() + s * n + begin;
                     entry.position = begin;
-                    const WindowView window{n_steps, gradients.data(), coefficients.data(), 4.0f};
-                    const AdamState state{master.data(), exp_avg.data(), exp_avg_sq.data()};
+                    const WindowView window{n_steps, gradients.data(), coefficients.data(),
+                                            4.0f,    has_tentative,    {1, static_cast<uint32_t>(begin)}};
                     kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, &entry);
                 }
             });
-            write(output, "replay", static_cast<int64_t>(n_steps), seconds, n, 26.0 + 2.0 * static_cast<double>(n_steps));
+            const size_t bytes = 2 * sizeof(float) + 4 * sizeof(Moment) + sizeof(BFloat16) * (n_gradients + 1);
+            write(output, kernel_name, static_cast<int64_t>(n_steps), seconds, n, static_cast<double>(bytes));
+        };
+        measure("one behind", 1, true, exp_avg.data(), exp_avg_sq.data());
+        for (size_t n_steps = 1; n_steps <= max_steps; n_steps *= 2) {
+            measure("replay", n_steps, false, exp_avg.data(), exp_avg_sq.data());
         }
+        measure("one behind, bfloat16 moments", 1, true, short_exp_avg.data(), short_exp_avg_sq.data());
+        measure("replay, bfloat16 moments", 1, false, short_exp_avg.data(), short_exp_avg_sq.data());
     }
 }
 

@@ -15,7 +15,8 @@ struct BenchOptions {
 };
 
 // Writes one JSON object a line: the configuration, then for each repeat an in-place triad a[i] += s * b[i] ("triad", the memory
-// bandwidth limit: 12 bytes per element) and the replay of windows of bfloat16 gradients ("replay"). Throws Error.
+// bandwidth limit: 12 bytes per element), the replay of windows of bfloat16 gradients ("replay"), a window of one step and a
+// tentative step ("one behind"), and single steps with bfloat16 moments. Throws Error.
 void run_benchmark(const BenchOptions& options, std::ostream& output);
 
 }  // namespace zenflow

@@ -5,6 +5,7 @@
 #include "common/clock.h"
 #include "common/error.h"
 #include "common/parallel.h"
+#include "replay/stochastic_rounding.h"
 #include "worker/first_touch.h"
 
 namespace zenflow {
@@ -19,7 +20,7 @@ constexpr float kMaxPredictionSteps = 1e6f;
 BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
     : arena_(arena),
       records_(records),
-      kernel_(replay_kernel(arena.gradient_dtype(), arena.weight_dtype(), best_instruction_set())),
+      kernel_(replay_kernel(arena.gradient_dtype(), arena.weight_dtype(), best_instruction_set(), arena.moments_dtype())),
       journal_(arena),
       segments_(arena.blocks().size()),
       coefficients_(arena.header().n_param_groups) {
@@ -117,7 +118,7 @@ std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
 
 void BlockReplay::run_share(size_t share, const UpdateJob& job) {
     JournalEntry& entry = journal_.entry(share);
-    const AdamState states{arena_.master(), arena_.exp_avg(), arena_.exp_avg_sq()};
+    const uint32_t seed = noise_seed(static_cast<uint64_t>(job.first_step) + job.n_committed - 1);
     const uint64_t block_begin = arena_.blocks()[job.block].begin;
     const uint64_t gradient_bytes = element_bytes(arena_.gradient_dtype()), weight_bytes = element_bytes(arena_.weight_dtype());
     const void** const gradients = gradients_.data() + share * slots_.size();
@@ -131,9 +132,9 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
         const uint64_t begin = entry.position, in_block = begin - block_begin;
         for (size_t s = 0; s < slots_.size(); ++s) gradients[s] = slots_[s] + in_block * gradient_bytes;
         const bool has_tentative = slots_.size() > n_committed_;
-        const WindowView window{n_committed_, gradients, coefficients_[segment->param_group].data(), job.prediction_steps,
-                                has_tentative};
-        kernel_(states + begin, segment->end - begin, window, published + in_block * weight_bytes, &entry);
+        const WindowView window{n_committed_,         gradients,     coefficients_[segment->param_group].data(),
+                                job.prediction_steps, has_tentative, {seed, static_cast<uint32_t>(begin)}};
+        kernel_(arena_.state(begin), segment->end - begin, window, published + in_block * weight_bytes, &entry);
     }
 }
 

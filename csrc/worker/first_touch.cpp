@@ -23,9 +23,10 @@ void touch(const void* first, const void* last) {
 }  // namespace
 
 void touch_states(const Arena& arena, const Journal::Share& share) {
-    for (const float* section : {arena.master(), arena.exp_avg(), arena.exp_avg_sq()}) {
-        touch(section + share.begin, section + share.end);
-    }
+    const AnyState first = arena.state(share.begin), last = arena.state(share.end);
+    touch(first.master, last.master);
+    touch(first.exp_avg, last.exp_avg);
+    touch(first.exp_avg_sq, last.exp_avg_sq);
 }
 
 void touch_rows(const Arena& arena, const Touch& request) {

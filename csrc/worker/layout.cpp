@@ -26,7 +26,7 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, gradient_dtype), FIELD(ArenaHeader, weight_dtype), FIELD(ArenaHeader, numel),
     FIELD(ArenaHeader, n_ranges), FIELD(ArenaHeader, n_blocks), FIELD(ArenaHeader, n_param_groups),
     FIELD(ArenaHeader, n_step_records), FIELD(ArenaHeader, n_slots), FIELD(ArenaHeader, n_publish_buffers),
-    FIELD(ArenaHeader, slot_numel), FIELD(ArenaHeader, n_journal_entries), FIELD(ArenaHeader, reserved),
+    FIELD(ArenaHeader, slot_numel), FIELD(ArenaHeader, n_journal_entries), FIELD(ArenaHeader, moments_dtype),
     FIELD(ArenaHeader, ranges_offset), FIELD(ArenaHeader, blocks_offset), FIELD(ArenaHeader, step_records_offset),
     FIELD(ArenaHeader, step_record_bytes), FIELD(ArenaHeader, master_offset), FIELD(ArenaHeader, exp_avg_offset),
     FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),

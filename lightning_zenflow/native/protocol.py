@@ -45,7 +45,7 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         ("n_publish_buffers", ctypes.c_uint32),
         ("slot_numel", ctypes.c_uint64),
         ("n_journal_entries", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("moments_dtype", ctypes.c_uint32),
         ("ranges_offset", ctypes.c_uint64),
         ("blocks_offset", ctypes.c_uint64),
         ("step_records_offset", ctypes.c_uint64),

@@ -87,8 +87,11 @@ def test_models_have_the_size_they_are_named_by() -> None:
 def test_kernel_benchmark() -> None:
     triad, jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
     assert triad > 0
-    assert sorted(jobs) == [1, 2, 4, 8, 16]
-    assert min(jobs.values()) > 0
+    assert {job.steps for job in jobs.values()} == {1, 2, 4, 8, 16}
+    assert jobs["replay, S=4"].n_bytes == 34
+    assert jobs["one behind, S=1"].n_bytes == 30
+    assert jobs["one behind, bfloat16 moments, S=1"].n_bytes == 22
+    assert min(job.ns for job in jobs.values()) > 0
 
 
 def test_bytes_of_a_trace() -> None:

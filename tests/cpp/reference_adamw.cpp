@@ -60,6 +60,34 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
     }
 }
 
+void round_moments(State& state, int64_t step, size_t begin, size_t end) {
+    // splitmix64.
+    uint64_t seed = static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15u;
+    seed ^= seed >> 30;
+    seed *= 0xbf58476d1ce4e5b9u;
+    seed ^= seed >> 27;
+    seed *= 0x94d049bb133111ebu;
+    seed ^= seed >> 31;
+    for (size_t i = begin; i < end; ++i) {
+        state.exp_avg[i] = to_float(from_float<BFloat16>(state.exp_avg[i]));
+        float& v = state.exp_avg_sq[i];
+        if (std::isnan(v)) continue;
+        auto noise = static_cast<uint32_t>(i) ^ static_cast<uint32_t>(seed);
+        noise *= 0x9e3779b1u;
+        noise ^= noise >> 15;
+        noise *= 0x85ebca77u;
+        // The upper neighbour if the noise and the fraction that is cut off reach the next unit.
+        const uint32_t bits = float_bits(v), fraction = bits % 65536;
+        v = float_from_bits(bits - fraction + (fraction + noise / 65536 >= 65536 ? 65536 : 0));
+    }
+}
+
+State with_short_moments(State state) {
+    for (float& m : state.exp_avg) m = to_float(from_float<BFloat16>(m));
+    for (float& v : state.exp_avg_sq) v = to_float(from_float<BFloat16>(v));
+    return state;
+}
+
 std::vector<InstructionSet> instruction_sets() {
     std::vector<InstructionSet> result;
     for (const InstructionSet candidate : kInstructionSets) {

@@ -31,6 +31,12 @@ std::vector<float> random_gradient(size_t n, uint32_t seed);
 void reference_step(State& state, const float* gradient, const Hyperparameters& hyperparameters, int64_t count, float clip,
                     size_t begin, size_t end);
 
+// Rounds the moments of elements [begin, end) to bfloat16's precision, as after a window whose last committed step is `step`.
+void round_moments(State& state, int64_t step, size_t begin, size_t end);
+
+// Values that bfloat16 can represent.
+State with_short_moments(State state);
+
 // The available instruction sets.
 std::vector<InstructionSet> instruction_sets();
 

@@ -42,8 +42,8 @@ TEST(arena, both_sides_see_the_same_memory) {
     trainer.state().exp_avg_sq[99] = 3.0f;
     trainer.slot(5)[127] = std::byte{4};
     CHECK_EQ(arena.master()[99], 1.0f);
-    CHECK_EQ(arena.exp_avg()[99], 2.0f);
-    CHECK_EQ(arena.exp_avg_sq()[99], 3.0f);
+    CHECK_EQ(*static_cast<const float*>(arena.state(99).exp_avg), 2.0f);
+    CHECK_EQ(*static_cast<const float*>(arena.state(99).exp_avg_sq), 3.0f);
     CHECK(arena.slot(5)[127] == std::byte{4});
     arena.publish_buffer(1)[127] = std::byte{5};
     CHECK(trainer.publish_buffer(1)[127] == std::byte{5});
@@ -96,6 +96,7 @@ TEST(arena, error_names_the_invalid_header_field) {
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes += 1; }},
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes = kHeaderBytes - 1; }},
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes -= 64; }},
+        {"moments_dtype", [](ArenaHeader& h) { h.moments_dtype = 2; }},
         {"gradient_dtype", [](ArenaHeader& h) { h.gradient_dtype = 3; }},
         {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = kHuge32; }},
         {"numel", [](ArenaHeader& h) { h.numel = kHuge64; }},

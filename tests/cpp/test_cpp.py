@@ -14,6 +14,7 @@ from worker_fuzzer import fuzz
 _RUN_TIMEOUT_S = 300
 _GROUPS = (
     "half",
+    "stochastic_rounding",
     "replay_adamw",
     "device_kernels",
     "arena",

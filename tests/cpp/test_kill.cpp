@@ -34,12 +34,14 @@ struct Scenario {
     float prediction_steps = 0.0f;
     uint32_t in_backward = 0;
     bool has_tentative = false;  // the last of the steps
+    DataType moments = DataType::kFloat32;
 };
 
 // Blocks of more than one tile, cut by a parameter group's end, the second with padding; bfloat16, so that published weights are
 // rounded.
-ArenaSpec small_spec() {
+ArenaSpec small_spec(DataType moments) {
     ArenaSpec spec;
+    spec.moments_dtype = moments;
     spec.ranges = {{0, 150, 0, 0}, {160, 290, 1, 0}};
     spec.blocks = {{0, 170}, {170, 290}};
     spec.numel = 320;
@@ -51,7 +53,7 @@ ArenaSpec small_spec() {
 
 class Training {
   public:
-    explicit Training(const Scenario& scenario) : arena_(small_spec()) {
+    explicit Training(const Scenario& scenario) : arena_(small_spec(scenario.moments)) {
         arena_.set_state(test::random_state(arena_.spec().numel, 11));
         for (int64_t step = 1; step <= kSteps; ++step) {
             arena_.set_hyperparameters(step, {test::kDecoupled, test::kGradientDecay});
@@ -150,6 +152,12 @@ TEST(kill, at_any_instant_of_an_update_in_backward) { kill_everywhere({"an updat
 TEST(kill, at_any_instant_of_a_tentative_update) { kill_everywhere({"a tentative update", 1, 0.0f, 0, true}); }
 TEST(kill, at_any_instant_of_one_behind) { kill_everywhere({"one behind", 2, 0.0f, 0, true}); }
 TEST(kill, at_any_instant_of_a_window_one_behind) { kill_everywhere({"a window one behind", 3, 2.0f, 0, true}); }
+TEST(kill, at_any_instant_of_one_behind_with_short_moments) {
+    kill_everywhere({"one behind with short moments", 2, 0.0f, 0, true, DataType::kBFloat16});
+}
+TEST(kill, at_any_instant_of_a_window_with_short_moments) {
+    kill_everywhere({"a window with short moments", 3, 2.0f, 0, false, DataType::kBFloat16});
+}
 TEST(kill, at_any_instant_of_a_window) { kill_everywhere({"a window", 3, 2.0f}); }
 TEST(kill, at_any_instant_of_publishing) { kill_everywhere({"publishing", 0}); }
 

@@ -11,6 +11,7 @@
 #include "common/half.h"
 #include "reference_adamw.h"
 #include "replay/replay_adamw.h"
+#include "replay/stochastic_rounding.h"
 
 namespace zenflow {
 namespace {
@@ -20,6 +21,7 @@ using test::kGradientDecay;
 using test::kNoDecay;
 using test::State;
 
+constexpr int64_t kStep = 41;  // of the last committed step, for the noise
 constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16};
 
 // A copy of an array that begins `offset` elements after a 64-byte boundary, between guards that must stay unchanged.
@@ -66,10 +68,10 @@ struct Window {
         for (size_t s = 0; s < gradients.size(); ++s) result.push_back(step_coefficients(hyperparameters[s], count(s), clip(s)));
         return result;
     }
-    State applied_to(State state) const { return applied_to(std::move(state), gradients.size()); }
-    State applied_to(State state, size_t n_steps) const {
+    State applied_to(State state) const { return applied_to(std::move(state), 0, gradients.size()); }
+    State applied_to(State state, size_t first, size_t end) const {
         const size_t n = state.master.size();
-        for (size_t s = 0; s < n_steps; ++s) {
+        for (size_t s = first; s < end; ++s) {
             const std::vector<float> gradient = test::decode(gradients[s].data(), n, type);
             test::reference_step(state, gradient.data(), hyperparameters[s], count(s), clip(s), 0, n);
         }
@@ -91,10 +93,15 @@ std::vector<float> predicted(const State& state, const std::vector<StepCoefficie
 
 // Runs the kernel for every type of published weights and instruction set, with and without prediction, on arrays that begin at
 // different distances from alignment, and compares all results. The window's last step may be tentative.
-void check_window(State before, const Window& window, size_t offset = 0, bool has_tentative = false) {
+void check_window(State before, const Window& window, size_t offset = 0, bool has_tentative = false,
+                  DataType moments = DataType::kFloat32) {
     const size_t n = before.master.size();
     const size_t n_steps = window.gradients.size() - (has_tentative ? 1 : 0);
-    const State after = window.applied_to(before, n_steps), shown = window.applied_to(before);
+    const bool short_moments = moments == DataType::kBFloat16;
+    if (short_moments) before = test::with_short_moments(std::move(before));
+    State shown = window.applied_to(before, 0, n_steps), after = shown;
+    if (short_moments && n_steps > 0) test::round_moments(after, kStep, 0, n);
+    if (has_tentative) shown = window.applied_to(after, n_steps, n_steps + 1);
     const std::vector<StepCoefficients> coefficients = window.coefficients();
     const size_t gradient_bytes = window.type == DataType::kFloat32 ? 4 : 2;
     std::list<Buffer> gradients;
@@ -107,16 +114,22 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
         for (const InstructionSet instruction_set : test::instruction_sets()) {
             for (const float prediction_steps : {0.0f, 2.5f}) {
                 Buffer master(before.master, offset);
-                Buffer exp_avg(before.exp_avg, offset * 3 % 16);
-                Buffer exp_avg_sq(before.exp_avg_sq, offset * 5 % 16);
+                const size_t moment_bytes = short_moments ? 2 : 4;
+                Buffer exp_avg(test::encode(before.exp_avg, moments), offset * 3 % 16 * moment_bytes);
+                Buffer exp_avg_sq(test::encode(before.exp_avg_sq, moments), offset * 5 % 16 * moment_bytes);
                 Buffer published(test::encode(std::vector<float>(n), published_type), offset * 7 % 16 * 4);
-                const AdamState state{master.floats(), exp_avg.floats(), exp_avg_sq.floats()};
-                const WindowView view{n_steps, pointers.data(), coefficients.data(), prediction_steps, has_tentative};
-                replay_kernel(window.type, published_type, instruction_set)(state, n, view, published.data(), nullptr);
+                const AnyState state{master.floats(), exp_avg.data(), exp_avg_sq.data()};
+                const WindowView view{n_steps,          pointers.data(), coefficients.data(),
+                                      prediction_steps, has_tentative,   {noise_seed(kStep), 0}};
+                const ReplayKernel kernel = replay_kernel(window.type, published_type, instruction_set, moments);
+                kernel(state, n, view, published.data(), nullptr);
+                State stored{{master.floats(), master.floats() + n},
+                             test::decode(exp_avg.data(), n, moments),
+                             test::decode(exp_avg_sq.data(), n, moments)};
                 const std::string what = std::string(name(instruction_set)) + " n=" + std::to_string(n) +
                                          " steps=" + std::to_string(n_steps) + (has_tentative ? "+1" : "") +
-                                         " offset=" + std::to_string(offset);
-                test::check_same_state(what, state, after);
+                                         (short_moments ? " short" : "") + " offset=" + std::to_string(offset);
+                test::check_same_state(what, stored.view(), after);
                 test::check_same_bytes(what + " published", published.data(), predicted(shown, coefficients, prediction_steps),
                                        published_type);
                 for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &published}) buffer->check_guards();
@@ -128,8 +141,10 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
 void check_all(size_t n, size_t n_steps, const Hyperparameters& hyperparameters, size_t offset = 0) {
     for (const DataType type : kTypes) {
         const Window window(n, n_steps, hyperparameters, type);
-        check_window(test::random_state(n, 7), window, offset);
-        if (n_steps > 0) check_window(test::random_state(n, 7), window, offset, true);
+        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16}) {
+            check_window(test::random_state(n, 7), window, offset, false, moments);
+            if (n_steps > 0) check_window(test::random_state(n, 7), window, offset, true, moments);
+        }
     }
 }
 
@@ -161,8 +176,10 @@ TEST(replay_adamw, special_values_equal_the_reference) {
         Window window(n, 1, kDecoupled, type);
         window.gradients[0] = test::encode(values, type);
         for (const float value : values) {
-            check_window({std::vector<float>(n, value), std::vector<float>(n, value), std::vector<float>(n, std::fabs(value))},
-                         window);
+            const State state{std::vector<float>(n, value), std::vector<float>(n, value),
+                              std::vector<float>(n, std::fabs(value))};
+            check_window(state, window);
+            check_window(state, window, 0, false, DataType::kBFloat16);
         }
     }
 }

@@ -21,6 +21,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.magic = kMagic;
     header.version = kVersion;
     header.gradient_dtype = static_cast<uint32_t>(spec.gradient_dtype);
+    header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
     header.weight_dtype = static_cast<uint32_t>(spec.weight_dtype);
     header.numel = spec.numel;
     header.n_ranges = static_cast<uint32_t>(spec.ranges.size());
@@ -45,8 +46,8 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.blocks_offset = reserve(spec.blocks.size() * sizeof(Block));
     header.step_records_offset = reserve(spec.n_step_records * header.step_record_bytes);
     header.master_offset = reserve(spec.numel * sizeof(float));
-    header.exp_avg_offset = reserve(spec.numel * sizeof(float));
-    header.exp_avg_sq_offset = reserve(spec.numel * sizeof(float));
+    header.exp_avg_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
+    header.exp_avg_sq_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
     header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.gradient_dtype));
     header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.weight_dtype));
     header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
@@ -74,6 +75,13 @@ TrainerArena::~TrainerArena() {
 
 AdamState TrainerArena::state() { return {master(), at<float>(header().exp_avg_offset), at<float>(header().exp_avg_sq_offset)}; }
 
+State TrainerArena::read_state() {
+    const size_t n = spec_.numel;
+    return {{master(), master() + n},
+            decode(memory_ + header().exp_avg_offset, n, spec_.moments_dtype),
+            decode(memory_ + header().exp_avg_sq_offset, n, spec_.moments_dtype)};
+}
+
 std::byte* TrainerArena::slot(uint32_t index) {
     return memory_ + header().slots_offset + index * header().slot_numel * element_bytes(spec_.gradient_dtype);
 }
@@ -97,8 +105,9 @@ Hyperparameters& TrainerArena::tentative_hyperparameters(int64_t step, uint32_t 
 
 void TrainerArena::set_state(const State& values) {
     std::copy(values.master.begin(), values.master.end(), state().master);
-    std::copy(values.exp_avg.begin(), values.exp_avg.end(), state().exp_avg);
-    std::copy(values.exp_avg_sq.begin(), values.exp_avg_sq.end(), state().exp_avg_sq);
+    const auto exp_avg = encode(values.exp_avg, spec_.moments_dtype), exp_avg_sq = encode(values.exp_avg_sq, spec_.moments_dtype);
+    std::copy(exp_avg.begin(), exp_avg.end(), memory_ + header().exp_avg_offset);
+    std::copy(exp_avg_sq.begin(), exp_avg_sq.end(), memory_ + header().exp_avg_sq_offset);
 }
 
 void TrainerArena::set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups) {
@@ -132,6 +141,14 @@ void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, co
         reference_step(expected, rounded.data() + (begin - block_begin),
                        tentative ? tentative_hyperparameters(step, range.param_group) : hyperparameters(step, range.param_group),
                        count, clip, begin, end);
+    }
+}
+
+void TrainerArena::expect_rounded(State& expected, uint32_t block, int64_t step) {
+    if (spec_.moments_dtype == DataType::kFloat32) return;
+    const auto [block_begin, block_end] = spec_.blocks[block];
+    for (const Range& range : spec_.ranges) {
+        round_moments(expected, step, std::max(range.begin, block_begin), std::min(range.end, block_end));
     }
 }
 

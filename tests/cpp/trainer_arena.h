@@ -20,6 +20,7 @@ struct ArenaSpec {
     uint32_t n_publish_buffers = 2;
     uint32_t n_journal_entries = 3;
     uint64_t export_bytes = 4096;
+    DataType moments_dtype = DataType::kFloat32;
     DataType gradient_dtype = DataType::kFloat32;
     DataType weight_dtype = DataType::kFloat32;
 };
@@ -40,7 +41,8 @@ class TrainerArena {
     Range* ranges() { return at<Range>(header().ranges_offset); }
     Block* blocks() { return at<Block>(header().blocks_offset); }
     float* master() { return at<float>(header().master_offset); }
-    AdamState state();
+    AdamState state();   // with float moments
+    State read_state();  // a copy, with moments of either type
     std::byte* slot(uint32_t index);
     std::byte* publish_buffer(uint32_t index);
     StepRecord& record(int64_t step);
@@ -62,6 +64,9 @@ class TrainerArena {
     // Applies the step with number `step`, whose gradient in the block is `gradient`, to the expected state.
     void expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count, float clip,
                      bool tentative = false);
+
+    // Rounds the block's moments in the expected state as a job does whose last committed step is `step`.
+    void expect_rounded(State& expected, uint32_t block, int64_t step);
 
     // The block's new weights, in the ranges.
     void check_published(uint32_t block, uint32_t publish_buffer, const State& expected);
