@@ -1,10 +1,10 @@
 #include "worker/export.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "common/error.h"
+#include "common/half.h"
 #include "common/parallel.h"
 
 namespace zenflow {
@@ -20,18 +20,20 @@ struct Gather {
     uint64_t target_stride;
     uint64_t entries_before;  // of the request's tiles before this one
 
-    // Copies entries [first, last) of one array, counted over the tile.
-    void copy(const float* array, float* to, uint64_t first, uint64_t last) const {
-        const float* const source = array + begin;
+    // Copies entries [first, last) of one array of float or BFloat16, counted over the tile.
+    template <typename T>
+    void copy(const T* array, float* to, uint64_t first, uint64_t last) const {
+        const T* const source = array + begin;
         if (columns == nullptr) {
-            std::memcpy(to + first, source + first, (last - first) * sizeof(float));
+            for (uint64_t i = first; i < last; ++i) to[i] = to_float(source[i]);
             return;
         }
         for (uint64_t row = first / n_columns; row * n_columns < last; ++row) {
             const uint64_t row_first = row * n_columns;
             const uint64_t end = std::min(n_columns, last - row_first);
-            const float* const elements = source + row * width;
-            for (uint64_t i = std::max(first, row_first) - row_first; i < end; ++i) to[row_first + i] = elements[columns[i]];
+            const T* const elements = source + row * width;
+            for (uint64_t i = std::max(first, row_first) - row_first; i < end; ++i)
+                to[row_first + i] = to_float(elements[columns[i]]);
         }
     }
 };
@@ -90,7 +92,20 @@ void export_entries(const Arena& arena, const Export& request) {
         gathers.push_back(checked(arena, section, tiles[i], n_entries));
         n_entries += tiles[i].rows * tiles[i].n_columns;
     }
-    const float* const arrays[] = {arena.master(), arena.exp_avg(), arena.exp_avg_sq()};
+    const AnyState state = arena.state(0);
+    const auto copy_all = [&](const Gather& gather, uint64_t first, uint64_t last) {
+        const uint64_t stride = gather.target_stride;
+        gather.copy(state.master, gather.target, first, last);
+        const auto copy_moments = [&](const auto* exp_avg, const auto* exp_avg_sq) {
+            gather.copy(exp_avg, gather.target + stride, first, last);
+            gather.copy(exp_avg_sq, gather.target + 2 * stride, first, last);
+        };
+        if (arena.moments_dtype() == DataType::kBFloat16) {
+            copy_moments(static_cast<const BFloat16*>(state.exp_avg), static_cast<const BFloat16*>(state.exp_avg_sq));
+        } else {
+            copy_moments(static_cast<const float*>(state.exp_avg), static_cast<const float*>(state.exp_avg_sq));
+        }
+    };
     run_in_parallel([&](int thread, int n_threads) {
         const auto n = static_cast<uint64_t>(n_threads), t = static_cast<uint64_t>(thread);
         const uint64_t first = n_entries / n * t + std::min(t, n_entries % n);
@@ -101,10 +116,7 @@ void export_entries(const Arena& arena, const Export& request) {
             const uint64_t after = i + 1 < gathers.size() ? gathers[i + 1].entries_before : n_entries;
             const uint64_t end = std::min(last, after);
             for (uint64_t at = std::max(first, before); at < end; at += kEntriesAtOnce) {
-                for (uint64_t a = 0; a < 3; ++a) {
-                    gather.copy(arrays[a], gather.target + a * gather.target_stride, at - before,
-                                std::min(at + kEntriesAtOnce, end) - before);
-                }
+                copy_all(gather, at - before, std::min(at + kEntriesAtOnce, end) - before);
             }
         }
     });

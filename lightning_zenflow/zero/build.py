@@ -209,7 +209,8 @@ def _arena_sizes(
         largest=arena_bytes(partition, largest),
         ranks=resources.ranks_on_host,
         keys=", ".join(
-            f"{key}={getattr(config, key)!r}" for key in ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
+            f"{key}={getattr(config, key)!r}"
+            for key in ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
         ),
     )
     # Before any rank has taken its memory.

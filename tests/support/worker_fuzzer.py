@@ -23,6 +23,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""
+_EXPORT_BYTES = 16384
 _INTERESTING = (0, 1, 2, 3, 63, 64, 127, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -35,7 +36,13 @@ def make_arena(rng: random.Random) -> Arena:
     ]
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     sizes = ArenaSizes(
-        n_param_groups=2, n_step_records=4, n_slots=6, n_publish_buffers=2, dtype=dtype, n_threads=rng.randrange(1, 3)
+        n_param_groups=2,
+        n_step_records=4,
+        n_slots=6,
+        n_publish_buffers=2,
+        dtype=dtype,
+        n_threads=rng.randrange(1, 3),
+        export_bytes=_EXPORT_BYTES,
     )
     arena = Arena(build_partition(slices, counts, rng.randrange(1, 4)), sizes, device=torch.device("cpu"))
     group = GroupHyperparameters(lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
@@ -46,7 +53,22 @@ def make_arena(rng: random.Random) -> Arena:
         arena.sequence[step] = step
     arena.block_clip.fill_(0.5)
     arena.block_sequence.fill_(rng.randrange(1, 4))
+    write_export_tiles(rng, arena)
     return arena
+
+
+def write_export_tiles(rng: random.Random, arena: Arena) -> None:
+    """Two tiles of the partition, with a list of columns each."""
+    tiles = (protocol.ExportTile * 2)()
+    for i, tile in enumerate(tiles):
+        tile.width = rng.randrange(1, 9)
+        tile.n_columns = rng.randrange(1, tile.width + 1)
+        tile.rows = arena.master.numel() // tile.width // 2
+        tile.columns_offset = arena.export_offset + 256 + 64 * i
+        tile.target_offset = arena.export_offset + 512 + 12 * i * arena.master.numel()
+        tile.target_stride = tile.rows * tile.n_columns
+        arena.export[256 + 64 * i :][: 4 * tile.n_columns].view(torch.int32)[:] = torch.arange(tile.n_columns)
+    arena.export[: ctypes.sizeof(tiles)] = torch.frombuffer(tiles, dtype=torch.uint8)
 
 
 def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
@@ -71,6 +93,8 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
         (header.step_records_offset, header.n_step_records * header.step_record_bytes),
         (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
         (header.journal_offset + protocol.JournalEntry.begin.offset, 32),
+        (header.export_offset, 2 * ctypes.sizeof(protocol.ExportTile)),
+        (header.export_offset + 256, 96),
     ]
     begin, size = rng.choice(regions)
     data = bytearray(os.pread(arena.fd, size, begin))
@@ -83,8 +107,8 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
             os.pwrite(arena.fd, rng.choice([1, 2]).to_bytes(8, "little"), at)
 
 
-def message(rng: random.Random, job_id: int) -> bytes:
-    """A job, valid or corrupted; or an exit; or noise."""
+def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
+    """A job, an export or a touch, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
     has_tentative = rng.choice([0, min(1, len(slots))])
     job = protocol.UpdateJob(
@@ -98,7 +122,13 @@ def message(rng: random.Random, job_id: int) -> bytes:
         has_tentative=has_tentative,
         in_backward=rng.choice([0, 0, 0, 1]),
     )
+    export = protocol.Export(type=protocol.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
+    touch = protocol.Touch(
+        type=protocol.MessageType.TOUCH, request_id=job_id, offset=export_offset, n_rows=3, row_bytes=2000
+    )
     data = bytearray(bytes(job) + bytes((ctypes.c_uint32 * len(slots))(*slots)))
+    if rng.random() < 0.3:
+        data = bytearray(bytes(rng.choice([export, touch])))
     kind = rng.random()
     if kind < 0.4:
         mutate(rng, data, words=True)
@@ -132,7 +162,7 @@ def attack(worker: Path, rng: random.Random) -> str:
             for job_id in range(1, 1 + rng.randrange(1, 8)):
                 # One that is too long for a message, or for a worker that has gone.
                 try:
-                    ours.send(message(rng, job_id))
+                    ours.send(message(rng, job_id, arena.export_offset))
                 except OSError:
                     break
             ours.shutdown(socket.SHUT_WR)
