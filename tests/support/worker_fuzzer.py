@@ -50,7 +50,6 @@ def make_arena(rng: random.Random) -> Arena:
         arena.write_hyperparameters(step, [group, group])
         arena.clip[step] = rng.choice([1.0, float("nan"), float("inf")])
         arena.sequence[step] = step
-    write_export_tiles(rng, arena)
     return arena
 
 
@@ -139,6 +138,7 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
 def attack(worker: Path, rng: random.Random) -> str:
     """Starts a worker and sends it messages. Returns a description of the failure, or ""."""
     arena = make_arena(rng)
+    write_export_tiles(rng, arena)
     if rng.random() < 0.5:
         break_arena(rng, arena)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
