@@ -53,7 +53,6 @@ def make_arena(rng: random.Random) -> Arena:
         arena.sequence[step] = step
     arena.block_clip.fill_(0.5)
     arena.block_sequence.fill_(rng.randrange(1, 4))
-    write_export_tiles(rng, arena)
     return arena
 
 
@@ -144,6 +143,7 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
 def attack(worker: Path, rng: random.Random) -> str:
     """Starts a worker and sends it messages. Returns a description of the failure, or ""."""
     arena = make_arena(rng)
+    write_export_tiles(rng, arena)
     if rng.random() < 0.5:
         break_arena(rng, arena)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
