@@ -231,10 +231,8 @@ class ZenFlowConfig:
 
     @property
     def submits_in_backward(self) -> bool:
-        """Whether this configuration allows steps with S = 1, d = 0 to submit in backward."""
-        return (
-            self.optimizer_in_backward and self.overlap_step and 1 in self.update_intervals and 0 in self.publish_lags
-        )
+        """Whether this configuration allows steps with d = 0, which submit in backward."""
+        return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
 
     @property
     def timeline_range(self) -> tuple[int, int]:

@@ -218,11 +218,11 @@ class WatchedWorker:
 
     def _words(self, job: JobMessage) -> list[Tensor]:
         """The words that the worker waits for."""
-        arena, last = self._arena, job.first_step + len(job.slots) - 1
+        arena, last = self._arena, job.first_step + len(job.slots) - job.has_tentative - 1
         assert arena is not None
-        if not job.slots:
-            return []
-        return [arena.block_sequence[job.block] if job.in_backward else arena.sequence[last % arena.n_step_records]]
+        words = [arena.block_sequence[job.block]] if job.has_tentative else []
+        # Before the first step there is none.
+        return [*words, arena.sequence[last % arena.n_step_records]] if job.slots and last >= 1 else words
 
     def _replay(self, job: JobMessage, clock: Clock) -> int:
         arena, block = self._arena, self._blocks[job.block]

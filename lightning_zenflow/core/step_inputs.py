@@ -45,6 +45,19 @@ class StepScale:
     """float64; number of applied steps, including this one if it is applied."""
 
 
+def predicted_squared_norm(partial: Tensor, ratio: Tensor, last: Tensor) -> Tensor:
+    """Predicts the squared norm of a step's whole gradient from the part of it that has arrived.
+
+    The part is taken to be the same share of the whole as in the last step. Where that step had no such part, the last norm counts.
+
+    Args:
+        partial: 0-D float64; sum of squares so far. The result is not finite if it is not.
+        ratio: 0-D float64; whole over part in the last step whose norm was finite; NaN if the part was zero.
+        last: 0-D float64; the whole squared norm of that step.
+    """
+    return torch.where(ratio.isnan(), torch.maximum(partial, last), partial * ratio)
+
+
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:
     """Computes the factor of clipping by the global norm (``gradient_clip_val``) and of the loss scale.
 

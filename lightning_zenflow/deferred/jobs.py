@@ -1,5 +1,6 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
@@ -30,17 +31,19 @@ class JobQueue:
     3. *seal*: behind all of these copies, in the same order, the step's factor (clip coefficient over loss scale) and then its sequence
        number are copied to the step's record. The worker polls the sequence number; its arrival happens after the arrival of everything
        before it. The training thread never waits for the copies.
-    4. *submit*: the windows that close at t become jobs. From here until the job is done, its slots, its publish buffer and the block's
-       master weights and moments belong to the worker. With S = 1, d = 0 and a factor that is known in advance, a block is submitted *in
-       backward*: as soon as it is filled, with a factor and a sequence number of its own behind its gradient (`BackwardSubmission`).
-    5. *replay*, in the worker: wait for the sequence number of the job's last step (submitted in backward: of the block); apply the S
-       gradients in order; write the new weights, in the model's type, to the publish buffer; answer *done*. Jobs are processed in the
-       order of their submission.
+    4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
+       weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
+       *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
+       behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window.
+    5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
+       one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
+       model's type to the publish buffer; answer *done*. Jobs are processed in the order of their submission.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
        (h2d); slots and publish buffers become free. No kernel of step t reads a slice's weights any more once its gradient has arrived:
        the copies are ordered behind that event in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
 
-    *flush* closes every open window and publishes every job; then the arena is the exact state of all steps so far.
+    *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
+    far.
 
     Reuse of memory. A slot or buffer that is freed in *publish* of step t is written next in *fill* or *replay* of a later step. The
     device's copies from it precede that step's sequence number in stream order, so they have been carried out by then, without any
@@ -52,6 +55,7 @@ class JobQueue:
         publisher: copies new weights into the model.
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.
+        in_backward: whether blocks may be submitted in backward.
 
     Attributes:
         schedule: S and d.
@@ -67,12 +71,15 @@ class JobQueue:
         publisher: Publisher,
         schedule: UpdateSchedule,
         compensation: StalenessCompensation,
+        *,
+        in_backward: bool,
     ) -> None:
         self._rank = rank
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
         self._compensation = compensation
+        self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
         self.counts = JobCounts()
@@ -111,11 +118,11 @@ class JobQueue:
         """
         self.schedule = schedule
         n_blocks = len(self._windows)
-        self._staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks)
+        self._staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
-        largest = StaggeredSchedule(n_blocks=n_blocks, update_interval=self._longest, publish_lag=self._largest_lag)
+        largest = dataclasses.replace(self._staggered, update_interval=self._longest, publish_lag=self._largest_lag)
         n_buffers = self._staggered.n_publish_buffers
         # In mid-run this may take seconds; a start is no stall.
         with self._rank.telemetry.stalls.measure("reserve") if self._n_buffers else nullcontext():
@@ -167,22 +174,24 @@ class JobQueue:
                 self._submit(block, due_step=due_step, prediction_steps=self.prediction_steps)
         return closing
 
-    def can_submit_in_backward(self, block: int) -> bool:
-        """Whether a block's window has the open step alone and a publish buffer is free; not right after a change of the schedule."""
-        window = self._windows[block]
-        return self.publishes_at_once and window is not None and len(window.slots) == 1 and bool(self._free_buffers)
+    def can_submit_in_backward(self, block: int, step: int) -> bool:
+        """Whether a block's window closes in the open step, is published in it, and has a free publish buffer."""
+        closes = self._staggered.publish_lag == 0 and block in self._staggered.closing_blocks(step)
+        return closes and self._windows[block] is not None and bool(self._free_buffers)
 
-    def submit_in_backward(self, block: int, step: int, factor: Tensor) -> None:
-        """Phase *submit* of one block in backward, behind its gradient.
+    def submit_in_backward(self, block: int, step: int, factor: Tensor, *, beta1: float) -> None:
+        """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
 
         Args:
             block: one that `can_submit_in_backward`.
             step: step of the backward pass.
-            factor: 0-D float32 on the device; NaN if the step changes nothing in the block.
+            factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
+            beta1: see `submit_closing`.
         """
         arena = self._rank.arena
         self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor)
-        self._submit(block, due_step=step, in_backward=True)
+        self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
+        self._submit(block, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True)
         unread = runtime_of(self._rank.device).record_event()
         self._in_flight[-1].unread.append((unread, self._publisher.trained_slices(block)))
         self._submitted_in_backward.add(block)
@@ -231,11 +240,16 @@ class JobQueue:
 
     def flush(self, step: int) -> None:
         """Closes every open window and publishes every job; arena and weights are then the exact state after `step`."""
-        self._drop_open_step(step)
+        dropped = self._drop_open_step(step)
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         while self._in_flight:
             self._publish_oldest(step, "flush")
+        self._slots.free(dropped)
+        if self._submitted_in_backward:
+            # The step will be repeated, and the words of its blocks have arrived.
+            self._rank.arena.block_sequence.zero_()
+            self._submitted_in_backward.clear()
         self._published.clear()
         self._publisher.forget_ages()
 
@@ -257,17 +271,21 @@ class JobQueue:
             sequence.copy_(self._sequence.fill_(step), non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
 
-    def _drop_open_step(self, step: int) -> None:
-        """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error."""
-        assert not self._submitted_in_backward, "the worker's part of that step cannot be undone"
+    def _drop_open_step(self, step: int) -> list[int]:
+        """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error; returns their slots.
+
+        Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
+        """
+        dropped = []
         for job in self._in_flight:
             # Whatever runs next may read the weights.
             job.unread.clear()
         for block, window in enumerate(self._windows):
             if window is not None and window.last_step > step:
-                self._slots.free([window.slots.pop()])
+                dropped.append(window.slots.pop())
                 if not window.slots:
-                    self._windows[block] = None
+                    self._windows[block] = Window(first_step=step + 1) if window.n_shown else None
+        return dropped
 
     def _submit(
         self,
@@ -276,7 +294,7 @@ class JobQueue:
         due_step: int,
         prediction_steps: float = 0.0,
         cause: Cause = "publish_wait",
-        in_backward: bool = False,
+        has_tentative: bool = False,
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window, self._windows[block] = self._windows[block], None
@@ -293,7 +311,16 @@ class JobQueue:
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 runtime.current_stream().synchronize()
             self._freed_in_step.clear()
-        job = UpdateJob(job_id=self._next_job_id, block=block, window=window, due_step=due_step, publish_buffer=buffer)
+        if has_tentative:
+            self._windows[block] = Window(first_step=window.last_step, slots=window.slots[-1:], n_shown=1)
+        job = UpdateJob(
+            job_id=self._next_job_id,
+            block=block,
+            window=window,
+            has_tentative=has_tentative,
+            due_step=due_step,
+            publish_buffer=buffer,
+        )
         self._next_job_id += 1
         self._worker.submit(
             JobMessage(
@@ -303,7 +330,7 @@ class JobQueue:
                 slots=window.slots,
                 publish_buffer=buffer,
                 prediction_steps=prediction_steps,
-                in_backward=in_backward,
+                has_tentative=has_tentative,
             )
         )
         self._in_flight.append(job)
@@ -317,10 +344,10 @@ class JobQueue:
         assert job.completion.job_id == job.job_id, "the worker answers in order of submission"
         self._rank.telemetry.stalls.add_job(job.block, job.completion)
         self._publisher.finish(job)
-        n = len(job.window.slots)
+        n = len(job.window.slots) - job.window.n_shown
         self.counts.gradients += n
         self.counts.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
-        self._slots.free(job.window.slots)
+        self._slots.free(job.window.slots[: len(job.window.slots) - job.has_tentative])
         self._free_buffers.append(job.publish_buffer)
         self._published[job.block] = job.window.last_step
         self._freed_in_step.add(job.publish_buffer)

@@ -9,10 +9,12 @@ from lightning_zenflow.telemetry.counters import Completion
 
 @dataclass(kw_only=True)
 class Window:
-    """Open window of one block: one gradient slot for each step since its last submission."""
+    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
 
     first_step: int
     slots: list[int] = field(default_factory=list)
+    n_shown: int = 0
+    """Gradients at its beginning that published weights have already, because the job before it applied them tentatively."""
 
     @property
     def last_step(self) -> int:
@@ -27,6 +29,8 @@ class UpdateJob:
     job_id: int
     block: int
     window: Window
+    has_tentative: bool
+    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
     due_step: int
     """Step at whose end the weights are published."""
     publish_buffer: int

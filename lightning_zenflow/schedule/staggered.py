@@ -58,11 +58,15 @@ class StaggeredSchedule:
     """S, in steps."""
     publish_lag: int
     """d, in steps."""
+    in_backward: bool = False
+    """Whether blocks are submitted in backward where d = 0: the last gradient of a window then keeps its slot until the next job commits
+    it."""
 
     @classmethod
-    def of(cls, schedule: UpdateSchedule, *, n_blocks: int) -> Self:
+    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False) -> Self:
         """The staggered schedule of given S and d."""
-        return cls(n_blocks=n_blocks, update_interval=schedule.update_interval, publish_lag=schedule.publish_lag)
+        s, d = schedule.update_interval, schedule.publish_lag
+        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward)
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""
@@ -77,10 +81,13 @@ class StaggeredSchedule:
         """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
-        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
+        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter. With
+        submission in backward, each window begins with a gradient that the last job has shown, or, with a lag, the first windows after
+        a change of the schedule do.
         """
-        s = self.update_interval
-        return -(-self.n_blocks // s) * (s * (s + 1) // 2 + s * self.publish_lag)
+        s, d = self.update_interval, self.publish_lag
+        shown = 0 if not self.in_backward else s if d == 0 else 1
+        return -(-self.n_blocks // s) * (s * (s + 1) // 2 + s * d + shown)
 
     @property
     def n_publish_buffers(self) -> int:
@@ -89,5 +96,5 @@ class StaggeredSchedule:
 
     @property
     def n_step_records(self) -> int:
-        """Number of step records to keep: a job reaches back S steps, and its block may close up to S steps later."""
-        return 2 * self.update_interval + self.publish_lag + 2
+        """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
+        return 2 * self.update_interval + self.publish_lag + 3

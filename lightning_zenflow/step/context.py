@@ -18,7 +18,7 @@ class StepPlan:
     shows_exact_weights: bool
     """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
     submits_in_backward: bool
-    """Blocks are submitted as soon as their gradient is complete."""
+    """Blocks whose window closes are submitted as soon as their gradient is complete."""
     measures: bool
     """Column proxies are added up."""
     selects: bool
@@ -38,6 +38,8 @@ class StepContext:
     """S and d."""
     loss_scale: float
     """Factor that the loss was multiplied by before backward."""
+    max_norm: float
+    """Largest norm of the whole gradient after clipping; 0: no clipping."""
     column_norms: ColumnSquaredNorms | None
     """Sums for the column proxies; None in steps that do not measure them."""
 

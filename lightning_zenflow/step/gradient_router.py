@@ -62,7 +62,7 @@ class GradientRouter:
         self._provisional = provisional
         self.arrivals = Arrivals(rank.partition)
         self._vectors = VectorGradients(rank, slots, ownership)
-        self.in_backward = BackwardSubmission(rank, jobs, self.arrivals, self._vectors)
+        self.in_backward = BackwardSubmission(rank, jobs, self.arrivals, self._vectors, ownership)
         partition = rank.partition
         self._zeros = torch.zeros((), dtype=rank.dtype, device=rank.device)
         # Not the partition's tiles: these end where blocks end, and squared norms must not depend on blocks.

@@ -23,7 +23,6 @@ class Planner:
         jobs: their schedule is changed.
         control: measures and decides on the schedule; None if S and d are given.
         selector: selects columns.
-        submits_in_backward: whether steps with S = 1, d = 0 submit blocks in backward.
     """
 
     def __init__(
@@ -32,14 +31,11 @@ class Planner:
         jobs: JobQueue,
         control: ScheduleControl | None,
         selector: Selector,
-        *,
-        submits_in_backward: bool,
     ) -> None:
         self._config = config
         self._jobs = jobs
         self._control = control
         self._selector = selector
-        self._submits_in_backward = submits_in_backward
         self._synchronous_until = self._changing_until = 0
 
     @property
@@ -85,12 +81,12 @@ class Planner:
             selects_any and step >= self._synchronous_until and self._selector.measures(step) and not schedule_waits
         )
         observes = self._control is not None and self._control.observes_next
-        publishes_at_once = self._jobs.publishes_at_once
+        in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,
-            shows_exact_weights=synchronous or publishes_at_once,
+            shows_exact_weights=synchronous or self._jobs.publishes_at_once,
             # In a step that selects, windows must end after the selection.
-            submits_in_backward=self._submits_in_backward and publishes_at_once and not (synchronous or selects),
+            submits_in_backward=in_backward and not (synchronous or selects),
             measures=selects or (selects_any and observes),
             selects=selects,
         )

@@ -22,6 +22,7 @@ Layout 3, of plain numbers, lists and CPU tensors::
         second_moments  [slice] tensors of the factored second moment, None for slices without
         factor          step scale of the last step
         noise           state of the noise generator
+    in_backward         what the next step's gradient norm is predicted from: ratio, last, knows_last
 
 `lightning_zenflow.checkpoint.upgrade` converts older layouts.
 """
@@ -32,6 +33,7 @@ from typing import Any
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
+from lightning_zenflow.step.in_backward import BackwardSubmission
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.topk.ownership import Ownership
 
@@ -53,6 +55,7 @@ class RunState:
         ownership: Ownership,
         planner: Planner,
         provisional: ProvisionalUpdate,
+        in_backward: BackwardSubmission,
     ) -> None:
         self._layout: dict[str, Any] = {
             "config": config.numeric_values(),
@@ -62,6 +65,7 @@ class RunState:
         self._ownership = ownership
         self._planner = planner
         self._provisional = provisional
+        self._in_backward = in_backward
 
     def state_dict(self, *, step: int, skipped: int) -> dict[str, Any]:
         """State after `step` steps, of which `skipped` changed nothing."""
@@ -73,6 +77,7 @@ class RunState:
             "ownership": self._ownership.state_dict(),
             "planner": self._planner.state_dict(),
             "provisional": self._provisional.state_dict(),
+            "in_backward": self._in_backward.state_dict(),
         }
 
     def difference(self, state: Mapping[str, Any]) -> str:
@@ -95,3 +100,5 @@ class RunState:
         self._planner.load_state_dict(state["planner"])
         self._ownership.load_state_dict(state["ownership"])
         self._provisional.load_state_dict(state["provisional"])
+        # Missing in checkpoints of versions without it.
+        self._in_backward.load_state_dict(state.get("in_backward"))

@@ -13,7 +13,6 @@ from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.context import StepContext, StepEnvironment
 from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.worker.process import WorkerError
 
 
 class ZenFlowStep:
@@ -107,7 +106,6 @@ class ZenFlowStep:
         self._number = number
         # Read again: a hook may have changed them after backward.
         groups = self._environment.read_hyperparameters()
-        self._router.in_backward.check_hyperparameters(context, groups)
         self._rank.arena.write_hyperparameters(number, groups)
 
         # reduce
@@ -117,6 +115,7 @@ class ZenFlowStep:
         scale = step_scale(
             squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
         )
+        self._router.in_backward.end_step(squared_norm, scale, context)
         self._environment.scaled(scale)
         self.count = scale.count
         self.skipped.add_(~scale.finite)
@@ -161,18 +160,9 @@ class ZenFlowStep:
         self.start_over(int(self.count))
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far.
-
-        Raises:
-            WorkerError: blocks of a step have been submitted whose backward pass was interrupted.
-        """
+        """Makes arena and weights the exact state of all steps so far; drops a step whose backward pass was interrupted."""
         if self.is_exact:
             return
-        if self._jobs.submitted_in_backward:
-            raise WorkerError(
-                f"the backward pass of step {self._number + 1} was interrupted after parts of the step had been submitted to the worker, so"
-                f" the exact state after step {self._number} is lost; optimizer_in_backward=False keeps it in such a case"
-            )
         self._context = None
         with torch.no_grad():
             self._jobs.flush(self._number)
@@ -226,6 +216,7 @@ class ZenFlowStep:
             groups=self._environment.read_hyperparameters(),
             schedule=self._jobs.schedule,
             loss_scale=self._environment.loss_scale,
+            max_norm=self._environment.max_norm,
             column_norms=self._selector.new_column_norms() if plan.measures else None,
         )
         self._router.open(self._context)

@@ -77,19 +77,16 @@ class RankParts:
     """Decisions of the setup, in one line."""
 
 
-def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources, *, clips: bool) -> RankParts:
+def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
     """Builds the components in the order in which one needs another; the caller closes worker and arena.
-
-    `clips` says whether a step's gradients decide on their factor: they are clipped, or the loss scale is dynamic.
 
     Raises:
         MisconfigurationException: the host has too little memory.
         WorkerError: the worker could not be started.
     """
     device = zero.weights[0].device
-    submits_in_backward = config.submits_in_backward and not clips
-    policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=submits_in_backward)
-    n_blocks = blocks_wanted(config.update_intervals, in_backward=submits_in_backward)
+    policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=config.submits_in_backward)
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward)
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
     sizes = _arena_sizes(config, zero, partition, policy.schedule, resources)
     arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
@@ -117,7 +114,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources, 
             partition_sizes=zero.partition_sizes,
             arena=arena,
         )
-        step = _build_step(config, zero, rank, worker, host_state, policy, submits_in_backward=submits_in_backward)
+        step = _build_step(config, zero, rank, worker, host_state, policy)
         undo.pop_all()
     return RankParts(
         worker=worker,
@@ -134,11 +131,17 @@ def _build_step(
     worker: SupervisedWorker,
     host_state: HostState,
     policy: SchedulePolicy,
-    *,
-    submits_in_backward: bool,
 ) -> StepParts:
     slots, publisher = SlotPool(rank.partition, rank.arena), Publisher(rank)
-    jobs = JobQueue(rank, worker, slots, publisher, policy.schedule, config.compensation)
+    jobs = JobQueue(
+        rank,
+        worker,
+        slots,
+        publisher,
+        policy.schedule,
+        config.compensation,
+        in_backward=config.submits_in_backward,
+    )
     selector = Selector(
         zero.names,
         zero.row_lengths,
@@ -150,9 +153,10 @@ def _build_step(
     control = None
     if len(config.update_intervals) * len(config.publish_lags) > 1:
         control = ScheduleControl(policy, stalls=rank.telemetry.stalls, group=zero.group, device=rank.device)
-    planner = Planner(config, jobs, control, selector, submits_in_backward=submits_in_backward)
+    planner = Planner(config, jobs, control, selector)
     ownership = Ownership(rank, worker, topk_ratio=config.topk_ratio, offload=config.offload)
     provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
+    router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(
         rank=rank,
@@ -160,10 +164,18 @@ def _build_step(
         jobs=jobs,
         ownership=ownership,
         provisional=provisional,
-        router=GradientRouter(rank, slots, jobs, publisher, ownership, provisional),
+        router=router,
         selector=selector,
         planner=planner,
-        run_state=RunState(config, rank.partition, dist.get_world_size(zero.group), ownership, planner, provisional),
+        run_state=RunState(
+            config,
+            rank.partition,
+            dist.get_world_size(zero.group),
+            ownership,
+            planner,
+            provisional,
+            router.in_backward,
+        ),
         counters=CounterReader(rank, jobs, ownership, selector, skipped=skipped),
         host_state=host_state,
         skipped=skipped,
@@ -184,7 +196,10 @@ def _arena_sizes(
     """
 
     def sizes(*schedules: UpdateSchedule) -> ArenaSizes:
-        staggered = [StaggeredSchedule.of(schedule, n_blocks=len(partition.blocks)) for schedule in schedules]
+        staggered = [
+            StaggeredSchedule.of(schedule, n_blocks=len(partition.blocks), in_backward=config.submits_in_backward)
+            for schedule in schedules
+        ]
         return ArenaSizes(
             n_param_groups=len(zero.optimizer.param_groups),
             n_step_records=max(s.n_step_records for s in staggered),

@@ -92,8 +92,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             row_lengths=[row_length(p) for p in parameters],
             group=self.dp_process_group,
         )
-        clips = self.clip_grad > 0 or self.loss_scaler.dynamic
-        parts = build(self._config, zero, self._resources, clips=clips)
+        parts = build(self._config, zero, self._resources)
         self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
         self.telemetry: Telemetry = parts.step.rank.telemetry
         self.counters: CounterReader = parts.step.counters

@@ -1,0 +1,70 @@
+"""Prediction of the gradient norm during backward, from the norms of the last step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.step_inputs import predicted_squared_norm
+
+
+class NormPrediction:
+    """Squared norms of a step's gradients up to each block's arrival, in this step and in the last one whose norm was finite.
+
+    Nothing here is read by the host. The prediction is a function of the gradients alone, so that runs repeat; ranks predict from their own
+    parts.
+
+    Args:
+        n_blocks: number of blocks.
+        device: of the gradients.
+    """
+
+    def __init__(self, n_blocks: int, device: torch.device) -> None:
+        self._partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
+        self._last = torch.zeros((), dtype=torch.float64, device=device)
+        self.knows_last = False
+        """Whether there has been a step to predict from."""
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._sum.zero_()
+        self._partial.zero_()
+
+    def add(self, block: int, squared_norms: list[Tensor]) -> Tensor:
+        """Adds the gradients that have arrived up to a block's last one.
+
+        Args:
+            block: index into `Partition.blocks`.
+            squared_norms: 0-D float64, since the last call in the step.
+
+        Returns:
+            0-D float64: their sum in this step; not finite if any gradient so far is not.
+        """
+        if squared_norms:
+            self._sum.add_(torch.stack(squared_norms).sum())
+        self._partial[block] = self._sum
+        return self._partial[block]
+
+    def predict(self, block: int, *, loss_scale: float) -> Tensor:
+        """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64."""
+        return predicted_squared_norm(self._partial[block], self._ratio[block], self._last * loss_scale**2)
+
+    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
+        """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
+        ratio = torch.where(self._partial > 0, squared_norm / self._partial, torch.nan)
+        self._ratio.copy_(torch.where(finite, ratio, self._ratio))
+        self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
+        self.knows_last = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step is predicted from."""
+        return {"ratio": self._ratio, "last": self._last, "knows_last": self.knows_last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`, for the same blocks."""
+        self._ratio.copy_(state["ratio"])
+        self._last.copy_(state["last"])
+        self.knows_last = state["knows_last"]
