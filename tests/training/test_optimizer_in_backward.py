@@ -227,9 +227,16 @@ class ChangesRate(pl.Callback):
             group["lr"] = 1e-3 / (1 + trainer.global_step)
 
 
-@pytest.mark.parametrize("strategy_options", [{}, {"optimizer_in_backward": False}, {"publish_lag": 1}])
+def test_a_learning_rate_that_changes_after_backward_is_that_of_the_exact_state() -> None:
+    """Shown weights have the one before; the gradients of this model do not depend on them."""
+    case = replace(CASE, model="LinearLossModule")
+    runs = [run_here(case, callbacks=[ChangesRate(after_backward=after)]) for after in (False, True)]
+    assert_same_state(*runs)
+
+
+@pytest.mark.parametrize("strategy_options", [{"optimizer_in_backward": False}, {"publish_lag": 1}])
 def test_a_learning_rate_that_a_hook_sets_is_used(strategy_options: dict[str, Any]) -> None:
-    """Before backward; where nothing is submitted in backward, after it as well."""
+    """Before backward, or after it where nothing is submitted in backward."""
     options = {
         "update_interval": 1,
         "publish_lag": 0,
