@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.common import provenance
 from benchmarks.common.cpu_adam import remove_stale_lock
+from benchmarks.common.machine import machine, summary
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import bench, calls, pack
 from benchmarks.gpu.calls import Calls
@@ -94,6 +95,14 @@ def test_a_lock_is_removed_unless_somebody_compiles(tmp_path: Path, capsys: pyte
         assert lock.exists() and not capsys.readouterr().out
     remove_stale_lock(lock)
     assert not lock.exists() and "was killed" in capsys.readouterr().out
+
+
+def test_a_machine_in_words() -> None:
+    on_cpu = machine("cpu")
+    assert summary(on_cpu).startswith(on_cpu["cpu"]) and "GiB" in summary(on_cpu)
+    gpu = {"driver_version": "580", "pcie.link.gen.current": "5", "pcie.link.width.current": "16"}
+    text = summary({**on_cpu, "gpu": gpu, "pcie_gb_s": {"d2h": 52.5, "h2d": 50.0}})
+    assert text.endswith("; driver 580, PCIe 5.0 x16 (d2h 52.5, h2d 50 GB/s)")
 
 
 def test_the_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
