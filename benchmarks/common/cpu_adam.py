@@ -24,7 +24,8 @@ def compile_cpu_adam() -> None:
         RuntimeError: it does not compile; with the end of the output.
     """
     folder = Path(_get_build_directory("cpu_adam", False))
-    remove_stale_lock(folder / "lock")
+    for lock in folder.parent.glob("*/lock"):
+        remove_stale_lock(lock)
     if (folder / "cpu_adam.so").exists():
         return
     print("compiling DeepSpeed's CPU optimizer (a minute or two; do not interrupt it)", flush=True)
@@ -38,7 +39,7 @@ def compile_cpu_adam() -> None:
 
 def remove_stale_lock(lock: Path) -> None:
     """Removes the lock file of torch's extension builder if no process has it open, as the one that compiles has."""
-    if lock.exists() and not any(_opens(process, lock) for process in Path("/proc").glob("[0-9]*")):
+    if not any(_opens(process, lock) for process in Path("/proc").glob("[0-9]*")):
         print(f"removing {lock}: the process that compiled there was killed", flush=True)
         lock.unlink(missing_ok=True)
 

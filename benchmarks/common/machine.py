@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,21 @@ def machine(device: str) -> dict[str, Any]:
         "available_gib": round(psutil.virtual_memory().available / 2**30, 1),
     }
     if device == "cuda":
-        values = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader").split(", ")
+        answer = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+        values = answer.partition("\n")[0].split(", ")
         found |= {"gpu": dict(zip(_GPU_FIELDS, values, strict=False)), "topology": _output("nvidia-smi", "topo", "-m")}
         found["pcie_gb_s"] = pcie_gb_s()
     return found
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """What `machine` has found that decides how fast a step is, in a few words."""
+    words = [f"{found['cpu']}, {found['physical_cores']} physical cores, {found['memory_gib']:g} GiB"]
+    if "gpu" in found:
+        gpu, speed = found["gpu"], found["pcie_gb_s"]
+        link = f"PCIe {gpu.get('pcie.link.gen.current')}.0 x{gpu.get('pcie.link.width.current')}"
+        words.append(f"driver {gpu.get('driver_version')}, {link} (d2h {speed['d2h']:g}, h2d {speed['h2d']:g} GB/s)")
+    return "; ".join(words)
 
 
 def pcie_gb_s() -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common.cpu_adam import compile_cpu_adam
+from benchmarks.common.machine import summary
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import markdown
@@ -142,7 +143,7 @@ def _sections(cases: Mapping[str, Case], calls: Calls) -> Iterator[str]:
         if results:
             text = losses_table(results) if case.losses else table([results])
             about = calls.calls[next(iter(done.values()))["call"]]
-            yield f"## {case.title}\n\n" + with_origin(text, about)
+            yield f"## {case.title}\n\n" + with_origin(text, about, summary(about["machine"]))
         for method, result in done.items():
             if "error" in result:
                 yield f"{case.title}, {METHODS[method].title}: failed\n\n```\n{result['error'][-1500:]}\n```"

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,15 @@ from benchmarks.gpu.calls import Calls
 
 FILES = ("tests/gpu", "tests/training/test_offload.py", "tests/unit/deferred", "tests/unit/kernels")
 _LONGEST_TEST = 150
-"""Seconds. No test is started later than a fraction of it before the end of the call."""
-_TIME_IS_OVER = 75
+"""Seconds. In the last third of that, no test is started: most take seconds."""
+TIME_IS_OVER = 75
 """Exit status."""
 _PATH, _COMMAND, _DEVICE, _DEADLINE = (f"ZENFLOW_SUITE_{name}" for name in ("PATH", "COMMAND", "DEVICE", "DEADLINE"))
 
 
-def run_tests(options: argparse.Namespace, calls: Calls) -> int:
-    """Runs what no call has finished; the exit status is 0 if every test has passed or was skipped."""
-    if options.device == "cuda":
-        compile_cpu_adam()
-    calls.begin()
-    marker = ["-m", "gpu"] if options.device == "cuda" else []
+def command_of(device: str, arguments: Sequence[str]) -> list[str]:
+    """Command that runs the tests with this plugin."""
+    marker = ["-m", "gpu"] if device == "cuda" else []
     command = [
         sys.executable,
         "-m",
@@ -38,21 +36,31 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
         f"--timeout={_LONGEST_TEST}",
         *marker,
     ]
-    environment = {
-        _PATH: str(calls.path),
-        _COMMAND: options.command,
-        _DEVICE: options.device,
-        _DEADLINE: str(calls.deadline),
-        # For torch's deterministic algorithms.
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    }
-    status = run_command([*command, *(options.arguments or FILES)], timeout=calls.left(), **environment)
+    return [*command, *(arguments or FILES)]
+
+
+def environment_of(calls: Calls, *, command: str, device: str, deadline: float) -> dict[str, str]:
+    """Variables by which the plugin knows where its results belong, and when it starts no more tests (seconds as of `time.time`)."""
+    known = {_PATH: str(calls.path), _COMMAND: command, _DEVICE: device, _DEADLINE: str(deadline)}
+    # For torch's deterministic algorithms.
+    return {**known, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def run_tests(options: argparse.Namespace, calls: Calls) -> int:
+    """Runs what no call has finished; the exit status is 0 if every test has passed or was skipped."""
+    if options.device == "cuda":
+        compile_cpu_adam()
+    calls.begin()
+    environment = environment_of(
+        calls, command=options.command, device=options.device, deadline=calls.deadline - _LONGEST_TEST / 3
+    )
+    status = run_command(command_of(options.device, options.arguments), timeout=calls.left(), **environment)
     done = Calls(calls.path, command=options.command, device=options.device, minutes=0).done
     outcomes = [result["outcome"] for result in done.values()]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
     # No tests are collected where nothing is left to be run.
     complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    cut = "call again for the rest" if status in (_TIME_IS_OVER, -signal.SIGKILL) else f"pytest ended with {status}"
+    cut = "call again for the rest" if status in (TIME_IS_OVER, -signal.SIGKILL) else f"pytest ended with {status}"
     print(f"{calls.path}: {counts}; {'complete' if complete else cut}", flush=True)
     return 0 if complete and "failed" not in outcomes else 1
 
@@ -85,8 +93,8 @@ class _Resume:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        if time.time() > self._deadline - _LONGEST_TEST / 3:
-            pytest.exit("the time of this call is over", returncode=_TIME_IS_OVER)
+        if time.time() > self._deadline:
+            pytest.exit("the time of this call is over", returncode=TIME_IS_OVER)
 
 
 def pytest_configure(config: pytest.Config) -> None:

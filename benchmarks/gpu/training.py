@@ -43,8 +43,8 @@ def run_training(options: argparse.Namespace, calls: Calls) -> int:
         command += [f"--trainer.strategy.init_args.{key}={value}" for key, value in keys.items()]
         command += [*(_ON_CPU if options.device == "cpu" else ()), *options.arguments]
         with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "log"
-            status = run_command([sys.executable, *command], timeout=calls.left(), output=log)
+            log, root = Path(folder) / "log", f"--trainer.default_root_dir={folder}"
+            status = run_command([sys.executable, *command, root], timeout=calls.left(), output=log)
             text = log.read_text(errors="replace")
         steps = [(int(step), float(loss), float(ms)) for step, loss, ms in _STEP.findall(text)]
         result = {"command": " ".join(command), "status": status, "steps_loss_ms": steps, "output": text[-20_000:]}

@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks.common import provenance
 from benchmarks.common.cpu_adam import remove_stale_lock
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bench, calls, pack
+from benchmarks.common.machine import machine, summary
+from benchmarks.common.processes import run_command
+from benchmarks.gpu import bench, calls, pack, suite
 from benchmarks.gpu.calls import Calls
 from benchmarks.gpu.training import schedule_keys
 from benchmarks.step_time.run import StepResult, StepSpec
@@ -96,6 +97,14 @@ def test_a_lock_is_removed_unless_somebody_compiles(tmp_path: Path, capsys: pyte
     assert not lock.exists() and "was killed" in capsys.readouterr().out
 
 
+def test_a_machine_in_words() -> None:
+    on_cpu = machine("cpu")
+    assert summary(on_cpu).startswith(on_cpu["cpu"]) and "GiB" in summary(on_cpu)
+    gpu = {"driver_version": "580", "pcie.link.gen.current": "5", "pcie.link.width.current": "16"}
+    text = summary({**on_cpu, "gpu": gpu, "pcie_gb_s": {"d2h": 52.5, "h2d": 50.0}})
+    assert text.endswith("; driver 580, PCIe 5.0 x16 (d2h 52.5, h2d 50 GB/s)")
+
+
 def test_the_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(provenance, "PACKED", tmp_path / "packed.json")
@@ -122,31 +131,36 @@ def test_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pack.find_worker() == pack.PACK / "zenflow-worker"
 
 
+def call(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments, "--device", "cpu"]
+    return subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["bench", "train"])
 def test_all_of_it_on_the_cpu(what: str, tmp_path: Path) -> None:
-    command = [what, "--device", "cpu", "--results", str(tmp_path)]
-    assert gpu.main(command) == 0
-    written = {path.name: path for path in tmp_path.iterdir()}
+    done = call(what, "--results", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
     if what == "bench":
-        text = written["bench.md"].read_text()
+        text = (tmp_path / "bench.md").read_text()
         assert "ZenFlowStrategy, S=4, d=1" in text and "largest difference" in text
     else:
-        steps = json.loads(written["training.json"].read_text())["done"]["training"]["steps_loss_ms"]
+        steps = json.loads((tmp_path / "training.json").read_text())["done"]["training"]["steps_loss_ms"]
         assert [step for step, _, _ in steps] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
 def test_tests_over_several_calls(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
-    script = [sys.executable, "-m", "benchmarks.gpu", "tests", "--device", "cpu", "--results", str(tmp_path)]
-
-    def call(minutes: float) -> tuple[str, int]:
-        # One test is run where the time is over before the first: long enough to start pytest, not for a second test.
-        command = [*script, "--minutes", str(minutes), str(tmp_path / "test_it.py")]
-        done = subprocess.run(command, cwd=provenance.ROOT, capture_output=True, text=True)
-        return done.stdout.splitlines()[-1].partition(": ")[2], done.returncode
-
-    assert call(0.8) == ("1 passed, 0 failed, 0 skipped; call again for the rest", 1)
-    assert call(8) == ("2 passed, 1 failed, 0 skipped; complete", 1)
-    assert call(8) == ("2 passed, 1 failed, 0 skipped; complete", 1)
+    """The first call's time is over when its first test ends."""
+    file = tmp_path / "test_it.py"
+    file.write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
+    first = Calls(tmp_path / "tests.json", command="first", device="cpu", minutes=8)
+    first.begin()
+    environment = suite.environment_of(first, command="first", device="cpu", deadline=0.0)
+    assert run_command(suite.command_of("cpu", [str(file)]), timeout=300, **environment) == suite.TIME_IS_OVER
+    for _ in range(2):
+        done = call("tests", "--results", str(tmp_path), str(file))
+        assert done.stdout.splitlines()[-1].endswith("tests.json: 2 passed, 1 failed, 0 skipped; complete")
+        assert done.returncode == 1
+    results = Calls(first.path, command="", device="cpu", minutes=0).done.values()
+    assert [(result["call"], result["outcome"]) for result in results] == [(0, "passed"), (1, "failed"), (1, "passed")]

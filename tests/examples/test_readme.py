@@ -54,9 +54,17 @@ RUN_ELSEWHERE = {
     "python -m docs.configuration": ("tests/unit/config/test_config.py", "with_table(text) == text"),
     "python -m docs.quote_tables": ("tests/examples/test_readme.py", "quote_tables.with_quotes"),
     "python -m docs.draw_pictures": ("tests/examples/test_readme.py", "draw_pictures.main"),
-    # Needs a GPU, which CI does not have; the benchmark that it ends with runs without one.
-    "scripts/gpu": ("tests/benchmarks/test_step_time_benchmark.py", "step_time.main"),
-    "pytest -m gpu": ("scripts/gpu", "-m pytest -m gpu"),
+    # CI has no GPU; tiny cases run on a CPU.
+    **{
+        f"scripts/gpu {what}": ("tests/benchmarks/test_gpu_benchmark.py", text)
+        for what, text in {
+            "pack": "pack.pack(",
+            "pack --python 3.11": "pack.pack(",
+            "tests": '"tests", "--device", "cpu"',
+            "bench": '["bench", "train"]',
+            "train": '["bench", "train"]',
+        }.items()
+    },
 }
 """Command -> file that runs it, or a shorter case of it, and the text by which."""
 
