@@ -49,7 +49,7 @@ class BackwardSubmission:
                 continue
             self._arrivals.squared_norms += self._vectors.fill(self._arrivals.arrived, block=block)
             for squared_norm in self._arrivals.squared_norms[self._n_added :]:
-                self._squared_norm.add_(squared_norm)
+                self._squared_norm.add_(squared_norm.sum())
             self._n_added = len(self._arrivals.squared_norms)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(context.groups))

@@ -77,7 +77,7 @@ class VectorGradients:
             block: index into `Partition.blocks`.
 
         Returns:
-            Squared norms, 0-D float64 on the device; empty where the block has no vectors.
+            `SquaredNorms.parts`; empty where the block has no vectors.
         """
         return self._fill([self._blocks[block]], self._blocks[block].values, arrived)
 
@@ -89,7 +89,7 @@ class VectorGradients:
             filled: blocks that `fill` has been called for.
 
         Returns:
-            Squared norms, 0-D float64 on the device.
+            `SquaredNorms.parts`.
         """
         if not filled:
             return self._fill(self._blocks, self._values, arrived)
@@ -114,4 +114,4 @@ class VectorGradients:
                 sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).total]
+        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).parts]
