@@ -33,7 +33,7 @@ def mean_beta1(groups: Sequence[GroupHyperparameters]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamwCoefficients:
-    """What AdamW's bias corrections come to in one step; 0-D float64 on the gradients' device. With s applied steps:"""
+    """Bias corrections of one step of AdamW, its s-th applied one; 0-D float64 on the gradients' device."""
 
     step_size: Tensor
     """lr / (1 - beta1^s)"""

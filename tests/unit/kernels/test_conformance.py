@@ -5,23 +5,10 @@ import torch
 
 from kernel_cases import DTYPES, TORCH, Implementation, each_with, random
 from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection
-from lightning_zenflow.kernels.cpu import CpuKernels
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise
-from lightning_zenflow.kernels.select import kernels_for
-from lightning_zenflow.kernels.torch import TorchKernels
 
 SHAPES = [(1, 1), (1, 7), (3, 1), (5, 16), (33, 17), (7, 515), (2, 2500), (70, 1031), (2, 70001), (700, 1031)]
 ON_EACH_SHAPE = pytest.mark.parametrize(("on", "shape"), each_with(SHAPES), indirect=["on"])
-
-
-def test_each_device_has_its_own() -> None:
-    assert isinstance(kernels_for(torch.device("cpu")), CpuKernels)
-    assert isinstance(kernels_for(torch.device("meta")), TorchKernels)
-
-
-@pytest.mark.gpu
-def test_cuda_has_tritons(needs_cuda: None) -> None:
-    assert type(kernels_for(torch.device("cuda"))).__name__ == "TritonKernels"
 
 
 @ON_EACH_SHAPE
