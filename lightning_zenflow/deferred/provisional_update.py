@@ -120,10 +120,10 @@ class ProvisionalUpdate:
             hyperparameters: of the slice's parameter group.
         """
         body = self._bodies[slice_index]
-        assert body is not None and squared_norms.rows is not None and squared_norms.columns is not None
+        assert body is not None
         h = hyperparameters
         factors = self._rank.kernels.factored_step_(
-            body.moment, squared_norms.rows, squared_norms.columns, beta2=h.beta2, lr=h.lr, scale=self._factor
+            body.moment, squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
         return ProvisionalFactors(slice=slice_index, factors=factors, beta1=h.beta1)
 

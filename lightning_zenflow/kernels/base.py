@@ -18,14 +18,47 @@ from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMom
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SquaredNorms:
-    """Sums of squares of a gradient, on its device; not finite where the gradient is not."""
+    """Sums of squares of a gradient, on its device; not finite where the gradient is not.
 
-    total: Tensor
-    """0-D float64."""
-    rows: Tensor | None
-    """[rows] float32; None without `per_axis`."""
-    columns: Tensor | None
-    """[columns] float32; None without `per_axis`."""
+    Held as the partial sums of the pass over the gradient. Whoever needs a sum adds them up, for many gradients at once where possible.
+    """
+
+    parts: Tensor
+    """[n] float32 or float64; together the whole gradient's."""
+    row_parts: Tensor | None
+    """[n, rows] float32; None without `per_axis`."""
+    column_parts: Tensor | None
+    """[n, columns] float32; None without `per_axis`."""
+
+    @property
+    def total(self) -> Tensor:
+        """0-D float64."""
+        return add_up([self.parts])
+
+    @property
+    def rows(self) -> Tensor:
+        """[rows] float32; with `per_axis` only."""
+        return self.per_axis[0].sum(0)
+
+    @property
+    def columns(self) -> Tensor:
+        """[columns] float32; with `per_axis` only."""
+        return self.per_axis[1].sum(0)
+
+    @property
+    def per_axis(self) -> tuple[Tensor, Tensor]:
+        """`row_parts` and `column_parts`; with `per_axis` only."""
+        assert self.row_parts is not None and self.column_parts is not None
+        return self.row_parts, self.column_parts
+
+
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """Squared norm of several gradients: 0-D float64.
+
+    Args:
+        parts: `SquaredNorms.parts` of each; at least one.
+    """
+    return torch.cat(list(parts)).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +146,10 @@ class Kernels(ABC):
         """
 
     def factored_step_(
-        self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
+        self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        """See `kernels.factored.factored_step_`; `rows` and `columns` are those of `SquaredNorms`."""
-        return factored_step_(moment, rows, columns, beta2=beta2, lr=lr, scale=scale)
+        """See `kernels.factored.factored_step_`; the squared norms are those of rows and columns."""
+        return factored_step_(moment, squared_norms.rows, squared_norms.columns, beta2=beta2, lr=lr, scale=scale)
 
     @abstractmethod
     def provisional_update_(

@@ -181,17 +181,22 @@ class CpuKernels(Kernels):
         for destination in destinations:
             if len(destination.selections) > 1:
                 self.select(destination.part_of(gradient), destination.selections[1:])
+        if columns is not None:
+            columns = columns.view(len(parts), n_columns)
+            columns = columns if len(parts) == 1 else columns.sum(0, keepdim=True)
         return SquaredNorms(
-            total=rows.sum(dtype=torch.float64),
-            rows=rows if per_axis else None,
-            columns=columns if columns is None or len(parts) == 1 else columns.view(len(parts), n_columns).sum(0),
+            parts=rows.sum(0, keepdim=True, dtype=torch.float64),
+            row_parts=rows.unsqueeze(0) if per_axis else None,
+            column_parts=columns,
         )
 
     @override
     def factored_step_(
-        self, moment: SecondMoment, rows: Tensor, columns: Tensor, *, beta2: float, lr: float, scale: Tensor
+        self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
     ) -> Factors:
-        n_rows, n_columns = rows.shape[0], columns.shape[0]
+        # One part each, see `route`.
+        rows, columns = squared_norms.per_axis
+        n_rows, n_columns = rows.numel(), columns.numel()
         row_scale, col_scale = torch.empty(n_rows, 1), torch.empty(1, n_columns)
         finite = self._library.zenflow_factored_step(
             _FactoredStepArgs(

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SMALLEST = 1e-30
+SMALLEST = 1e-30
 """Lower bound of second moments: rows and columns below it have no gradient, so their update is zero for any divisor."""
 
 NOISE_NUMEL = 1 << 16
 """Elements of a tile of noise."""
+
+_NOISE_ALIGNMENT = 4
+"""Elements in 16 bytes, which CUDA reads as one word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,7 @@ class Factors:
 
 
 class RoundingNoise:
-    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets.
+    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets (on CUDA multiples of 16 bytes).
 
     Args:
         seed: determines all draws.
@@ -73,6 +76,8 @@ class RoundingNoise:
         bits = torch.randint(0, 1 << 16, (2 * NOISE_NUMEL,), generator=generator, dtype=torch.int32)
         self._bits = bits.to(device)
         self._offsets = random.Random(seed)
+        # Not on a CPU, where vector loads may begin anywhere and checkpoints of earlier versions continue bit for bit.
+        self._alignment = _NOISE_ALIGNMENT if device.type == "cuda" else 1
 
     def get_state(self) -> tuple[Any, ...]:
         """The generator's state, for a checkpoint."""
@@ -84,17 +89,20 @@ class RoundingNoise:
 
     def draw_tile(self) -> Tensor:
         """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
-        return self._bits.narrow(0, self._offsets.randrange(NOISE_NUMEL), NOISE_NUMEL)
+        return self._bits.narrow(0, self._draw_offset(), NOISE_NUMEL)
 
     def draw_address(self) -> int:
         """The address of the tile that `draw_tile` would return, for compiled code on the same device."""
-        return self._bits.data_ptr() + self._offsets.randrange(NOISE_NUMEL) * self._bits.itemsize
+        return self._bits.data_ptr() + self._draw_offset() * self._bits.itemsize
 
     def draw(self, numel: int) -> Tensor:
         """[numel] int32, each 0 to 65535."""
         repeats = -(-numel // NOISE_NUMEL)
         tile = self.draw_tile()
         return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
+
+    def _draw_offset(self) -> int:
+        return self._offsets.randrange(NOISE_NUMEL) // self._alignment * self._alignment
 
 
 def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:
@@ -139,8 +147,8 @@ def factored_step_(
     col.lerp_(torch.where(finite, columns * (squared / row.numel()), 0.0), weight)
     moment.n.add_(finite)
     bias_correction = 1 - beta2 ** moment.n.clamp(min=1)
-    row_scale = row.clamp(min=_SMALLEST).rsqrt_().mul_((col.mean() * bias_correction).sqrt()).mul_(scale * lr)
-    col_scale = col.clamp(min=_SMALLEST).rsqrt_()
+    row_scale = row.clamp(min=SMALLEST).rsqrt_().mul_((col.mean() * bias_correction).sqrt()).mul_(scale * lr)
+    col_scale = col.clamp(min=SMALLEST).rsqrt_()
     return Factors(row_scale=row_scale.unsqueeze(1), col_scale=col_scale.unsqueeze(0), finite=finite)
 
 

@@ -1,175 +1,192 @@
-"""The passes on a CUDA device, each fused into one Triton kernel.
+"""The passes on a CUDA device, each fused into one Triton kernel of `kernels.triton_device`.
 
-Each pass reads and writes memory once, without temporary tensors; torch needs three to fifteen passes. Operations are rounded in the order
-of `kernels.factored` and of the worker's replay kernel, fused multiply-adds included: the provisional update and the copies have torch's
-bits, the exact step has the worker's. With ``TRITON_INTERPRET=1`` set before Triton's import, the kernels run on a CPU.
+A launch costs about as much as a pass over a small matrix, so each pass is one launch, and leaves its partial sums to the next one. Each
+reads and writes memory once; torch needs three to thirty passes. With ``TRITON_INTERPRET=1`` set before Triton's import, the kernels run on
+a CPU.
 """
+
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.kernels.base import Kernels, SquaredNorms
-from lightning_zenflow.kernels.factored import Factors, RoundingNoise
+from lightning_zenflow.kernels import triton_device as device
+from lightning_zenflow.kernels.base import ColumnWrite, Destination, Kernels, Selection, SquaredNorms
+from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment
 
 _BLOCK = 1024
-"""Elements of one program, in the elementwise passes."""
+"""Elements of one program of `adamw`."""
 
-_TILE_ROWS, _TILE_COLUMNS, _TILES = 16, 128, 8
-"""Of `squared_norms`: a program reduces a strip of adjacent tiles and writes 4 bytes of partial sums per 16 and per 1,024 elements."""
+_ROWS, _COLUMNS = 16, 256
+"""Rectangle of the sums of squares. A row of it is read by one warp, which adds it up without shared memory."""
 
-_NO_DECAY, _DECAY_OF_WEIGHT, _DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ELEMENTS = 1 << 14
+"""Of one program of the sums, in matrices up to 2^24 elements; in larger ones it has more rows. So there are at most about 2^10 of them,
+and what `factored_step` must read is small."""
 
+_UPDATE_ROWS, _UPDATE_COLUMNS = 8, 256
+"""Rectangle of one program of `provisional_update`."""
 
-@triton.jit
-def _sums_of_squares(
-    gradient, row_parts, column_parts, n_rows, n_columns, n_strips,
-    per_axis: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr, n_tiles: tl.constexpr,
-):  # fmt: skip
-    """Sums over one strip: row_parts[row, strip] and column_parts[block of rows, column]. No two programs write the same element."""
-    block, strip = tl.program_id(0), tl.program_id(1)
-    rows = block.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
-    row_sums = tl.zeros((tile_rows,), dtype=tl.float32)
-    for tile in range(n_tiles):
-        columns = (strip * n_tiles + tile) * tile_columns + tl.arange(0, tile_columns)
-        inside = (rows[:, None] < n_rows) & (columns[None, :] < n_columns)
-        values = tl.load(gradient + rows[:, None] * n_columns + columns[None, :], mask=inside, other=0.0)
-        values = values.to(tl.float32)
-        squares = values * values
-        row_sums += tl.sum(squares, axis=1)
-        if per_axis:
-            target = column_parts + block.to(tl.int64) * n_columns + columns
-            tl.store(target, tl.sum(squares, axis=0), mask=columns < n_columns)
-    tl.store(row_parts + rows * n_strips + strip, row_sums, mask=rows < n_rows)
+_COPY_ROWS, _COPY_COLUMNS = 16, 128
+"""Rectangle of one program that copies columns, counted in selected columns."""
 
+_CHUNK, _PARTS_AT_ONCE, _FACTOR_WARPS = 2048, 16, 16
+"""Of `factored_step`, a single program: loads in flight hide their latency."""
 
-@triton.jit
-def _provisional(
-    weights, gradient, row_scale, size, col_scale, noise, finite, n, n_columns,
-    noise_mask: tl.constexpr, stochastic: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = i < n
-    row = i // n_columns
-    scale = tl.load(row_scale + row, mask=inside) * size
-    update = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * scale
-    update = update * tl.load(col_scale + (i - row * n_columns), mask=inside)
-    old = tl.load(weights + i, mask=inside)
-    values = old.to(tl.float32) - update
-    if stochastic:
-        bits = values.to(tl.int32, bitcast=True) + tl.load(noise + (i & noise_mask), mask=inside)
-        values = (bits & -65536).to(tl.float32, bitcast=True)
-    tl.store(weights + i, tl.where(tl.load(finite), values.to(weights.dtype.element_ty), old), mask=inside)
-
-
-@triton.jit
-def _adamw(
-    master, exp_avg, exp_avg_sq, gradient, weights, n,
-    factor, finite, step_size, bias_correction2,
-    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor,
-    decay: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside, applies = i < n, tl.load(finite)
-    inv_sqrt_bias_correction2 = (1.0 / tl.sqrt(tl.load(bias_correction2))).to(tl.float32)
-    old_w = tl.load(master + i, mask=inside, other=0.0)
-    old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
-    old_v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
-    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
-    if decay == _DECAY_OF_GRADIENT:
-        g = tl.fma(old_w, decay_factor, g)
-    m = tl.fma(g, one_minus_beta1, old_m * beta1)
-    v = tl.fma(g * g, one_minus_beta2, old_v * beta2)
-    u = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), inv_sqrt_bias_correction2, eps))
-    w = old_w
-    if decay == _DECAY_OF_WEIGHT:
-        w = tl.fma(w, decay_factor, w)
-    w = tl.where(applies, tl.fma(u, tl.load(step_size).to(tl.float32), w), old_w)
-    tl.store(master + i, w, mask=inside)
-    tl.store(exp_avg + i, tl.where(applies, m, old_m), mask=inside)
-    tl.store(exp_avg_sq + i, tl.where(applies, v, old_v), mask=inside)
-    tl.store(weights + i, w.to(weights.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _copy_columns(
-    matrix, columns, selected, n, width, n_selected,
-    gather: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = i < n
-    row = i // n_selected
-    in_matrix = matrix + row * width + tl.load(columns + (i - row * n_selected), mask=inside, other=0)
-    if gather:
-        tl.store(selected + i, tl.load(in_matrix, mask=inside), mask=inside)
-    else:
-        tl.store(in_matrix, tl.load(selected + i, mask=inside), mask=inside)
+_FIELDS = 6
+"""Of a write in the table of `write_columns`."""
 
 
 class TritonKernels(Kernels):
-    """One kernel a pass; only `squared_norms` allocates memory, for partial sums."""
+    """One kernel a pass. Passes allocate their results and partial sums, nothing else."""
+
+    @override
+    def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
+        """One launch besides the copies, for a single selection of columns; one more for each further selection."""
+        fused: tuple[Tensor, Selection] | None = None
+        for destination in destinations:
+            part = destination.part_of(gradient)
+            destination.slot.copy_(part, non_blocking=True)
+            for selection in destination.selections:
+                if fused is None and selection.columns is not None and selection.target.numel():
+                    fused = part, selection
+                else:
+                    self.select(part, (selection,))
+        return self._route(gradient, fused, per_axis=per_axis)
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
+        return self._route(gradient, None, per_axis=per_axis)
+
+    def _route(self, gradient: Tensor, fused: tuple[Tensor, Selection] | None, *, per_axis: bool) -> SquaredNorms:
         n_rows, n_columns = gradient.shape
-        n_blocks, n_strips = triton.cdiv(n_rows, _TILE_ROWS), triton.cdiv(n_columns, _TILE_COLUMNS * _TILES)
-        row_parts = torch.empty(n_rows, n_strips, dtype=torch.float32, device=gradient.device)
-        column_parts = torch.empty(n_blocks if per_axis else 0, n_columns, dtype=torch.float32, device=gradient.device)
-        _sums_of_squares[(n_blocks, n_strips)](
-            gradient, row_parts, column_parts, n_rows, n_columns, n_strips,
-            per_axis=per_axis, tile_rows=_TILE_ROWS, tile_columns=_TILE_COLUMNS, n_tiles=_TILES,
+        n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), 1 << 24)
+        n_groups, n_strips = triton.cdiv(n_rows, _ROWS * n_tiles), triton.cdiv(n_columns, _COLUMNS)
+        parts = torch.empty(n_groups * n_strips, dtype=torch.float32, device=gradient.device)
+        row_parts = column_parts = parts
+        if per_axis:
+            row_parts = torch.empty(n_strips, n_rows, dtype=torch.float32, device=gradient.device)
+            column_parts = torch.empty(n_groups, n_columns, dtype=torch.float32, device=gradient.device)
+        part, columns, selected, n_copies = gradient, gradient, gradient, 0
+        if fused is not None:
+            part, selection = fused
+            assert selection.columns is not None
+            columns, selected = selection.columns, selection.target
+            n_copies = _copy_programs(*selected.shape)
+        device.route[(parts.numel() + n_copies,)](
+            gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, parts.numel(),
+            part, columns, selected, *part.shape, selected.shape[1],
+            per_axis=per_axis, gathers=fused is not None, tile_rows=_ROWS, tile_columns=_COLUMNS,
+            copy_rows=_COPY_ROWS, copy_columns=_COPY_COLUMNS, enable_fp_fusion=False,
         )  # fmt: skip
-        rows = row_parts.sum(1)
         return SquaredNorms(
-            total=rows.double().sum(),
-            rows=rows if per_axis else None,
-            columns=column_parts.sum(0) if per_axis else None,
+            parts=parts,
+            row_parts=row_parts if per_axis else None,
+            column_parts=column_parts if per_axis else None,
         )
+
+    @override
+    def factored_step_(
+        self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
+    ) -> Factors:
+        row_parts, column_parts = squared_norms.per_axis
+        (n_row_parts, n_rows), (n_column_parts, n_columns) = row_parts.shape, column_parts.shape
+        factors = Factors(
+            row_scale=torch.empty(n_rows, 1, dtype=torch.float32, device=scale.device),
+            col_scale=torch.empty(1, n_columns, dtype=torch.float32, device=scale.device),
+            finite=torch.empty((), dtype=torch.bool, device=scale.device),
+        )
+        device.factored_step[(1,)](
+            squared_norms.parts, row_parts, column_parts, *moment.tensors(),
+            factors.row_scale, factors.col_scale, factors.finite, scale,
+            squared_norms.parts.numel(), n_row_parts, n_column_parts, n_rows, n_columns,
+            1 - beta2, math.log(beta2) if beta2 > 0 else -math.inf, lr, SMALLEST,
+            n_at_once=_PARTS_AT_ONCE, chunk=_CHUNK, num_warps=_FACTOR_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+        return factors
 
     @override
     def provisional_update_(
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
+        n_rows, n_columns = weights.shape
         stochastic = weights.dtype == torch.bfloat16
         # Drawn for stochastic rounding only, as TorchKernels does: the sequence of draws is part of the run's reproducible state.
         bits = noise.draw_tile() if stochastic else weights
-        _provisional[(triton.cdiv(weights.numel(), _BLOCK),)](
+        n_strips = triton.cdiv(n_columns, _UPDATE_COLUMNS)
+        device.provisional_update[(triton.cdiv(n_rows, _UPDATE_ROWS) * n_strips,)](
             weights, gradient, factors.row_scale.contiguous(), size, factors.col_scale.contiguous(), bits, factors.finite,
-            weights.numel(), weights.shape[1],
-            noise_mask=bits.numel() - 1 if stochastic else 0, stochastic=stochastic, block=_BLOCK,
-            enable_fp_fusion=False,
+            n_rows, n_columns, n_strips,
+            noise_mask=bits.numel() - 1 if stochastic else 0, stochastic=stochastic, aligned=n_columns % 16 == 0,
+            tile_rows=_UPDATE_ROWS, tile_columns=_UPDATE_COLUMNS, enable_fp_fusion=False,
         )  # fmt: skip
 
     @override
     def adamw_(
         self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
-        steps = scale.count.clamp(min=1)
         if h.weight_decay == 0:
-            decay, decay_factor = _NO_DECAY, 0.0
+            decay, decay_factor = device.NO_DECAY, 0.0
         elif h.decoupled:
-            decay, decay_factor = _DECAY_OF_WEIGHT, -h.lr * h.weight_decay
+            decay, decay_factor = device.DECAY_OF_WEIGHT, -h.lr * h.weight_decay
         else:
-            decay, decay_factor = _DECAY_OF_GRADIENT, h.weight_decay
-        _adamw[(triton.cdiv(gradient.numel(), _BLOCK),)](
+            decay, decay_factor = device.DECAY_OF_GRADIENT, h.weight_decay
+        coefficients = scale.coefficients(h)
+        device.adamw[(triton.cdiv(gradient.numel(), _BLOCK),)](
             *state, gradient, weights, gradient.numel(),
-            scale.factor, scale.finite, -h.lr / (1 - h.beta1**steps), 1 - h.beta2**steps,
+            scale.factor, scale.finite, coefficients.step_size, coefficients.inv_sqrt_bias_correction2,
             h.beta1, 1 - h.beta1, h.beta2, 1 - h.beta2, h.eps, decay_factor,
-            decay=decay, block=_BLOCK, enable_fp_fusion=False,
+            decay=decay.value, block=_BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 
     @override
+    def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
+        writes = [write for write in writes if write.selected.numel()]
+        if not writes:
+            return lambda: None
+        tables = [_beside(writes[0].matrix, table) for table in _tables(writes)]
+
+        def write() -> None:
+            # The tables hold addresses in the tensors of `writes`.
+            device.write_columns[(len(tables[1]),)](
+                *tables, writes[0].matrix,
+                fields=_FIELDS, tile_rows=_COPY_ROWS, tile_columns=_COPY_COLUMNS, enable_fp_fusion=False,
+            )  # fmt: skip
+
+        return write
+
+    @override
     def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self._copy_columns(matrix, columns, selected, gather=True)
+        device.gather_columns[(_copy_programs(*selected.shape),)](
+            matrix, columns, selected, *matrix.shape, columns.numel(),
+            tile_rows=_COPY_ROWS, tile_columns=_COPY_COLUMNS, enable_fp_fusion=False,
+        )  # fmt: skip
 
     @override
     def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self._copy_columns(matrix, columns, selected, gather=False)
+        self.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
 
-    def _copy_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor, *, gather: bool) -> None:
-        _copy_columns[(triton.cdiv(selected.numel(), _BLOCK),)](
-            matrix, columns, selected, selected.numel(), matrix.shape[1], columns.numel(), gather=gather, block=_BLOCK
-        )
+
+def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
+    """For `write_columns`: of each write the addresses and sizes; of each program its write, and its number in that write."""
+    rows, programs = [], []
+    for number, write in enumerate(writes):
+        columns = 0 if write.columns is None else write.columns.data_ptr()
+        sizes = *write.matrix.shape, write.selected.shape[1]
+        rows.append((write.matrix.data_ptr(), columns, write.selected.data_ptr(), *sizes))
+        of_write = torch.arange(_copy_programs(*write.selected.shape))
+        programs.append(torch.stack([torch.full_like(of_write, number), of_write], dim=1))
+    return torch.tensor(rows, dtype=torch.int64), torch.cat(programs)
+
+
+def _beside(tensor: Tensor, table: Tensor) -> Tensor:
+    """Copy of a table to a tensor's device, in stream order, without waiting for the device."""
+    return (table.pin_memory() if tensor.is_cuda else table).to(tensor.device, non_blocking=True)
+
+
+def _copy_programs(n_rows: int, n_selected: int) -> int:
+    return int(triton.cdiv(n_rows, _COPY_ROWS) * triton.cdiv(n_selected, _COPY_COLUMNS))

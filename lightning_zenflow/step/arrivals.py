@@ -22,7 +22,7 @@ class Arrivals:
             for index in slices:
                 self._blocks_of_slice[index].append(number)
         self.squared_norms: list[Tensor] = []
-        """0-D float64 on the device, of the rank's gradients so far."""
+        """`SquaredNorms.parts` of the rank's gradients so far."""
 
     @property
     def arrived(self) -> Set[int]:

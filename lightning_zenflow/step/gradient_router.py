@@ -12,7 +12,7 @@ from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.kernels.base import Destination
+from lightning_zenflow.kernels.base import Destination, add_up
 from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.arrivals import Arrivals
 from lightning_zenflow.step.context import StepContext
@@ -106,7 +106,7 @@ class GradientRouter:
         self._upload(context)
         norms = self.arrivals.squared_norms
         norms += self._vectors.finish(self.arrivals.arrived, filled=self._jobs.submitted_in_backward)
-        return torch.stack(norms).double().sum() if norms else torch.zeros((), device=self._rank.device).double()
+        return add_up(norms) if norms else torch.zeros((), dtype=torch.float64, device=self._rank.device)
 
     def _route_slice(self, context: StepContext, index: int, gradient: Tensor) -> list[int]:
         """Routes a slice's gradient of the whole step; returns the blocks that are complete with it."""
@@ -131,8 +131,8 @@ class GradientRouter:
         per_axis = column_norms is not None or provisional
         norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
         self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
-        self.arrivals.squared_norms.append(norms.total)
-        if column_norms is not None and norms.columns is not None:
+        self.arrivals.squared_norms.append(norms.parts)
+        if column_norms is not None:
             column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
         if provisional:
             factors = self._provisional.measure(index, norms, context.groups[s.param_group])

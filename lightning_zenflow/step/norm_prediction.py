@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import predicted_squared_norm
+from lightning_zenflow.kernels.base import add_up
 
 
 class NormPrediction:
@@ -38,13 +39,13 @@ class NormPrediction:
 
         Args:
             block: index into `Partition.blocks`.
-            squared_norms: 0-D float64, since the last call in the step.
+            squared_norms: `SquaredNorms.parts` since the last call in the step.
 
         Returns:
             0-D float64: their sum in this step; not finite if any gradient so far is not.
         """
         if squared_norms:
-            self._sum.add_(torch.stack(squared_norms).sum())
+            self._sum.add_(add_up(squared_norms))
         self._partial[block] = self._sum
         return self._partial[block]
 

@@ -240,7 +240,9 @@ class ZenFlowStep:
         if norms is None:
             return None
         self._add_over_ranks(norms.flat)
-        max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
+        max_interval = None
+        if self._planner.changes_schedule:
+            max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
         knows_columns = selector.n_selections > 0
         if knows_columns:
             self._parts.counters.note_owned_share(selector.owned_norm_share(norms))

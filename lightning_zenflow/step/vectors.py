@@ -1,11 +1,12 @@
 """Gradients of biases and norms: many small vectors, copied and measured together."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
@@ -24,6 +25,8 @@ class _Block:
     """Indexes into `Partition.tiles`."""
     of_tiles: list[Tensor]
     """Gradients of the tiles, [rows, width], views."""
+    runs: list[tuple[int, Tensor]]
+    """First tile of each run of tiles that are adjacent in the partition, and the gradients of the run, flat."""
     slices: set[int]
 
 
@@ -53,8 +56,9 @@ class VectorGradients:
                 views.append(self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width))
                 end += tile.numel
             slices = {partition.tiles[tile].slice for tile in tiles}
-            values = self._values.narrow(0, begin, end - begin)
-            self._blocks.append(_Block(values=values, tiles=tiles, of_tiles=views, slices=slices))
+            values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, tiles)
+            of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
+            self._blocks.append(_Block(values=values, tiles=tiles, of_tiles=views, runs=list(of_runs), slices=slices))
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def __contains__(self, slice_index: int) -> bool:
@@ -77,7 +81,7 @@ class VectorGradients:
             block: index into `Partition.blocks`.
 
         Returns:
-            Squared norms, 0-D float64 on the device; empty where the block has no vectors.
+            `SquaredNorms.parts`; empty where the block has no vectors.
         """
         return self._fill([self._blocks[block]], self._blocks[block].values, arrived)
 
@@ -89,7 +93,7 @@ class VectorGradients:
             filled: blocks that `fill` has been called for.
 
         Returns:
-            Squared norms, 0-D float64 on the device.
+            `SquaredNorms.parts`.
         """
         if not filled:
             return self._fill(self._blocks, self._values, arrived)
@@ -102,16 +106,31 @@ class VectorGradients:
             return ()
         for index in set().union(*(block.slices for block in blocks)) - arrived:
             self._of_slice[index].zero_()
-        tiles = [tile for block in blocks for tile in block.tiles]
-        gradients = [gradient for block in blocks for gradient in block.of_tiles]
+        # A copy to the host is a call of its own, so that neighbours are copied as one.
+        runs = [run for block in blocks for run in block.runs]
+        slots = [self._slots.of_tile(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         with self._rank.telemetry.tracer.span("d2h copies", n_bytes=values.nbytes):
-            torch._foreach_copy_([self._slots.of_tile(tile) for tile in tiles], gradients, non_blocking=True)
+            torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += values.nbytes
         targets, sources = [], []
-        for tile, gradient in zip(tiles, gradients, strict=True):
-            for selection in self._ownership.selections(tile):
-                targets.append(selection.target)
-                sources.append(gradient)
+        for block in blocks:
+            for tile, gradient in zip(block.tiles, block.of_tiles, strict=True):
+                for selection in self._ownership.selections(tile):
+                    targets.append(selection.target)
+                    sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).total]
+        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).parts]
+
+
+def _runs(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:
+    """First tile of each run of tiles that are adjacent in the partition, and the elements of the run."""
+    runs: dict[int, int] = {}
+    first = end = -1
+    for index in tiles:
+        tile = partition.tiles[index]
+        if tile.begin != end:
+            first = index
+        runs[first] = runs.get(first, 0) + tile.numel
+        end = tile.end
+    return runs

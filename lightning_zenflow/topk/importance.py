@@ -53,10 +53,8 @@ def owned_norm_share(column_norms: Sequence[Tensor], owned: Sequence[Tensor]) ->
     Returns:
         0-D float32 on the device; not finite where the gradients are not, or are all zero.
     """
-    at_once = torch.stack(
-        [e.index_select(0, columns).sum() for e, columns in zip(column_norms, owned, strict=True)]
-    ).sum()
-    return at_once / torch.stack([squared_norms.sum() for squared_norms in column_norms]).sum()
+    at_once = torch.cat([e.index_select(0, columns) for e, columns in zip(column_norms, owned, strict=True)]).sum()
+    return at_once / torch.cat(list(column_norms)).sum()
 
 
 def max_interval_by_gradients(column_norms: Sequence[Tensor], owned: Sequence[Tensor], share: float) -> Tensor | None:

@@ -4,34 +4,99 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-Instructions = dict[str, dict[str, int]]
-"""For each kernel, how often each instruction of float32 occurs."""
+Variants = list[dict[str, Any]]
+"""Of every kernel, as `triton_build.Built`."""
+
+OLDEST, NEWEST = "3.2.0", "3.9.0"
+"""Releases of Triton that have been tested; pyproject.toml has the bound."""
 
 
 @pytest.fixture(scope="module")
-def of_dtype(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Instructions]:
-    """In a process of its own: here, Triton interprets."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(Path(__file__).parents[1] / "support" / "triton_build.py"), "bf16", "fp32"]
-    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Variants]:
+    """Compiles for a compute capability and element types."""
+
+    @cache
+    def compiled(capability: int, *dtypes: str, path: Path | None = None) -> Variants:
+        """In a process of its own: here, Triton interprets. `path` may have another Triton."""
+        environment = {
+            **os.environ,
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+            "TRITON_INTERPRET": "0",
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (path, os.environ.get("PYTHONPATH"))))),
+        }
+        script = Path(__file__).parents[1] / "support" / "triton_build.py"
+        command = [sys.executable, str(script), str(capability), *dtypes]
+        output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        variants: Variants = json.loads(output.splitlines()[-1])
+        return variants
+
+    return compiled
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_arithmetic_is_that_of_ieee(dtype: str, of_dtype: dict[str, Instructions]) -> None:
-    """Fused where the worker's is and nowhere else."""
-    instructions = of_dtype[dtype]
-    assert instructions["_provisional"].keys() == {"mul.rn", "sub.rn"}
-    per_element = instructions["_adamw"]["div.rn"]
-    assert instructions["_adamw"] == {
-        "fma.rn": 5 * per_element, "mul.rn": 4 * per_element, "sqrt.rn": per_element, "div.rn": per_element
+def check(variants: Variants) -> None:
+    """No register is spilled, and where rows allow it memory is read in words of 16 bytes."""
+    assert {v["kernel"] for v in variants} == {
+        "route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"
     }  # fmt: skip
-    assert instructions["_sums_of_squares"].keys() == {"mul.rn", "add.rn"}
-    assert instructions["_copy_columns"] == {}
+    for v in variants:
+        assert v["spilled"] == 0, v
+        # Columns are gathered and scattered one element at a time.
+        if "aligned" in v["case"] and "gathers" not in v["case"] and not v["kernel"].endswith("_columns"):
+            n_bytes = {int(size): int(size) * n for size, n in v["loads"].items()}
+            assert n_bytes[16] > 0.8 * sum(n_bytes.values()), v
+
+
+def test_words_and_registers(build: Callable[..., Variants]) -> None:
+    check(build(90, "bfloat16"))
+
+
+def test_the_arithmetic_is_that_of_ieee(build: Callable[..., Variants]) -> None:
+    """Fused where the worker's is and nowhere else."""
+    for v in build(90, "bfloat16"):
+        found = v["arithmetic"]
+        if v["kernel"] == "provisional_update":
+            assert found.keys() == {"mul.rn", "sub.rn"}
+        elif v["kernel"] == "adamw":
+            n = found["div.rn"]
+            fused = 4 if "decay 0.0" in v["case"] else 5
+            assert found == {"fma.rn": fused * n, "mul.rn": 4 * n, "sqrt.rn": n, "div.rn": n}
+        elif v["kernel"] == "route":
+            assert found.keys() == {"mul.rn", "add.rn"}
+        elif v["kernel"].endswith("_columns"):
+            assert found == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+def test_for_other_gpus_and_types(capability: int, build: Callable[..., Variants]) -> None:
+    check(build(capability, "bfloat16", "float16", "float32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [OLDEST, NEWEST])
+def test_by_other_tritons(release: str, build: Callable[..., Variants], tmp_path: Path) -> None:
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        f"triton=={release}",
+    ]
+    if subprocess.run(install, capture_output=True).returncode:
+        pytest.skip(f"pip cannot install triton {release}")
+    # The oldest does not know the newest GPUs.
+    for capability in (80, 90) if release == OLDEST else (80, 100):
+        check(build(capability, "bfloat16", path=tmp_path))

@@ -1,60 +1,162 @@
-"""Compiles the Triton kernels for an NVIDIA GPU and prints as JSON how often each float32 instruction occurs; see test_compilation."""
+"""Compiles the Triton kernels for NVIDIA GPUs, in every variant that `TritonKernels` launches; prints JSON. See test_compilation.
+
+    TRITON_INTERPRET=0 python tests/support/triton_build.py COMPUTE_CAPABILITY [TYPE ...]
+
+The launches are those of `TritonKernels` itself, on small tensors in host memory; each ends where the compiled kernel would start, so no
+GPU is needed. Registers and spills are those of the assembler that Triton brings with it.
+"""
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import JITFunction, driver
 
 # The package's own __init__ imports Lightning and DeepSpeed, which takes longer than all the rest.
 sys.modules["lightning_zenflow"] = package = ModuleType("lightning_zenflow")
 package.__path__ = [str(Path(__file__).parents[2] / "lightning_zenflow")]
 
-from lightning_zenflow.kernels import triton as triton_kernels  # noqa: E402
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale  # noqa: E402
+from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection  # noqa: E402
+from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment  # noqa: E402
+from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
-TARGET = GPUTarget("cuda", 90, 32)
-
-_POINTERS = {"row_parts": "fp32", "column_parts": "fp32", "row_scale": "fp32", "col_scale": "fp32", "noise": "i32", "finite": "i1",
-             "master": "fp32", "exp_avg": "fp32", "exp_avg_sq": "fp32", "factor": "fp32", "step_size": "fp64",
-             "bias_correction2": "fp64", "columns": "i64"}  # fmt: skip
-_OF_THE_MODEL = {"gradient", "weights", "matrix", "selected"}
-_FLOATS = {"beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay_factor", "size"}
-
-CONSTANTS: dict[str, dict[str, Any]] = {
-    "_sums_of_squares": {"per_axis": True, "tile_rows": 16, "tile_columns": 128, "n_tiles": 8},
-    "_provisional": {"noise_mask": 65535, "stochastic": True, "block": 1024},
-    "_adamw": {"decay": 1, "block": 1024},
-    "_copy_columns": {"gather": True, "block": 1024},
-}
+CPU = torch.device("cpu")
 
 
-def type_of(argument: str, dtype: str) -> str:
-    if argument in _OF_THE_MODEL:
-        return f"*{dtype}"
-    if argument in _POINTERS:
-        return f"*{_POINTERS[argument]}"
-    return "fp32" if argument in _FLOATS else "i32"
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A compiled variant."""
+
+    kernel: str
+    case: str
+    dtype: str
+    registers: int
+    """Of one thread."""
+    spilled: int
+    """Bytes of registers that are kept in memory."""
+    loads: dict[int, int]
+    """Bytes of a load from global memory -> number of such instructions."""
+    arithmetic: dict[str, int]
+    """How often each instruction of float32 occurs."""
 
 
-def instructions(dtype: str) -> dict[str, Counter[str]]:
-    result = {}
-    for name, constants in CONSTANTS.items():
-        kernel = getattr(triton_kernels, name)
-        signature = {a: "constexpr" if a in constants else type_of(a, dtype) for a in kernel.arg_names}
-        places = {(kernel.arg_names.index(a),): value for a, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-        built = triton.compile(source, target=TARGET, options={"enable_fp_fusion": False})
-        assert built.asm["cubin"]
-        found = re.findall(r"\b((?:fma|mul|add|sub|sqrt|div)(?:\.\w+)*)\.f32\b", built.asm["ptx"])
-        result[name] = Counter(found)
-    return result
+class NoGpu:
+    """What Triton asks its driver for before a launch."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def cases(kernels: TritonKernels, dtype: torch.dtype) -> Iterator[str]:
+    """Launches every variant; yields a name after each."""
+    for columns, name in ((512, "aligned"), (515, "odd")):
+        shape = (96, columns)
+        gradient, weights = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        chosen, selected = torch.tensor([0, 3, columns - 1]), torch.zeros(96, 3, dtype=dtype)
+        selection = Selection(columns=chosen, target=selected)
+        destination = Destination(begin=0, slot=torch.empty_like(gradient), selections=[selection])
+        kernels.squared_norms(gradient, per_axis=False)
+        yield name
+        norms = kernels.squared_norms(gradient, per_axis=True)
+        yield f"{name}, per axis"
+        kernels.route(gradient, [destination], per_axis=False)
+        yield f"{name}, gathers"
+        kernels.route(gradient, [destination], per_axis=True)
+        yield f"{name}, per axis, gathers"
+        factors = kernels.factored_step_(
+            SecondMoment.zeros(*shape, CPU), norms, beta2=0.99, lr=0.1, scale=torch.ones(())
+        )
+        yield name
+        noise = RoundingNoise(0, CPU)
+        noise._alignment = 4  # as on CUDA
+        kernels.provisional_update_(weights, gradient, factors, noise)
+        yield name
+        kernels.column_writer([ColumnWrite(matrix=weights, columns=chosen, selected=selected)])()
+        yield name
+        kernels.gather_columns(weights, chosen, selected)
+        yield name
+        one = torch.ones(())
+        scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
+        for weight_decay, decoupled in ((0.0, True), (0.1, True), (0.1, False)):
+            h = GroupHyperparameters(
+                lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled
+            )
+            kernels.adamw_(torch.zeros(3, columns), weights[0], weights[0], h, scale)
+            yield f"{name}, decay {weight_decay} {'decoupled' if decoupled else ''}"
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that are spilled."""
+    architecture = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        # Triton brings up to two assemblers; which one it takes for a GPU depends on its release.
+        for assembler in sorted((Path(triton.__file__).parent / "backends/nvidia/bin").glob("ptxas*")):
+            command = [assembler, "-v", f"--gpu-name={architecture}", "--fmad=false", "-o", "/dev/null", file.name]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode == 0:
+                spilled = sum(map(int, re.findall(r"(\d+) bytes (?:stack frame|spill)", result.stderr)))
+                return int(re.findall(r"Used (\d+) registers", result.stderr)[0]), spilled
+    raise RuntimeError(result.stderr)
+
+
+def loads(ptx: str) -> dict[int, int]:
+    found = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", ptx)
+    return dict(Counter(int(n or 1) * int(bits) // 8 for n, bits in found))
+
+
+def build(capability: int, dtypes: list[str]) -> list[Built]:
+    driver.set_active(NoGpu(capability))
+    run, last = JITFunction.run, {}
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        last[self.fn.__name__] = run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    built = []
+    for dtype in dtypes:
+        for case in cases(TritonKernels(), getattr(torch, dtype)):
+            ((kernel, compiled),) = last.items()
+            last.clear()
+            assert compiled.asm["cubin"]
+            ptx = compiled.asm["ptx"]
+            registers, spilled = assembled(ptx)
+            arithmetic = Counter(re.findall(r"\b((?:fma|mul|add|sub|sqrt|div)(?:\.\w+)*)\.f32\b", ptx))
+            built.append(
+                Built(
+                    kernel=kernel,
+                    case=case,
+                    dtype=dtype,
+                    registers=registers,
+                    spilled=spilled,
+                    loads=loads(ptx),
+                    arithmetic=dict(arithmetic),
+                )
+            )
+    return built
 
 
 if __name__ == "__main__":
-    print(json.dumps({dtype: instructions(dtype) for dtype in sys.argv[1:]}))
+    print(json.dumps([asdict(b) for b in build(int(sys.argv[1]), sys.argv[2:] or ["bfloat16"])]))

@@ -1,0 +1,236 @@
+"""The Triton kernels that `kernels.triton` launches.
+
+Operations are rounded in the order of `kernels.factored` and of the worker's replay kernel, fused multiply-adds included: the provisional
+update and the copies have torch's bits, the exact step has the worker's.
+
+Matrices are cut into rectangles, so that no element's position is divided by the length of a row; where that is a multiple of 16, memory is
+accessed in words of 16 bytes. Kernels are not specialised in other sizes, so that each has few compiled variants.
+"""
+
+import triton
+import triton.language as tl
+
+NO_DECAY, DECAY_OF_WEIGHT, DECAY_OF_GRADIENT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Of `adamw`: whether the decay acts on the weight or is added to the gradient."""
+
+
+@triton.jit
+def _sum_squares(
+    program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
+    per_axis: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    """Sums over one strip of adjacent rectangles, one below the other. No two programs write the same element."""
+    group, strip = program // n_strips, program % n_strips
+    columns = strip * tile_columns + tl.arange(0, tile_columns)
+    in_tile = tl.arange(0, tile_rows)
+    offsets = in_tile[:, None] * n_columns + columns[None, :]
+    sums = tl.zeros((tile_rows, tile_columns), dtype=tl.float32)
+    first = group * n_tiles * tile_rows
+    end = tl.minimum(first + n_tiles * tile_rows, n_rows)
+    while first < end:
+        is_row = in_tile < n_rows - first
+        inside = is_row[:, None] & (columns < n_columns)[None, :]
+        source = gradient + first.to(tl.int64) * n_columns
+        values = tl.load(source + offsets, mask=inside, other=0.0).to(tl.float32)
+        squares = values * values
+        sums += squares
+        if per_axis:
+            target = row_parts + strip.to(tl.int64) * n_rows + first
+            tl.store(target + in_tile, tl.sum(squares, axis=1), mask=is_row)
+        first += tile_rows
+    of_columns = tl.sum(sums, axis=0)
+    if per_axis:
+        tl.store(column_parts + group.to(tl.int64) * n_columns + columns, of_columns, mask=columns < n_columns)
+    tl.store(parts + program, tl.sum(of_columns, axis=0))
+
+
+@triton.jit
+def _copy_rectangle(
+    program, matrix, columns, has_columns, selected, n_rows, width, n_selected,
+    gather: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    n_strips = tl.cdiv(n_selected, tile_columns)
+    rows = ((program // n_strips) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
+    i = (program % n_strips) * tile_columns + tl.arange(0, tile_columns)
+    is_column = i < n_selected
+    column = i.to(tl.int64)
+    if has_columns:
+        column = tl.load(columns + i, mask=is_column, other=0)
+    inside = (rows < n_rows)[:, None] & is_column[None, :]
+    in_matrix = matrix + (rows * width)[:, None] + column[None, :]
+    in_selected = selected + (rows * n_selected)[:, None] + i[None, :]
+    if gather:
+        tl.store(in_selected, tl.load(in_matrix, mask=inside), mask=inside)
+    else:
+        tl.store(in_matrix, tl.load(in_selected, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=[
+    "n_rows", "n_strips", "n_tiles", "n_sums", "part_rows", "part_width", "n_selected"
+])  # fmt: skip
+def route(
+    gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles, n_sums,
+    part, columns, selected, part_rows, part_width, n_selected,
+    per_axis: tl.constexpr, gathers: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+    copy_rows: tl.constexpr, copy_columns: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares of a gradient by the first `n_sums` programs, columns of a part of it by the others."""
+    program = tl.program_id(0)
+    if program < n_sums:
+        _sum_squares(
+            program, gradient, parts, row_parts, column_parts, n_rows, n_columns, n_strips, n_tiles,
+            per_axis, tile_rows, tile_columns,
+        )  # fmt: skip
+    elif gathers:
+        _copy_rectangle(
+            program - n_sums, part, columns, True, selected, part_rows, part_width, n_selected,
+            True, copy_rows, copy_columns,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_to_mean(
+    mean, parts, i, n, n_parts, factor, weight, applies, n_at_once: tl.constexpr, chunk: tl.constexpr
+):  # fmt: skip
+    """Moves the mean by weight * (factor * (sum of the parts) - mean) at the elements i of n; returns it."""
+    inside = i < n
+    sums = tl.zeros((chunk,), dtype=tl.float32)
+    first = 0
+    while first < n_parts:
+        part = first + tl.arange(0, n_at_once)
+        some = (part < n_parts)[:, None] & inside[None, :]
+        sums += tl.sum(tl.load(parts + part.to(tl.int64)[:, None] * n + i[None, :], mask=some, other=0.0), axis=0)
+        first += n_at_once
+    old = tl.load(mean + i, mask=inside, other=0.0)
+    new = tl.where(applies, old + weight * (sums * factor - old), old)
+    # Several threads may have read an element that one of them writes.
+    tl.debug_barrier()
+    tl.store(mean + i, new, mask=inside)
+    return new
+
+
+@triton.jit(do_not_specialize=["n_parts", "n_row_parts", "n_column_parts"])
+def factored_step(
+    parts, row_parts, column_parts, row, col, steps, row_scale, col_scale, finite, scale,
+    n_parts, n_row_parts, n_column_parts, n_rows, n_columns, weight, log_beta2, lr, smallest,
+    n_at_once: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """`kernels.factored.factored_step_` by a single program."""
+    sums = tl.zeros((chunk,), dtype=tl.float32)
+    first = 0
+    while first < n_parts:
+        i = first + tl.arange(0, chunk)
+        sums += tl.load(parts + i, mask=i < n_parts, other=0.0)
+        first += chunk
+    applies = tl.sum(sums, axis=0) < float("inf")
+    tl.store(finite, applies)
+    n = tl.load(steps) + applies.to(tl.float32)
+    tl.debug_barrier()
+    tl.store(steps, n)
+    # In float64, because the power is close to one.
+    power = tl.exp((tl.maximum(n, 1.0) * log_beta2).to(tl.float64))
+    bias_correction = (1.0 - power).to(tl.float32)
+    factor = tl.load(scale)
+    squared = factor * factor
+    sums = tl.zeros((chunk,), dtype=tl.float32)
+    first = 0
+    while first < n_columns:
+        i = first + tl.arange(0, chunk)
+        new = _add_to_mean(
+            col, column_parts, i, n_columns, n_column_parts, squared / n_rows, weight, applies, n_at_once, chunk
+        )
+        sums += new
+        tl.store(col_scale + i, tl.rsqrt(tl.maximum(new, smallest)), mask=i < n_columns)
+        first += chunk
+    size = tl.sqrt(tl.sum(sums, axis=0) / n_columns * bias_correction) * (factor * lr)
+    first = 0
+    while first < n_rows:
+        i = first + tl.arange(0, chunk)
+        new = _add_to_mean(
+            row, row_parts, i, n_rows, n_row_parts, squared / n_columns, weight, applies, n_at_once, chunk
+        )
+        tl.store(row_scale + i, tl.rsqrt(tl.maximum(new, smallest)) * size, mask=i < n_rows)
+        first += chunk
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_strips"])
+def provisional_update(
+    weights, gradient, row_scale, size, col_scale, noise, finite, n_rows, n_columns, n_strips,
+    noise_mask: tl.constexpr, stochastic: tl.constexpr, aligned: tl.constexpr,
+    tile_rows: tl.constexpr, tile_columns: tl.constexpr,
+):  # fmt: skip
+    """One rectangle of `Kernels.provisional_update_`."""
+    program = tl.program_id(0)
+    first = (program // n_strips) * tile_rows
+    in_tile, columns = tl.arange(0, tile_rows), (program % n_strips) * tile_columns + tl.arange(0, tile_columns)
+    is_row, is_column = in_tile < n_rows - first, columns < n_columns
+    inside = is_row[:, None] & is_column[None, :]
+    offsets = in_tile[:, None] * n_columns + columns[None, :]
+    begin = first.to(tl.int64) * n_columns
+    scale = tl.load(row_scale + first + in_tile, mask=is_row) * size
+    update = tl.load(gradient + begin + offsets, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    update = update * tl.load(col_scale + columns, mask=is_column)[None, :]
+    old = tl.load(weights + begin + offsets, mask=inside)
+    values = old.to(tl.float32) - update
+    if stochastic:
+        i = ((begin & noise_mask).to(tl.int32) + offsets) & noise_mask
+        if aligned:
+            i = tl.max_contiguous(tl.multiple_of(i, (1, 4)), (1, 4))
+        bits = values.to(tl.int32, bitcast=True) + tl.load(noise + i, mask=inside)
+        values = (bits & -65536).to(tl.float32, bitcast=True)
+    new = tl.where(tl.load(finite), values.to(weights.dtype.element_ty), old)
+    tl.store(weights + begin + offsets, new, mask=inside)
+
+
+@triton.jit
+def adamw(
+    master, exp_avg, exp_avg_sq, gradient, weights, n,
+    factor, finite, step_size, inv_sqrt_bias_correction2,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay_factor,
+    decay: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """`Kernels.adamw_`, for adjacent elements."""
+    i = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside, applies = i < n, tl.load(finite)
+    old_w = tl.load(master + i, mask=inside, other=0.0)
+    old_m = tl.load(exp_avg + i, mask=inside, other=0.0)
+    old_v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
+    g = tl.load(gradient + i, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    if decay == DECAY_OF_GRADIENT:
+        g = tl.fma(old_w, decay_factor, g)
+    m = tl.fma(g, one_minus_beta1, old_m * beta1)
+    v = tl.fma(g * g, one_minus_beta2, old_v * beta2)
+    u = tl.div_rn(m, tl.fma(tl.sqrt_rn(v), tl.load(inv_sqrt_bias_correction2).to(tl.float32), eps))
+    w = old_w
+    if decay == DECAY_OF_WEIGHT:
+        w = tl.fma(w, decay_factor, w)
+    w = tl.where(applies, tl.fma(u, -tl.load(step_size).to(tl.float32), w), old_w)
+    tl.store(master + i, w, mask=inside)
+    tl.store(exp_avg + i, tl.where(applies, m, old_m), mask=inside)
+    tl.store(exp_avg_sq + i, tl.where(applies, v, old_v), mask=inside)
+    tl.store(weights + i, w.to(weights.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gather_columns(
+    matrix, columns, selected, n_rows, width, n_selected, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+):  # fmt: skip
+    """Gathers columns: selected <- matrix[:, columns]."""
+    _copy_rectangle(
+        tl.program_id(0), matrix, columns, True, selected, n_rows, width, n_selected, True, tile_rows, tile_columns
+    )
+
+
+@triton.jit
+def write_columns(writes, programs, model, fields: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+    """Many writes at once, see `kernels.triton`; `model` is a tensor of their type, whose elements are not accessed."""
+    write = writes + tl.load(programs + 2 * tl.program_id(0)) * fields
+    program = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int32)
+    matrix = tl.load(write).to(tl.pointer_type(model.dtype.element_ty))
+    columns = tl.load(write + 1)
+    selected = tl.load(write + 2).to(tl.pointer_type(model.dtype.element_ty))
+    n_rows, width, n_selected = tl.load(write + 3), tl.load(write + 4), tl.load(write + 5).to(tl.int32)
+    _copy_rectangle(
+        program, matrix, columns.to(tl.pointer_type(tl.int64)), columns != 0, selected, n_rows, width, n_selected,
+        False, tile_rows, tile_columns,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Counts what the optimizer step launches on a CUDA device, without one: `TritonKernels`, whose launches are counted and not run.
+
+A launch is a kernel of torch, a kernel of Triton or a copy.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_zenflow.deferred.provisional_update import ReapplyAfterPublish
+from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.worker.arena import Arena
+
+_KERNELS = ("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns")
+
+_FOREACH, _CAT = 64, 128
+"""Tensors that one kernel of `torch._foreach_copy_` and of `torch.cat` takes."""
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts torch's launches while it is entered, and all others at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.of_steps: list[Counter[str]] = []
+        self._host: list[Tensor] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name == "_foreach_copy_":
+            on_host = [self._is_host(target) or self._is_host(source) for target, source in zip(*args[:2], strict=True)]
+            # Between device and host memory, torch copies tensor by tensor.
+            self.counts[name] += sum(on_host) + -(-on_host.count(False) // _FOREACH)
+        elif name == "cat":
+            self.counts[name] += -(-len(args[0]) // _CAT)
+        elif name == "pow" and isinstance(args[0], (int, float)):
+            self.counts[name] += 2  # the base becomes a tensor
+        elif not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def in_memory_of(self, arena: Arena) -> None:
+        """Takes this arena's memory for the host's."""
+        self._host = [arena.slots, arena.publish, arena.states]
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        begin = tensor.data_ptr()
+        return any(
+            h.data_ptr() <= begin < h.untyped_storage().data_ptr() + h.untyped_storage().nbytes() for h in self._host
+        )
+
+
+class _NotRun:
+    """In the place of a Triton kernel."""
+
+    def __init__(self, name: str, counter: LaunchCounter) -> None:
+        self._name, self._counter = name, counter
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self._counter.counts[self._name] += 1
+            if self._name == "route":
+                # Squared norms that are finite, so that the run goes on as usual.
+                for parts in args[1:4]:
+                    parts.numpy().fill(1.0)
+
+        return launch
+
+
+@contextmanager
+def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]:
+    """Trainings in this context run the code of CUDA; `of_steps` has the launches of `ZenFlowStep` in each of their steps."""
+    from lightning_zenflow.kernels import triton
+
+    counter = LaunchCounter()
+
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(step: ZenFlowStep, *args: Any, **options: Any) -> Any:
+            counter.in_memory_of(step._rank.arena)
+            with counter:
+                result = method(step, *args, **options)
+            if method.__name__ == "step":
+                counter.of_steps.append(Counter(counter.counts))
+                counter.counts.clear()
+            return result
+
+        return call
+
+    keep = ReapplyAfterPublish.keep
+
+    def keep_on_device(*args: Any) -> None:
+        counter.counts["clone"] += 1
+        keep(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: triton.TritonKernels())
+        for name in _KERNELS:
+            patch.setattr(triton.device, name, _NotRun(name, counter))
+        for method in (ZenFlowStep.receive, ZenFlowStep.step):
+            patch.setattr(ZenFlowStep, method.__name__, counting(method))
+        patch.setattr(ReapplyAfterPublish, "keep", keep_on_device)
+        yield counter
