@@ -12,8 +12,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from cpp_build import Builds
-
 # Read when Triton is imported, which Lightning does.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -26,30 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in tests/unit as `unit`."""
+    """Marks what is in tests/unit as `unit`, and puts it last: processes that share the files then end at nearly the same time."""
+    folder = Path(__file__).parent / "unit"
+    items.sort(key=lambda item: folder in item.path.parents)
     for item in items:
-        if Path(__file__).parent / "unit" in item.path.parents and not {"gpu", "slow"} & {*item.keywords}:
+        if folder in item.path.parents and not {"gpu", "slow"} & {*item.keywords}:
             item.add_marker(pytest.mark.unit)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def ranks_to_come(request: pytest.FixtureRequest) -> None:
-    """Starts the process that forks ranks before the first test, where any of them is to use it."""
-    if any("run_on_ranks" in vars(item.module) for item in request.session.items if isinstance(item, pytest.Function)):
-        from rank_processes import fork_server  # imports torch and DeepSpeed, which not every test needs
-
-        fork_server()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cpp_builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builds | None]:
-    """What the C++ tests need, where any of them is to run; begun before the first test."""
-    # The fixture of test_cpp; this one belongs to every test.
-    needed = any("build" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    builds = Builds(tmp_path_factory.mktemp("builds")) if needed else None
-    yield builds
-    if builds is not None:
-        builds.end()
 
 
 @pytest.fixture

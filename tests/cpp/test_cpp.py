@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cpp_build import BUILD_TIMEOUT_S, SANITIZERS, Build, Builds, configure, program, run
+import cpp_build
+from cpp_build import BUILD_TIMEOUT_S, SANITIZERS, Build, configure, program, run
 from worker_fuzzer import fuzz
 
 _RUN_TIMEOUT_S = 300
@@ -46,14 +47,21 @@ def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def build(cpp_builds: Builds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
-    """A function that returns the build for a sanitizer, or skips the test if this machine has none."""
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
+    """A function that builds for a sanitizer, the first time, or skips the test if this machine has none."""
 
     @cache
-    def build_of(sanitizer: str) -> Build:
+    def made(sanitizer: str) -> tuple[Path, str]:
+        directory = tmp_path_factory.mktemp(sanitizer)
         if sanitizer != "plain":
-            _skip_unless_sanitizer_works(tmp_path_factory.mktemp("probe"), sanitizer)
-        return cpp_builds.get(sanitizer)
+            _skip_unless_sanitizer_works(directory, sanitizer)
+        done = cpp_build.build(sanitizer, directory)
+        return directory, done.stdout if done.returncode != 0 else ""
+
+    def build_of(sanitizer: str) -> Build:
+        directory, failure = made(sanitizer)
+        assert failure == ""
+        return Build(directory=directory)
 
     return build_of
 

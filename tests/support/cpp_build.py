@@ -1,15 +1,9 @@
-"""Builds of the worker and the C++ tests of ``tests/cpp``, plain and with sanitizers. As a script, makes all of them in a folder.
+"""Builds of the worker and the C++ tests of ``tests/cpp``, plain and with sanitizers."""
 
-They take most of a minute, and few other tests use more than one core, so `conftest` starts them in the background.
-"""
-
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +49,8 @@ def build(sanitizer: str, directory: Path) -> subprocess.CompletedProcess[str]:
     configured = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", option)
     if configured.returncode != 0:
         return configured
-    return run([program("cmake") or "", "--build", directory, "--parallel", "2"], timeout_s=BUILD_TIMEOUT_S)
+    made = ["--build", directory, "--target", "zenflow-tests", "--parallel", "2"]
+    return run([program("cmake") or "", *made], timeout_s=BUILD_TIMEOUT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,49 +68,3 @@ class Build:
     def worker(self) -> Path:
         """The worker executable."""
         return self.directory / "zenflow-worker"
-
-
-class Builds:
-    """All builds, made in sequence by a background process of low priority.
-
-    Args:
-        folder: receives one folder per build.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            ["nice", "-n", "10", sys.executable, __file__, str(folder)], start_new_session=True
-        )
-
-    def get(self, sanitizer: str) -> Build:
-        """Waits for a build.
-
-        Raises:
-            AssertionError: the build failed; contains the compiler's output.
-        """
-        failure = self._folder / f"{sanitizer}.failure"
-        while not failure.exists() and self._process.poll() is None:
-            time.sleep(0.01)
-        assert failure.exists(), f"the builds exited with status {self._process.returncode}, see their output"
-        assert failure.read_text() == ""
-        return Build(directory=self._folder / sanitizer)
-
-    def end(self) -> None:
-        """Stops unfinished builds."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def main(folder: Path) -> None:
-    """Makes all builds; writes the output of each one that failed, otherwise nothing, to its own file."""
-    for sanitizer in SANITIZERS:
-        built = build(sanitizer, folder / sanitizer)
-        temporary = folder / "failure"
-        temporary.write_text(built.stdout if built.returncode != 0 else "")
-        temporary.rename(folder / f"{sanitizer}.failure")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

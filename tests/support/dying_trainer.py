@@ -1,7 +1,8 @@
-"""A training that ends in one of several ways; run as a script, in a process of its own.
+"""Trainings that end in several ways; run as a script, which forks a process for each of them when everything is imported.
 
-Arguments: how its fits end, one after the other (see `Ends`), and how many processes load data. It prints the worker's process number
-once a training is under way. One that waits to be killed prints, before Python takes itself apart, what is left.
+Arguments, of each process: how its fits end, one after the other (see `Ends`), how many processes load data, and the descriptor that it
+prints to. It prints its number, and the worker's once a training is under way. One that waits to be killed prints, before Python takes
+itself apart, what is left.
 """
 
 import atexit
@@ -13,6 +14,8 @@ import time
 # The test's own folder; the models are tiny, more threads would only wait for each other.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
+import torch._inductor.compile_fx  # else imported by the first fit of every fork
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -66,10 +69,20 @@ def main(ways: list[str], n_loaders: int) -> None:
         assert workers() == []
     print("through", flush=True)
     # Until the test has looked at what is left.
-    sys.stdin.read()
+    signal.pause()
 
 
 if __name__ == "__main__":
     # A shell that runs tests in the background has them ignore it, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(sys.argv[1].split(","), int(sys.argv[2]))
+    torch.set_num_threads(1)
+    for argument in sys.argv[1:]:
+        ways, n_loaders, output = argument.split(":")
+        if os.fork() == 0:
+            os.dup2(int(output), 1)
+            print(os.getpid(), flush=True)
+            main(ways.split(","), int(n_loaders))
+            break
+    else:
+        for _ in sys.argv[1:]:
+            os.wait()

@@ -1,12 +1,15 @@
 """No process, shared memory, socket or thread is left, however training ends."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import pytest
@@ -20,34 +23,41 @@ _SCRIPT = Path(__file__).parents[1] / "support" / "dying_trainer.py"
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
+@dataclass
+class Trainer:
+    """A process of `dying_trainer`."""
+
+    output: TextIO
+
+    def __post_init__(self) -> None:
+        self.pid = int(self.line())
+
+    def line(self) -> str:
+        """What it prints next, but for what libraries print."""
+        for line in self.output:
+            if re.fullmatch(r"\d+|through|\d+ workers, \d+ bytes", line.strip()):
+                return line.strip()
+        raise AssertionError("it has ended")
+
+
 @pytest.fixture(scope="module")
-def trainers() -> Iterator[dict[signal.Signals | None, subprocess.Popen[str]]]:
-    """A trainer for each signal, with two loaders, and one whose fits end early; started together to save time."""
-    started = {**{how: start("waits", n_loaders=2) for how in SIGNALS}, None: start("error,stops,end")}
-    yield started
-    for process in started.values():
-        process.kill()
-        process.communicate()
-
-
-def start(ways: str, *, n_loaders: int = 0) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(_SCRIPT), ways, str(n_loaders)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=fresh_environment(),
-        text=True,
-    )
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    """What it prints next, but for what libraries print."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if re.fullmatch(r"\d+|through|\d+ workers, \d+ bytes", line.strip()):
-            return line.strip()
-    raise AssertionError(f"it ended with status {process.wait()}")
+def trainers() -> Iterator[dict[signal.Signals | None, Trainer]]:
+    """A trainer for each signal, with two loaders, and one whose fits end early."""
+    ends: dict[signal.Signals | None, str] = {**dict.fromkeys(SIGNALS, "waits:2"), None: "error,stops,end:0"}
+    pipes = {how: os.pipe() for how in ends}
+    written = [write for _, write in pipes.values()]
+    command = [sys.executable, str(_SCRIPT), *(f"{ends[how]}:{write}" for how, (_, write) in pipes.items())]
+    parent = subprocess.Popen(
+        command, pass_fds=written, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=fresh_environment(),
+        start_new_session=True,
+    )  # fmt: skip
+    for write in written:
+        os.close(write)
+    with contextlib.ExitStack() as opened:
+        outputs = {how: opened.enter_context(open(read)) for how, (read, _) in pipes.items()}
+        yield {how: Trainer(output) for how, output in outputs.items()}
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.wait()
 
 
 def holders(pids: set[int]) -> list[str]:
@@ -65,10 +75,10 @@ def holders(pids: set[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", SIGNALS)
-def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | None, subprocess.Popen[str]]) -> None:
+def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | None, Trainer]) -> None:
     """Worker and memory are gone before Python takes itself apart, and at once where it has no time for that. Loaders may live on."""
     trainer = trainers[how]
-    worker = int(line_of(trainer))
+    worker = int(trainer.line())
     family = {process.pid for process in psutil.Process(trainer.pid).children(recursive=True)}
     loaders = family - {worker}
     assert len(loaders) >= 2
@@ -80,7 +90,7 @@ def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | N
             os.kill(loader, signal.SIGSTOP)
     os.kill(trainer.pid, how)
     if how != signal.SIGKILL:
-        assert line_of(trainer) == "0 workers, 0 bytes"
+        assert trainer.line() == "0 workers, 0 bytes"
     wait_for(lambda: not is_alive(worker))
     wait_for(lambda: not holders(family | {trainer.pid}))
     if how == signal.SIGKILL:
@@ -89,11 +99,11 @@ def test_a_killed_trainer(how: signal.Signals, trainers: dict[signal.Signals | N
             os.kill(loader, signal.SIGKILL)
 
 
-def test_fits_that_end_early(trainers: dict[signal.Signals | None, subprocess.Popen[str]]) -> None:
+def test_fits_that_end_early(trainers: dict[signal.Signals | None, Trainer]) -> None:
     """By an error and by a callback; another one works in the same process, and none leaves anything."""
     trainer = trainers[None]
-    workers = [int(line_of(trainer)) for _ in range(3)]
+    workers = [int(trainer.line()) for _ in range(3)]
     assert len(set(workers)) == 3
-    assert line_of(trainer) == "through"
+    assert trainer.line() == "through"
     assert not any(map(is_alive, workers))
     assert psutil.Process(trainer.pid).children(recursive=True) == []
