@@ -56,12 +56,20 @@ class Operation:
     """One entry of the recording, in the order in which the host came to it."""
 
     kind: str
-    """launch, d2h, h2d: work of a stream; host: work of the host; record, wait: of an event (`event`); host wait; submit, replay: jobs."""
+    """launch, d2h, h2d: work of a stream; part: of the launch that follows (`passes`); host: work of the host; record, wait: of an event
+    (`event`); host wait; submit, replay: jobs."""
     actor: str
     name: str = ""
     n_bytes: int = 0
+    """Copied; of other work read and written."""
+    numel: int = 0
+    """Elements of the largest tensor."""
+    flops: int = 0
+    """Floating-point operations of a matrix product."""
     event: int = 0
     """Number of the event or job."""
+    after: int = -1
+    """submit: index of the copy of the word that the worker waits for; -1: none."""
     place: str = ""
     """Function of the package that did it."""
 

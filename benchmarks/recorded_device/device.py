@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
+from benchmarks.recorded_device.memory import DeviceMemory
 from lightning_zenflow.core import device as zenflow_device
 from lightning_zenflow.zero.environment import CpuAccelerator
 
@@ -23,6 +24,9 @@ class RecordedDevice:
         self.events_are_reached = events_are_reached
         """What `Event.query` answers: both must be right."""
         self.main = RecordedStream(self, MAIN)
+        self.memory = DeviceMemory()
+        self.written: set[int] | None = None
+        """Addresses that the present pass has written to; None outside of passes (`passes`)."""
         self._stack = [self.main]
         self._numbers = itertools.count(1)
 
@@ -43,6 +47,20 @@ class RecordedDevice:
             yield
         finally:
             self._stack.pop()
+
+    @contextmanager
+    def one_launch(self, name: str, arguments: Sequence[Tensor]) -> Iterator[None]:
+        """Notes all work of the context as one launch, which reads its arguments once and writes those that it changes."""
+        self.written = set()
+        try:
+            yield
+            changed = [t for t in arguments if t.data_ptr() in self.written]
+        finally:
+            self.written = None
+        n_bytes = sum(t.nbytes for t in [*arguments, *changed])
+        numel = max((t.numel() for t in arguments), default=0)
+        self.note("launch", self.current.name, name=name, n_bytes=n_bytes, numel=numel)
+        self.memory.measure()
 
     def host_waits(self, clock: Clock, name: str, event: int = 0) -> None:
         self.order.follow(HOST, clock)

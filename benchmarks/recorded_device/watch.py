@@ -14,13 +14,14 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 import lightning_zenflow
 from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
+from benchmarks.recorded_device.passes import one_launch_a_pass
 from lightning_zenflow.core.device import RUNTIMES
-from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import ExportMessage, JobMessage, Request
@@ -83,6 +84,8 @@ class Watch(TorchDispatchMode):
         self._device, self._order = device, device.order
         self.word_clocks: dict[int, Clock] = {}
         """For each address that a device copied to last: what precedes the copy's end."""
+        self.word_copies: dict[int, int] = {}
+        """For each such address: the index of that copy among the operations."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,10 +105,14 @@ class Watch(TorchDispatchMode):
         if packet in _SHAPE_ONLY:
             reads = []
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
-        self._add(packet, reads, writes, new, blocks=non_blocking is not True)
+        count = flop_registry.get(func.overloadpacket)
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
+        self._add(packet, reads, writes, new, blocks=non_blocking is not True, flops=flops)
         return out
 
-    def _add(self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, blocks: bool) -> None:
+    def _add(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, blocks: bool, flops: int
+    ) -> None:
         read, written = [s for t in reads for s in self.spans(t)], [s for t in writes for s in self.spans(t)]
         on_host = [self._order.host_base(span.begin) is not None for span in read + written]
         actor = HOST if on_host and all(on_host) else self._device.current.name
@@ -126,16 +133,23 @@ class Watch(TorchDispatchMode):
         self._order.touch(read, writes=False, actor=actor, clock=clock, name=where)
         self._order.touch(written, writes=True, actor=actor, clock=clock, name=where)
         self._order.touch((s for t in new for s in self.spans(t)), writes=True, actor=actor, clock=clock, name=where)
-        n_bytes = sum(s.end - s.begin for s in (written or read))
         down = copies and written and self._order.host_base(written[0].begin) is not None
         up = copies and read and self._order.host_base(read[0].begin) is not None
         kind = HOST if actor == HOST else "d2h" if down else "h2d" if up else "launch"
-        n = len(writes) if copies and (down or up) else 1
-        for _ in range(n):
-            self._device.note(kind, actor, name=name, n_bytes=n_bytes // n)
+        if kind == "launch" and self._device.written is not None:
+            kind = "part"
+            self._device.written.update(span.begin for span in written)
+        if kind in ("d2h", "h2d"):
+            for copied in writes:
+                self._device.note(kind, actor, name=name, n_bytes=copied.nbytes, numel=copied.numel())
+        else:
+            tensors = [*reads, *writes, *new]
+            n_bytes, numel = sum(t.nbytes for t in tensors), max((t.numel() for t in tensors), default=0)
+            self._device.note(kind, actor, name=name, n_bytes=n_bytes, numel=numel, flops=flops)
         if down and actor != HOST:
             for span in written:
                 self.word_clocks[span.begin] = clock
+                self.word_copies[span.begin] = len(self._order.operations) - 1
         if actor != HOST and (name == "_local_scalar_dense" or (name == "copy_" and (down or up) and blocks)):
             self._device.host_waits(clock, name)
 
@@ -147,6 +161,8 @@ class Watch(TorchDispatchMode):
         base = storage.data_ptr()
         if base and actor != HOST and self._order.allocate(base, actor):
             weakref.finalize(storage, self._order.free, base)
+            self._device.memory.allocate(base, storage.nbytes(), place(), counts=self._device.written is None)
+            weakref.finalize(storage, self._device.memory.free, base)
 
     def spans(self, tensor: Tensor) -> list[Span]:
         if tensor.numel() == 0 or tensor.device.type != "cpu":
@@ -189,7 +205,9 @@ class WatchedWorker:
 
         def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> None:
             self._submitted.append(dict(self._order.clocks[HOST]))
-            self._device.note("submit", HOST, name=type(message).__name__, event=_number(message))
+            words = self._words(message) if isinstance(message, JobMessage) else []
+            after = max((self._watch.word_copies[word.data_ptr()] for word in words), default=-1)
+            self._device.note("submit", HOST, name=type(message).__name__, event=_number(message), after=after)
             submit(worker, message)
 
         def received(worker: SupervisedWorker) -> None:
@@ -267,7 +285,7 @@ def recorded_device(*, events_are_reached: bool = False) -> Iterator[RecordedDev
         stack.callback(set_accelerator, get_accelerator())
         set_accelerator(RecordedAccelerator(device))
         stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
-        stack.enter_context(patch.object(build, "kernels_for", lambda _: TorchKernels()))
+        stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)

@@ -7,6 +7,7 @@ a CPU.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels import triton_device as device
-from lightning_zenflow.kernels.base import ColumnWrite, Destination, Kernels, Selection, SquaredNorms
+from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, Selection, SquaredNorms
 from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise, SecondMoment
 
 _BLOCK = 1024
@@ -45,12 +46,21 @@ class TritonKernels(Kernels):
     """One kernel a pass. Passes allocate their results and partial sums, nothing else."""
 
     @override
-    def route(self, gradient: Tensor, destinations: Sequence[Destination], *, per_axis: bool) -> SquaredNorms:
+    def route(
+        self,
+        gradient: Tensor,
+        destinations: Sequence[Destination],
+        *,
+        per_axis: bool,
+        copies: AbstractContextManager[None] = IN_ORDER,
+    ) -> SquaredNorms:
         """One launch besides the copies, for a single selection of columns; one more for each further selection."""
         fused: tuple[Tensor, Selection] | None = None
+        with copies:
+            for destination in destinations:
+                destination.slot.copy_(destination.part_of(gradient), non_blocking=True)
         for destination in destinations:
             part = destination.part_of(gradient)
-            destination.slot.copy_(part, non_blocking=True)
             for selection in destination.selections:
                 if fused is None and selection.columns is not None and selection.target.numel():
                     fused = part, selection

@@ -1,0 +1,40 @@
+"""The passes of `kernels` by torch's operations, each noted as the one launch that it is on a GPU.
+
+The operations within a pass still count for the order, as parts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from benchmarks.recorded_device.device import RecordedDevice
+from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.kernels.torch import TorchKernels
+
+_OF_PASSES = ("route", "select", "column_writer")
+"""Methods that call passes and copy."""
+
+
+def one_launch_a_pass(device: RecordedDevice) -> Kernels:
+    """The kernels of a recorded device."""
+
+    def whole(name: str) -> Callable[..., Any]:
+        run = getattr(TorchKernels, name)
+
+        def noted(self: Kernels, *args: Any, **kwargs: Any) -> Any:
+            if device.written is not None:  # within another pass
+                return run(self, *args, **kwargs)
+            with device.one_launch(name, [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]):
+                return run(self, *args, **kwargs)
+
+        return noted
+
+    passes = [
+        name
+        for name, value in vars(Kernels).items()
+        if callable(value) and name not in _OF_PASSES and not name.startswith("_")
+    ]
+    made: type[TorchKernels] = type("OneLaunchKernels", (TorchKernels,), {name: whole(name) for name in passes})
+    return made()

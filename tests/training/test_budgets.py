@@ -1,0 +1,112 @@
+"""Budgets of a settled step without a clock: bytes copied and device memory, as recorded, as counted and by the formulas of `estimate`."""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from typing_extensions import override
+
+from benchmarks.recorded_device.device import RecordedDevice
+from benchmarks.recorded_device.recording import StepEnds
+from benchmarks.recorded_device.watch import recorded_device
+from gpu_cases import RACES, optimizer_of
+from harness import Case, run_here
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.estimate.machine import Machine, Workload
+from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
+from lightning_zenflow.estimate.zenflow_cost import ZenFlowCost
+from lightning_zenflow.kernels.factored import NOISE_NUMEL
+from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+WIDTHS = [64] * 9 + [32]
+WORDS = 4 + 8
+"""Factor and step number."""
+NOISE = 2 * NOISE_NUMEL * 4
+"""Of rounding, whatever the size of the model."""
+
+
+def case_of(update_interval: int, publish_lag: int, **keys: Any) -> Case:
+    case = replace(
+        RACES["a network"],
+        accelerator="cpu",
+        model_options={"widths": WIDTHS},
+        update_interval=update_interval,
+        publish_lag=publish_lag,
+        steps=2 * update_interval + publish_lag + 4,
+        strategy_options={"weight_prediction": "auto", "provisional_scale": "auto", "select_interval": 0, **keys},
+    )
+    return case.with_keys(reduce_bucket_size=5000, overlap_comm=True)
+
+
+class Budgets(StepEnds):
+    """Reads the counters and the log of device memory at the end of each step."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        super().__init__(device)
+        self.device = device
+        self.counted: list[tuple[int, int]] = []
+        self.live: list[int] = []
+        self.peaks: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_batch_end(trainer)
+        traffic = optimizer_of(trainer).parts.rank.telemetry.traffic
+        self.counted.append((traffic.d2h_bytes, traffic.h2d_bytes))
+        self.live.append(self.device.memory.live)
+        self.peaks.append(self.device.memory.peak)
+        self.device.memory.restart()
+
+    def recorded(self, kind: str, steps: range) -> int:
+        """Bytes of a kind of copies."""
+        operations = self.device.order.operations
+        ends = {o.event: i for i, o in enumerate(operations) if o.kind == "step"}
+        return sum(o.n_bytes for o in operations[ends[steps[0] - 1] : ends[steps[-1]]] if o.kind == kind)
+
+
+def budgets_of(case: Case) -> Budgets:
+    with recorded_device() as device:
+        budgets = Budgets(device)
+        run_here(case, callbacks=[budgets])
+    return budgets
+
+
+def cost_of(case: Case, *, room: bool = True) -> tuple[ZenFlowCost, ModelShapes]:
+    """The formulas, on a device with or without room for kept gradients."""
+    model = shapes_of_module(case.make_model())
+    workload = Workload(model=model, step_ms=100, clips=True)
+    config = ZenFlowConfig(
+        topk_ratio=case.topk_ratio, update_interval=case.update_interval, publish_lag=case.publish_lag
+    )
+    machine = Machine(gpus=1, gpu_mem=80 if room else 1e-9, pcie=50, cpu_bw=100)
+    return ZenFlowCost(workload, machine, config), model
+
+
+@pytest.mark.parametrize(("s", "d"), [(4, 1), (1, 1), (1, 0), (2, 2)])
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no_room"])
+def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a window: the model's bytes and the words down in each step; up the model's bytes once, and what is read back."""
+    monkeypatch.setattr(provisional_update, "has_room", lambda *_: room)
+    case = case_of(s, d)
+    budgets, (cost, model) = budgets_of(case), cost_of(case, room=room)
+    steps = range(case.steps - s + 1, case.steps + 1)
+    recorded = budgets.recorded("d2h", steps), budgets.recorded("h2d", steps)
+    (d2h, h2d), before = budgets.counted[steps[-1] - 1], budgets.counted[steps[0] - 2]
+    assert recorded == (d2h - before[0], h2d - before[1])
+    assert recorded[0] == s * (cost.d2h_bytes() + WORDS)
+    # Vectors have no provisional update, which the formula does not know.
+    vectors = 0 if room else 2 * d * model.vector_numel
+    assert recorded[1] == s * cost.h2d_bytes(UpdateSchedule(update_interval=s, publish_lag=d)) - vectors
+
+
+@pytest.mark.parametrize(("s", "d"), [(4, 1), (1, 1), (1, 0), (2, 2)])
+def test_device_memory_of_settled_steps(s: int, d: int) -> None:
+    case = case_of(s, d)
+    budgets, (cost, model) = budgets_of(case), cost_of(case)
+    weights_and_buckets = 2 * model.numel + 2 * 2 * bucket_size(model.numel)
+    owned = cost.peak_device_bytes() - weights_and_buckets
+    print(budgets.live, budgets.peaks, owned, model.vector_numel, model.factor_numel, budgets.device.memory.by_place())
