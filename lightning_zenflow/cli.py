@@ -64,7 +64,6 @@ def _estimate(options: argparse.Namespace) -> str:
         step_ms=options.step_ms,
         dtype_bytes=_DTYPE_BYTES[options.dtype],
         accumulate_grad_batches=options.accumulate_grad_batches,
-        clips=not options.no_clipping,
         reduce_bucket_size=options.reduce_bucket_size,
     )
     comparison = estimate(workload, machine, config)
@@ -110,9 +109,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
         "--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s"
     )
     training.add_argument("--accumulate-grad-batches", type=int, default=1, help="default %(default)s")
-    training.add_argument(
-        "--no-clipping", action="store_true", help="gradients are not clipped, so that S = 1, d = 0 hides in backward"
-    )
     training.add_argument(
         "--reduce-bucket-size", type=_whole_number, help="elements; default: that of each strategy for the model"
     )

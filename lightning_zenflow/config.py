@@ -119,8 +119,9 @@ class ZenFlowConfig:
     up to 2, without waiting."""
 
     optimizer_in_backward: bool = _key(True, BOOLEAN)
-    """Submits each gradient in backward as soon as it arrives, so that AdamW itself hides behind backward. Applies without clipping,
-    with a fixed loss scale and S = 1, d = 0. If false, a step with some non-finite gradients changes no weight at all."""
+    """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that AdamW itself hides behind backward. With
+    clipping, the next forward pass sees weights with a predicted clip factor; the exact state always has the true one. If false, each
+    step waits for the worker at its end."""
 
     full_warm_up_rounds: int = _key(0, integer(0), unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""

@@ -87,7 +87,7 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> It
         if not schedule and name != "zero_offload":
             continue
         keys = {"update_interval": schedule[0], "publish_lag": schedule[1]} if schedule else {}
-        workload = Workload(model=shapes_of_count(of_method[0].n_params), step_ms=baseline_ms, clips=method.clips)
+        workload = Workload(model=shapes_of_count(of_method[0].n_params), step_ms=baseline_ms)
         prediction = estimate(workload, machine, ZenFlowConfig(**{**method.zenflow_keys, **keys}))
         cost = prediction.zenflow if schedule else prediction.zero_offload
         step = Checked(predicted=1e3 * cost.step_s, measured=_median_ms(r.step_s for r in of_method))

@@ -76,8 +76,6 @@ class Workload:
     """b, bytes of a weight and of a gradient: 2 (bf16, fp16) or 4 (fp32)."""
     accumulate_grad_batches: int = 1
     """Micro-batches in an optimizer step, an integer >= 1."""
-    clips: bool = True
-    """Gradients are clipped by norm, so that none can be applied before the last one is known."""
     reduce_bucket_size: int | None = None
     """Elements of one of DeepSpeed's two gradient buckets, an integer >= 1; None: the default of Lightning's DeepSpeedStrategy, and
     `buckets.bucket_size` for ZenFlow."""

@@ -46,7 +46,7 @@ def simulate(
         device_s: step -> seconds of work of the device.
         job_s: (step, number of gradients) -> seconds of computation of the worker for one job submitted at the end of the step.
         max_interval_by_gradients: step -> bound of S by the gradient rule at its end.
-        early_share: last part of a step, in which gradients arrive and are submitted where S = 1, d = 0; 0: all are submitted at its end.
+        early_share: last part of a step, in which gradients arrive and are submitted where d = 0; 0: all are submitted at its end.
         last_share: share of the blocks whose gradients arrive at the very end of the step, such as those of an embedding.
 
     Returns:
@@ -67,7 +67,7 @@ def simulate(
         work = device_s(step)
         now += work
         closing = staggered.closing_blocks(step)
-        early_s = early_share * work if (schedule.update_interval, schedule.publish_lag) == (1, 0) else 0.0
+        early_s = early_share * work if schedule.publish_lag == 0 else 0.0
         for number, block in enumerate(closing, start=1):
             seconds = job_s(step, step - opened[block])
             arrived = min(1.0, number / (len(closing) * (1 - last_share)))

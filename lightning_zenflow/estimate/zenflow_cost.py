@@ -27,7 +27,7 @@ class ZenFlowCost:
     """Cost of one rank.
 
     Gradients are copied during the last micro-batch's backward; the excess delays the step. Each step copies 1/S of the weights to the
-    device. These copies hide in backward if there is a lag, or if gradients are submitted in backward (S = 1, d = 0 without clipping),
+    device. These copies hide in backward if there is a lag, or if gradients are submitted in backward (d = 0),
     except for one block whose job may be done too late; otherwise they are exposed.
 
     Copies and worker share the host's memory bandwidth; with few cores, the worker's arithmetic takes longer than its memory traffic. The
@@ -44,7 +44,7 @@ class ZenFlowCost:
 
     def __init__(self, workload: Workload, machine: Machine, config: ZenFlowConfig) -> None:
         self._workload, self._machine, self._config = workload, machine, config
-        self._in_backward = config.submits_in_backward and not workload.clips
+        self._in_backward = config.submits_in_backward
         self._n_blocks = blocks_wanted(config.update_intervals, in_backward=self._in_backward)
         self._partition = workload.partition_numel(machine.gpus)
         self._weight_bytes = workload.dtype_bytes * self._partition
@@ -92,7 +92,7 @@ class ZenFlowCost:
         """Copies in a step that no computation hides."""
         late_s = max(0.0, self._upload_s - self._last_backward_s)
         read_back_s = (self._reapplied_bytes(schedule) - self._kept_bytes(schedule)) / self._machine.pcie_bytes_per_s
-        hidden = schedule.publish_lag > 0 or (self._in_backward and schedule.update_interval == 1)
+        hidden = schedule.publish_lag > 0 or self._in_backward
         at_the_end = 1 / self._n_blocks if hidden else 1 / schedule.update_interval
         return late_s + self._upload_s * at_the_end + 2 * self._sums * self._upload_s + read_back_s
 

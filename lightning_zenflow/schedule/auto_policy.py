@@ -46,7 +46,7 @@ class _Limits:
 
     with_lag: float
     in_backward: float
-    """S = 1, d = 0, with each gradient submitted in backward, which is some 2/3 of a step."""
+    """d = 0, with each gradient submitted in backward, which is some 2/3 of a step."""
     at_the_end: float
     """d = 0, with all gradients submitted at the end of the step: the worker's whole time is stall."""
 
@@ -107,7 +107,7 @@ class SchedulePolicy:
     Args:
         update_intervals: candidates for S, ascending powers of two; a single number if S is fixed.
         publish_lags: candidates for d, ascending; a single number if d is fixed.
-        hides_in_backward: whether S = 1, d = 0 submits gradients in backward.
+        hides_in_backward: whether d = 0 submits gradients in backward.
     """
 
     def __init__(
@@ -228,4 +228,4 @@ class SchedulePolicy:
         """Largest load at which a schedule counts as hidden."""
         if schedule.publish_lag > 0:
             return limits.with_lag
-        return limits.in_backward if self._hides_in_backward and schedule.update_interval == 1 else limits.at_the_end
+        return limits.in_backward if self._hides_in_backward else limits.at_the_end
