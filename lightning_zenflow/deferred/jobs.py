@@ -338,7 +338,9 @@ class JobQueue:
     def _publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
         job = self._in_flight.popleft()
+        self.counts.in_backward += job.has_tentative
         if job.completion is None:
+            self.counts.late += job.has_tentative and not self._worker.has_answered()
             with self._rank.telemetry.stalls.measure(cause):
                 job.completion = self._worker.wait()
         assert job.completion.job_id == job.job_id, "the worker answers in order of submission"

@@ -49,6 +49,10 @@ class JobCounts:
 
     bytes_in_backward: int = 0
     """Bytes of published weights that were copied during backward; part of `Traffic.h2d_bytes`."""
+    in_backward: int = 0
+    """Jobs that were submitted in backward."""
+    late: int = 0
+    """Those of them that were not done at the end of their step."""
     gradients: int = 0
     """Gradients (of one step and one block) that have become visible in the model's weights."""
     age_steps: int = 0

@@ -27,6 +27,8 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
     "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
+    "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the step ended",
+    "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
     "zenflow/overlap/staleness_steps": "mean age of host-owned gradients when they become visible in the model; 0: in their own step",
     "zenflow/traffic/d2h_bytes": "device to host, per step",
     "zenflow/traffic/h2d_bytes": "host to device, per step",
@@ -86,11 +88,14 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
     device = difference(now.device_stall_s, before.device_stall_s)
     busy_s = now.worker_busy_s - before.worker_busy_s
     gradients = now.gradients - before.gradients
+    in_backward = now.in_backward_jobs - before.in_backward_jobs
     d2h_bytes = (now.d2h_bytes - before.d2h_bytes) / steps
     h2d_bytes = (now.h2d_bytes - before.h2d_bytes) / steps
     model_bytes = max(now.model_bytes, 1)
     optional = {
         "stall/device_copy_ms": 1e3 * copies.exposed_h2d_s if copies else None,
+        "overlap/late_blocks_percent": 100 * (now.late_jobs - before.late_jobs) / in_backward if in_backward else None,
+        "overlap/clip_prediction_error_percent": _percent(now.factor_error),
         "overlap/staleness_steps": (now.age_steps - before.age_steps) / gradients if gradients else None,
         "traffic/d2h_GB_per_s": _gb_per_s(*copies.d2h) if copies else None,
         "traffic/h2d_GB_per_s": _gb_per_s(*copies.h2d) if copies else None,

@@ -39,11 +39,13 @@ class BackwardSubmission:
         self._norms = NormPrediction(len(rank.partition.blocks), rank.device)
         self._count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self._n_added = 0
+        self._factors: list[Tensor] = []
 
     def open(self) -> None:
         """Begins a step."""
         self._norms.open()
         self._n_added = 0
+        self._factors.clear()
 
     def submit(self, blocks: Iterable[int], context: StepContext) -> None:
         """Submits complete blocks whose windows close.
@@ -69,12 +71,19 @@ class BackwardSubmission:
             scale = step_scale(
                 squared_norm, max_norm=context.max_norm, loss_scale=context.loss_scale, count=self._count
             )
+            self._factors.append(scale.factor)
             self._jobs.submit_in_backward(block, context.number, scale.factor, beta1=mean_beta1(context.groups))
 
-    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
-        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
-        if context.plan.submits_in_backward and context.max_norm > 0:
-            self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.loss_scale)
+    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> Tensor | None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale.
+
+        Returns:
+            Mean relative error of the predicted factors, 0-D float32; None if none was predicted.
+        """
+        if not context.plan.submits_in_backward or context.max_norm == 0:
+            return None
+        self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.loss_scale)
+        return (torch.stack(self._factors) / scale.factor - 1).abs().mean() if self._factors else None
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's norm is predicted from."""

@@ -25,12 +25,19 @@ class CounterReader:
         self._skipped = skipped
         self._skipped_copy: AsyncHostCopy | None = None
         self._owned_share_copy: AsyncHostCopy | None = None
+        self._factor_error_copy: AsyncHostCopy | None = None
+        self._factor_error: float | None = None
         self._n_skipped = 0
         self._owned_share: float | None = None
 
     def note_owned_share(self, share: Tensor) -> None:
         """Takes the share of the squared norm of the gradient that lies in device-owned columns: 0-D float32 on the device."""
         self._owned_share_copy = AsyncHostCopy(share)
+
+    def note_factor_error(self, error: Tensor) -> None:
+        """Takes the mean relative error of a step's predicted clip factors: 0-D on the device."""
+        if self._factor_error_copy is None:
+            self._factor_error_copy = AsyncHostCopy(error)
 
     def read(self, *, worker_pid: int | None) -> Reading:
         """Present values; those of the device are from an earlier step.
@@ -51,6 +58,9 @@ class CounterReader:
             d2h_bytes=telemetry.traffic.d2h_bytes,
             h2d_bytes=telemetry.traffic.h2d_bytes,
             model_bytes=self._numel * self._rank.dtype.itemsize,
+            in_backward_jobs=counts.in_backward,
+            late_jobs=counts.late,
+            factor_error=self._factor_error,
             gradients=counts.gradients,
             age_steps=counts.age_steps,
             update_interval=schedule.update_interval,
@@ -70,6 +80,8 @@ class CounterReader:
     def _read_device_values(self) -> None:
         if self._owned_share_copy is not None and self._owned_share_copy.arrived:
             self._owned_share, self._owned_share_copy = float(self._owned_share_copy.read()), None
+        if self._factor_error_copy is not None and self._factor_error_copy.arrived:
+            self._factor_error, self._factor_error_copy = float(self._factor_error_copy.read()), None
         before, self._skipped_copy = self._skipped_copy, AsyncHostCopy(self._skipped)
         for copy in (before, self._skipped_copy):
             if copy is not None and copy.arrived:

@@ -115,7 +115,9 @@ class ZenFlowStep:
         scale = step_scale(
             squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
         )
-        self._router.in_backward.end_step(squared_norm, scale, context)
+        error = self._router.in_backward.end_step(squared_norm, scale, context)
+        if error is not None:
+            self._parts.counters.note_factor_error(error)
         self._environment.scaled(scale)
         self.count = scale.count
         self.skipped.add_(~scale.finite)

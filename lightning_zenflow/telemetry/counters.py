@@ -47,6 +47,12 @@ class Reading:
     h2d_bytes: int
     model_bytes: int
     """Size of the rank's weights in the model's dtype."""
+    in_backward_jobs: int
+    """Jobs that were submitted in backward."""
+    late_jobs: int
+    """Those of them that were not done at the end of their step."""
+    factor_error: float | None
+    """Mean relative error of a step's predicted clip factors; None until measured."""
     gradients: int
     """Block gradients that have become visible in the model."""
     age_steps: int

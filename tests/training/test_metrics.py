@@ -24,6 +24,8 @@ from lightning_zenflow.telemetry.stalls import CAUSES
 from models import LinearLossModule, OptimizerOptions
 from networks import SmallNet
 
+IN_BACKWARD = {"zenflow/overlap/late_blocks_percent", "zenflow/overlap/clip_prediction_error_percent"}
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +53,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, float]]) -> None:
     table = re.findall(r"^\| `(zenflow/\S+)` \| (.+) \|$", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
     assert dict(table) == METRICS
-    assert {name for row in rows for name in row} - {"step"} == set(METRICS)
+    assert {name for row in rows for name in row} - {"step"} == set(METRICS) - IN_BACKWARD
+
+
+def test_predictions_of_the_clip_factor(tmp_path: Path) -> None:
+    strategy = fixed(update_interval=1, publish_lag=0, select_interval=0)
+    *_, last = logged(tmp_path, strategy, steps=8, every=1, gradient_clip_val=0.01)
+    assert set(last) >= IN_BACKWARD
+    assert 0 < last["zenflow/overlap/clip_prediction_error_percent"] < 100
+    assert 0 <= last["zenflow/overlap/late_blocks_percent"] <= 100
 
 
 def test_logged_with_lightnings_own_metrics_of_the_step(rows: list[dict[str, float]]) -> None:

@@ -79,7 +79,7 @@ def test_its_state_is_adamws(update_interval: int, publish_lag: int, group: dist
     keys = {"update_interval": update_interval, "publish_lag": publish_lag, "select_interval": 3, "topk_ratio": 0.3}
     config = ZenFlowConfig(worker_timeout=60, **keys)
     resources = RankResources(cores=WorkerCores(cores=(0,), reason="test", trainer_threads=1), ranks_on_host=1)
-    parts = build(config, zero, resources, clips=True)
+    parts = build(config, zero, resources)
     step = ZenFlowStep(config, parts.step, Environment(), Freezing(parts.step.rank.partition, weights), group)
     exact = AdamWState.start(weights, torch.float64)
     try:
