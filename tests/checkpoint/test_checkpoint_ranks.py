@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import EVERYTHING
 
-from harness import Case, Run, run_here
+from harness import EVERYTHING, Case, Run, run_here
 from rank_processes import run_on_ranks
+from same_bits import assert_same_state, assert_same_tensors
 
 STEPS = 12
 LIMIT = Case(
@@ -30,20 +30,10 @@ CASES = {
 }
 
 
-def assert_exact(loaded: Run, saved: Run) -> None:
-    assert loaded.counts == saved.counts
-    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
-        for ours, theirs in zip(getattr(loaded, kind), getattr(saved, kind), strict=True):
-            assert torch.equal(ours, theirs), kind
-
-
 def run_all(cases: dict[str, Case], ranks: int) -> dict[str, Run]:
     if ranks == 1:
         return {name: run_here(case) for name, case in cases.items()}
     runs = run_on_ranks(cases, ranks=ranks)
-    for name, of_ranks in runs.items():
-        for run in of_ranks:
-            assert run.error is None, f"{name}: {run.error}"
     return {name: of_ranks[0] for name, of_ranks in runs.items()}
 
 
@@ -61,7 +51,9 @@ def check(tmp_path: Path, names: Sequence[str], before: int, after: int) -> None
         loading[f"{name}, other ranks"] = replace(case, checkpoint=path)
     runs = run_all(saving, before) | run_all(loading, after)
     for name in names:
-        assert_exact(runs[f"{name}, loaded"], runs[f"{name}, saved"])
+        loaded, saved = runs[f"{name}, loaded"], runs[f"{name}, saved"]
+        assert_same_state(loaded, saved)
+        assert_same_tensors(loaded.weights, saved.weights)
         other, same = runs[f"{name}, other ranks"], runs[f"{name}, the same ranks"]
         assert len(other.losses) == len(same.losses) == STEPS - 5
         for a, b in zip(other.master, same.master, strict=True):
@@ -77,11 +69,6 @@ def test_from_two_to_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_every_case(before: int, after: int, tmp_path: Path) -> None:
     check(tmp_path, list(CASES), before, after)
-
-
-@pytest.mark.slow
-def test_from_four_to_two(tmp_path: Path) -> None:
-    check(tmp_path, list(CASES), 4, 2)

@@ -107,16 +107,6 @@ TEST(block_replay, equals_reference_on_ranges_that_blocks_cut) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) check_awkward_spec(type);
 }
 
-TEST(block_replay, publishes_without_steps) {
-    ArenaSpec spec;
-    spec.weight_dtype = DataType::kBFloat16;
-    Fixture fixture(spec);
-    for (size_t i = 0; i < spec.numel; ++i) fixture.trainer.master()[i] = static_cast<float>(i);
-    fixture.run(job_of(1, 1, 0, 0), {});
-    const auto published = test::decode(fixture.trainer.publish_buffer(0), 36, DataType::kBFloat16);
-    for (size_t i = 0; i < 36; ++i) CHECK_EQ(published[i], static_cast<float>(64 + i));
-}
-
 // Applied before the step's own word arrives, each block with its own factor; the bits equal those of a job after the step.
 TEST(block_replay, a_job_in_backward_equals_one_of_the_whole_step) {
     Fixture after_step{ArenaSpec{}}, in_backward{ArenaSpec{}};

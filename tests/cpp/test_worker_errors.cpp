@@ -73,8 +73,6 @@ TEST(worker, reports_an_invalid_job) {
     };
     const Case cases[] = {
         {job_of(2, 1, 1, 0), {}, "block must be below n_blocks = 2, got 2"},
-        {job_of(0, 1, 1, 0, 2), {}, "publish_buffer must be below n_publish_buffers = 2, got 2"},
-        {job_of(0, 1, 1, 1), {6}, "slots[0] must be below n_slots = 6, got 6"},
         {job_of(0, 1, 0, 1), {0}, "first_step must be at least 1"},
         {job_of(0, 1, 1, 5), {0, 0, 0, 0, 0}, "n_committed + has_tentative must be at most n_step_records = 4, got 5"},
         {job_of(0, 1, 4, 2), {0, 0}, "last step must be at most 4"},

@@ -20,7 +20,7 @@ import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions, TestModule
-from reference import Group, ReferenceZenFlow
+from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
 from scripted_schedule import scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
@@ -144,6 +144,11 @@ class Case:
             of_group = self.optimizer.groups(step)
             groups.append([h for h, ps in zip(of_group, reference.parameter_groups, strict=True) for _ in ps])
         return weights, gradients, groups
+
+    def adamw(self, *, world_size: int = 1) -> AdamWState:
+        """AdamW in float64 on `fixed_gradients`."""
+        weights, gradients, groups = self.fixed_gradients(world_size=world_size)
+        return adamw_reference(weights, gradients, groups, max_norm=self.max_norm or 0.0)
 
 
 @dataclass(kw_only=True)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
@@ -22,8 +21,7 @@ from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.worker.process import WorkerError
-from models import TINY, LinearLossModule, OptimizerOptions, TestModule
-from networks import SmallNet
+from models import TINY, LinearLossModule
 from processes import ArenaWatch
 from reference import adamw_reference
 
@@ -199,19 +197,13 @@ def test_nothing_remains_after_an_error_at_setup() -> None:
     assert shared_bytes() <= before
 
 
-def test_evaluation_after_an_exception() -> None:
+def test_evaluation_and_a_new_trainer_after_an_exception() -> None:
     """The interrupted run's optimizer is gone; its weights are there."""
     model = Fails(shapes=TINY)
     trainer = make_trainer(ZenFlowStrategy(), max_steps=10, limit_val_batches=1)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         trainer.fit(model)
     trainer.validate(model, verbose=False)
-
-
-def test_training_goes_on_in_a_new_trainer_after_an_exception() -> None:
-    model = Fails(shapes=TINY)
-    with pytest.raises(RuntimeError, match="the user's own mistake"):
-        fit(model, steps=10)
     model.at = 1000
     fit(model, steps=4)
 
@@ -227,19 +219,6 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name() -> None:
 
     with pytest.raises(RuntimeError, match="ZenFlow worker .* was killed by signal 9"):
         fit(KillsWorker(shapes=TINY), ZenFlowStrategy(max_worker_restarts=0), steps=10)
-
-
-def test_the_worker_is_told_to_exit() -> None:
-    seen: list[int] = []
-
-    class Looks(pl.Callback):
-        @override
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen.extend(workers())
-
-    fit(linear(), callbacks=[Looks()])
-    assert len(seen) == 1
-    assert not psutil.pid_exists(seen[0])
 
 
 class ReadsOfDeviceValues(TorchDispatchMode):
@@ -280,45 +259,6 @@ def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypat
     with mode:
         torch.ones(1).item()
     assert len(mode.reads) == 1
-
-
-def test_frozen_parameters_stay() -> None:
-    model = SmallNet()
-    model.embedding.weight.requires_grad_(False)
-    model.convolution.bias.requires_grad_(False)  # type: ignore[union-attr]
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    fit(model, steps=5)
-    for name, p in model.named_parameters():
-        assert torch.equal(p.detach(), before[name]) == (not p.requires_grad), name
-
-
-def test_tied_weights() -> None:
-    """One tensor under two names is one parameter."""
-
-    class Tied(TestModule):
-        def __init__(self) -> None:
-            super().__init__(length=20, accumulate=1, optimizer=OptimizerOptions())
-            self.words = nn.Embedding(11, 6)
-            self.head = nn.Linear(6, 11)
-            self.head.weight = self.words.weight
-
-        @override
-        def loss(self, step: int, micro: int, rank: int) -> Tensor:
-            tokens = torch.arange(11)
-            return nn.functional.cross_entropy(self.head(self.words(tokens)), tokens.flip(0))
-
-    ours, theirs = Tied(), Tied()
-    theirs.load_state_dict(ours.state_dict())
-    fit(ours, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)
-    assert ours.head.weight is ours.words.weight
-    configured = theirs.configure_optimizers()
-    for step in range(6):
-        configured["optimizer"].zero_grad()
-        theirs.loss(step, 0, 0).backward()
-        configured["optimizer"].step()
-        configured["lr_scheduler"]["scheduler"].step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=0, atol=2e-6)
 
 
 def test_the_gradient_norm_is_known() -> None:

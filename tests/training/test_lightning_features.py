@@ -181,12 +181,6 @@ def test_fp16_is_refused_where_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch)
         fit(Net(), precision="16-mixed")
 
 
-@pytest.mark.parametrize("precision", ["64-true", "transformer-engine"])
-def test_precisions_that_lightning_refuses(precision: str) -> None:
-    with pytest.raises(ValueError, match="`precision` must be one of"):
-        fit(Net(), precision=precision)
-
-
 def test_a_compiled_module_is_refused() -> None:
     """By Lightning, as under DeepSpeedStrategy: compile the layers inside it."""
     with pytest.raises(RuntimeError, match="Using a compiled model is incompatible with the current strategy"):

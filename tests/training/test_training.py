@@ -40,26 +40,6 @@ def test_with_nothing_late_it_is_zero_offload(topk_ratio: float, max_norm: float
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=0, atol=2e-6)
 
 
-def test_with_nothing_late_it_is_plain_torch() -> None:
-    """Without DeepSpeed or Lightning: a loop that anyone would write."""
-    case = replace(NOTHING_LATE, max_norm=0.5)
-    model = case.make_model()
-    configured = model.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model.loss(step, 0, 0)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
-        losses.append([loss.item()])
-    ours = run_here(case)
-    assert_close(ours.weights, [p.detach() for group in model.parameter_groups() for p in group], atol=2e-6)
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(losses), rtol=0, atol=2e-6)
-
-
 @pytest.mark.slow  # DeepSpeedCPUAdam is compiled at its first use
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -14,7 +14,7 @@ from test_training import LATE, compare_with_oracle, compare_with_oracle_step_by
 from harness import EVERYTHING, Case, Run, run_here
 from models import OptimizerOptions
 from rank_processes import run_on_ranks
-from reference import AdamWState, adamw_reference
+from reference import AdamWState
 from same_bits import assert_close_to_adamw, assert_same_state, assert_same_tensors
 
 FIXED = Case(steps=11)
@@ -79,9 +79,7 @@ def all_runs() -> dict[str, list[Run]]:
 
 @functools.cache
 def exact(sequence: str) -> AdamWState:
-    case = EQUIVALENCE[sequence][0]
-    weights, gradients, groups = case.fixed_gradients(world_size=2)
-    return adamw_reference(weights, gradients, groups, max_norm=case.max_norm or 0.0)
+    return EQUIVALENCE[sequence][0].adamw(world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +116,7 @@ def test_two_ranks_with_one_ranks_data_give_the_same_bits() -> None:
 
 def test_a_rank_with_nothing_but_padding() -> None:
     runs = all_runs()["tiny"]
-    weights, gradients, groups = TINY.fixed_gradients(world_size=2)
-    theirs = adamw_reference(weights, gradients, groups)
+    theirs = TINY.adamw(world_size=2)
     for run in runs:
         assert run.counts == [TINY.steps] * 2
         for ours, w in zip(run.weights, theirs.weights, strict=True):

@@ -230,8 +230,3 @@ class TestOmegaConf:
         structured.topk_ratio = 1.5
         with pytest.raises(ConfigValueError, match=r"topk_ratio must be a number from 0 to 1, got 1\.5"):
             ZenFlowConfig.from_mapping(structured)
-
-    def test_interpolation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TOPK", "0.25")
-        config = OmegaConf.create({"topk_ratio": "${oc.decode:${oc.env:TOPK}}", "auto_ratio": "${topk_ratio}"})
-        assert ZenFlowConfig.from_mapping(config) == ZenFlowConfig(topk_ratio=0.25, auto_ratio=0.25)

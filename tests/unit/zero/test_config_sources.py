@@ -219,19 +219,7 @@ class TestDeepSpeedBlock:
 
     @pytest.mark.parametrize(
         ("key", "value"),
-        [
-            ("topk_ratio", 1.5),
-            ("topk_ratio", "auto"),
-            ("select_strategy", "steps"),
-            ("select_interval", -1),
-            ("select_interval", 1.5),
-            ("select_interval", True),
-            ("update_interval", 0),
-            ("update_interval", "4"),
-            ("offload", 1),
-            ("overlap_step", "auto"),
-            ("auto_ratio", "auto"),
-        ],
+        [("topk_ratio", 1.5), ("update_interval", 0), ("offload", 1)],
     )
     def test_wrong_value(self, key: str, value: Any) -> None:
         with pytest.raises(ValueError, match=f"ZenFlowConfig: {key} must be .*, got {value!r};"):
