@@ -161,8 +161,7 @@ class Arena:
     def write_hyperparameters(self, step: int, groups: list[GroupHyperparameters], *, tentative: bool = False) -> None:
         """Writes the step's hyperparameters; the device writes its factor and sequence number later.
 
-        Args:
-            tentative: writes those of the tentative update, known in backward, instead of those that are committed.
+        With `tentative`, writes those of the tentative update, which are known in backward, instead of those that are committed.
         """
         header = self._header
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
