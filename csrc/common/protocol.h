@@ -158,7 +158,7 @@ struct StepRecord {
 
 // Progress and undo log of one thread's share of a job, see tile_journal.h.
 struct JournalEntry {
-    float saved[3 * kTileElements];  // master, exp_avg and exp_avg_sq of one tile before its last update
+    float saved[3 * kTileElements];  // master, exp_avg and exp_avg_sq of one tile before its last pass
     uint64_t begin;                  // elements [begin, end) of the partition, in order
     uint64_t end;
     uint64_t position;  // elements before it are done; the current tile begins here

@@ -21,8 +21,8 @@
 // is. One step and a tentative one move 30 bytes per parameter.
 //
 // Moments may be stored as bfloat16: they are rounded once a call, exp_avg to nearest and exp_avg_sq stochastically
-// (stochastic_rounding.h), and all steps but the first of a call start from what the one before computed, unrounded. A tentative
-// step starts from the rounded moments. One step and a tentative one move 22 bytes per parameter.
+// (stochastic_rounding.h). All steps but the first of a call, the tentative one included, start from what the one before
+// computed, unrounded. One step and a tentative one move 22 bytes per parameter.
 //
 // Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
 // are divided among calls. (NaN payloads may differ.)

@@ -27,6 +27,10 @@ constexpr size_t kStreams = 8;
 // Of an update's weights. The last update of a window publishes in the same pass, which saves a second square root and division.
 enum class Publish { kNothing, kExact, kPredicted };
 
+// What a step writes to the state: an update its result, a tentative step what it has read, so that it completes the update
+// before in the same pass, or nothing.
+enum class Store { kResult, kInput, kNothing };
+
 // One step on one tile.
 template <typename Gradient, typename Published>
 struct Update {
@@ -48,8 +52,8 @@ ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, floa
     *exp_avg_sq = round_stochastically(v, noise_of(seed, element));
 }
 
-// `from` and `to` are the same or do not overlap. A tentative step does not write to `to`.
-template <Decay kDecay, bool kTentative, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
+// `from` and `to` are the same or do not overlap.
+template <Decay kDecay, Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
 void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
     const float* const w_from = from.master;
@@ -63,33 +67,46 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
     const size_t n = update.n;
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) {
+        const uint32_t element = noise.first_element + static_cast<uint32_t>(i);
         float w = w_from[i];
+        const float m_before = to_float(m_from[i]), v_before = to_float(v_from[i]);
+        if constexpr (kStore == Store::kInput) {
+            w_to[i] = w;
+            store(m_to + i, v_to + i, m_before, v_before, noise.seed, element);
+        }
         float g = to_float(gradient[i]) * c.grad_scale;
         if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
-        const float m = __builtin_fmaf(g, c.one_minus_beta1, to_float(m_from[i]) * c.beta1);
-        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, to_float(v_from[i]) * c.beta2);
+        const float m = __builtin_fmaf(g, c.one_minus_beta1, m_before * c.beta1);
+        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, v_before * c.beta2);
         const float u = m / __builtin_fmaf(__builtin_sqrtf(v), c.inv_sqrt_bias_correction2, c.eps);
         if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
         w = __builtin_fmaf(u, c.step_size, w);
-        if constexpr (!kTentative) {
+        if constexpr (kStore == Store::kResult) {
             w_to[i] = w;
-            store(m_to + i, v_to + i, m, v, noise.seed, noise.first_element + static_cast<uint32_t>(i));
+            store(m_to + i, v_to + i, m, v, noise.seed, element);
         }
         if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
         if constexpr (kPublish == Publish::kPredicted) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
     }
 }
 
-template <bool kTentative, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
+template <Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
 void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     switch (update.coefficients->decay) {
         case Decay::kNone:
-            return apply_step<Decay::kNone, kTentative, kPublish>(from, to, update);
+            return apply_step<Decay::kNone, kStore, kPublish>(from, to, update);
         case Decay::kGradient:
-            return apply_step<Decay::kGradient, kTentative, kPublish>(from, to, update);
+            return apply_step<Decay::kGradient, kStore, kPublish>(from, to, update);
         case Decay::kWeight:
-            return apply_step<Decay::kWeight, kTentative, kPublish>(from, to, update);
+            return apply_step<Decay::kWeight, kStore, kPublish>(from, to, update);
     }
+}
+
+// The last step of a window.
+template <Store kStore, typename From, typename To, typename Gradient, typename Published>
+void apply_and_publish(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
+    if (update.prediction_steps == 0.0f) return apply_step<kStore, Publish::kExact>(from, to, update);
+    apply_step<kStore, Publish::kPredicted>(from, to, update);
 }
 
 template <typename Moment>
@@ -115,33 +132,36 @@ void prefetch(const Gradient* gradient) {
     for (size_t byte = 0; byte < kTile * sizeof(Gradient); byte += 64) __builtin_prefetch(begin + byte);
 }
 
-// Calls `apply(step, from, to)` for each step on a tile, in the order that tile_journal.h prescribes. n_steps >= 1. Float moments
-// need no journal.
-template <typename Moment, typename Apply>
-void update_tile(const StateOf<Moment>& tile, size_t n_steps, size_t size, JournalEntry* journal, const Apply& apply) {
-    const size_t last = n_steps - 1;
+// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, which only
+// float moments can do without, the tile itself takes the place of the journal's.
+template <typename Moment, typename UpdateOf>
+void update_tile(const StateOf<Moment>& tile, size_t n_steps, bool has_tentative, size_t size, JournalEntry* journal,
+                 const UpdateOf& update_of) {
+    const size_t last = n_steps - (has_tentative ? 0 : 1);
+    AdamState saved{};
+    if (journal != nullptr) saved = {journal->saved, journal->saved + kTile, journal->saved + 2 * kTile};
     if constexpr (std::is_same_v<Moment, float>) {
-        if (journal == nullptr) {
-            for (size_t step = 0; step <= last; ++step) apply(step, tile, tile);
-            return;
+        if (journal == nullptr) saved = tile;
+    }
+    if (journal == nullptr || !is_saved(*journal)) {
+        if (last > 0) apply_step<Store::kResult, Publish::kNothing>(tile, saved, update_of(0));
+        for (size_t step = 1; step < last; ++step) {
+            apply_step<Store::kResult, Publish::kNothing>(saved, saved, update_of(step));
+        }
+        if (journal != nullptr) {
+            if (last == 0) copy(tile, saved, size);
+            mark_saved(*journal);
         }
     }
-    const AdamState saved{journal->saved, journal->saved + kTile, journal->saved + 2 * kTile};
-    if (!is_saved(*journal)) {
-        if (last == 0) copy(tile, saved, size);
-        if (last > 0) apply(0, tile, saved);
-        for (size_t step = 1; step < last; ++step) apply(step, saved, saved);
-        mark_saved(*journal);
-    }
-    apply(last, saved, tile);
+    if (has_tentative) return apply_and_publish<Store::kInput>(saved, tile, update_of(last));
+    apply_and_publish<Store::kResult>(saved, tile, update_of(last));
 }
 
 template <typename Moment, typename Gradient, typename Published>
 void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
     const StateOf<Moment> state{any_state.master, static_cast<Moment*>(any_state.exp_avg),
                                 static_cast<Moment*>(any_state.exp_avg_sq)};
-    const size_t n_steps = window.n_steps, n_gradients = n_steps + (window.has_tentative ? 1 : 0);
-    const bool predicts = window.prediction_steps != 0.0f;
+    const size_t n_gradients = window.n_steps + (window.has_tentative ? 1 : 0);
     JournalEntry scratch;
     if (journal == nullptr && !std::is_same_v<Moment, float>) {
         scratch.position = 0;
@@ -152,28 +172,19 @@ void replay(const AnyState& any_state, size_t n, const WindowView& window, void*
         const size_t size = n - begin < kTile ? n - begin : kTile;
         const StateOf<Moment> tile = state + begin;
         Published* const target = static_cast<Published*>(published) + begin;
-        const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
         const auto update_of = [&](size_t step) {
             const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
             if (n_gradients > kStreams) prefetch(gradient + kPrefetchDistance);
+            const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
             return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size,
                                                noise};
         };
-        const auto apply = [&](size_t step, const auto& from, const auto& to) {
-            const auto update = update_of(step);
-            if (step + 1 < n_gradients) return apply_step<false, Publish::kNothing>(from, to, update);
-            if (predicts) return apply_step<false, Publish::kPredicted>(from, to, update);
-            apply_step<false, Publish::kExact>(from, to, update);
-        };
-        if (n_steps > 0) update_tile(tile, n_steps, size, journal, apply);
-        if (n_gradients == 0) publish(tile.master, target, size);
-        if (window.has_tentative) {
-            const auto update = update_of(n_steps);
-            if (predicts) {
-                apply_step<true, Publish::kPredicted>(tile, tile, update);
-            } else {
-                apply_step<true, Publish::kExact>(tile, tile, update);
-            }
+        if (window.n_steps > 0) {
+            update_tile(tile, window.n_steps, window.has_tentative, size, journal, update_of);
+        } else if (window.has_tentative) {
+            apply_and_publish<Store::kNothing>(tile, tile, update_of(0));
+        } else {
+            publish(tile.master, target, size);
         }
         if (journal != nullptr) mark_done(*journal, size);
     }

@@ -1,14 +1,15 @@
 // The replay kernel's undo log: a tile's update can be interrupted at any instant and repeated with the same bits.
 //
-// All updates of a tile but the last write to the entry's `saved`; a single update is preceded by a copy to there. Then the tile
-// is marked as saved, and the last update reads `saved` and writes the arena. So at every instant either the arena holds the tile
-// before its first update, or `saved` holds it before its last one:
+// All passes over a tile but the last write to the entry's `saved`; a single update is preceded by a copy to there. Then the tile
+// is marked as saved, and the last pass reads `saved` and writes the arena: the result of the last update or, if that one is
+// tentative, what it has read. So at every instant either the arena holds the tile before its first update, or `saved` holds it
+// before its last pass:
 //
 //     saved_at != position     the arena's tile at `position` is unchanged; start with the first update
-//     saved_at == position     its content is undefined; repeat the last update, from `saved`
+//     saved_at == position     its content is undefined; repeat the last pass, from `saved`
 //
-// The tile is done, published weights included, once `position` has moved past it. With two updates or more the log costs nothing
-// but room in the L1 cache, where `saved` stays.
+// The tile is done, published weights included, once `position` has moved past it. With two passes or more the log costs nothing
+// but room in the L1 cache, where `saved` stays. A tentative step alone changes nothing and saves nothing.
 //
 // The log holds floats, whatever the type of the moments in the arena.
 //

@@ -162,9 +162,9 @@ void check_one_behind(DataType type, DataType moments) {
                 slots.push_back(2 * b % 4 + before);
                 trainer.set_gradient(slots[0], gradient_of(step - 1, b));
                 trainer.expect_step(committed, b, step - 1, gradient_of(step - 1, b), counts[step - 2], clips[step - 2]);
-                if (!std::isnan(clips[step - 2])) trainer.expect_rounded(committed, b, step - 1);
             }
             State shown = committed;
+            if (step > 1 && !std::isnan(clips[step - 2])) trainer.expect_rounded(committed, b, step - 1);
             if (step <= 3) {
                 slots.push_back(2 * b % 4 + now);
                 trainer.set_gradient(slots.back(), gradient_of(step, b));
