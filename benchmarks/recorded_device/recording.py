@@ -66,9 +66,7 @@ class StepEnds(pl.Callback):
         self._device.note("step", HOST, event=trainer.global_step)
 
 
-def record_gpt(
-    *, update_interval: int, publish_lag: int, clips: bool, model: float = 1.5e9
-) -> Recording:
+def record_gpt(*, update_interval: int, publish_lag: int, clips: bool, model: float = 1.5e9) -> Recording:
     """Trains on the recorded device until the schedule has settled.
 
     The host never sees an answer of the worker before it waits for it, as beside a device that runs behind.

@@ -1,9 +1,9 @@
 """Predicted timeline of recorded steps: the same order, with durations.
 
-An operation begins when the host has enqueued it, its stream has come to it, the events that the stream waits for are reached, and its engine
-is free. There are three engines: computation, and a copy engine for each direction. An engine takes what was enqueued first, and what was
-enqueued later where it fits in between. The host enqueues in the recorded order; it waits where it did in the recording. The worker's jobs
-run one after the other; each begins when it is submitted and the word that it waits for is there.
+An operation begins when the host has enqueued it, its stream has come to it, the events that the stream waits for are reached, and its
+engine is free. There are three engines: computation, and a copy engine for each direction. An engine takes what was enqueued first, and
+what was enqueued later where it fits in between. The host enqueues in the recorded order; it waits where it did in the recording. The
+worker's jobs run one after the other; each begins when it is submitted and the word that it waits for is there.
 """
 
 from bisect import bisect_left
@@ -214,7 +214,7 @@ def traces(timeline: Timeline, steps: Sequence[int]) -> list[StepTrace]:
         of_step = timeline.of_step[step]
         backward = max(i for i, t in enumerate(of_step) if t.operation.place == "strategy.backward")
         spans = [
-            _span(lane_of(t.operation, in_backward=i <= backward or not t.operation.actor == MAIN), t.begin, t.end)
+            _span(lane_of(t.operation, in_backward=i <= backward or t.operation.actor != MAIN), t.begin, t.end)
             for i, t in enumerate(of_step)
             if t.end > t.begin
         ]

@@ -31,10 +31,35 @@ _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = "stage_1_and_2.py"
 
 _VIEWS = frozenset(
-    ["view", "detach", "alias", "slice", "select", "t", "transpose", "expand", "as_strided", "_unsafe_view", "unsqueeze", "squeeze", "split", "split_with_sizes", "permute", "unbind", "_reshape_alias", "is_pinned", "unsafe_split", "narrow", "set_", "lift_fresh"]
+    [
+        "view",
+        "detach",
+        "alias",
+        "slice",
+        "select",
+        "t",
+        "transpose",
+        "expand",
+        "as_strided",
+        "_unsafe_view",
+        "unsqueeze",
+        "squeeze",
+        "split",
+        "split_with_sizes",
+        "permute",
+        "unbind",
+        "_reshape_alias",
+        "is_pinned",
+        "unsafe_split",
+        "narrow",
+        "set_",
+        "lift_fresh",
+    ]
 )
 _ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
-_SHAPE_ONLY = frozenset(["new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "full_like", "new_full", "new_ones"])
+_SHAPE_ONLY = frozenset(
+    ["new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "full_like", "new_full", "new_ones"]
+)
 
 
 def place() -> str:

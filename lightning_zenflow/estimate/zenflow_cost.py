@@ -76,10 +76,7 @@ class ZenFlowCost:
 
     def h2d_bytes(self, schedule: UpdateSchedule) -> float:
         """Published weights, sums over micro-batches and gradients read back in a step."""
-        return (
-            self._weight_bytes * (1 / schedule.update_interval + self._sums)
-            + self._read_back_bytes(schedule)
-        )
+        return self._weight_bytes * (1 / schedule.update_interval + self._sums) + self._read_back_bytes(schedule)
 
     def exposed_copy_s(self, schedule: UpdateSchedule) -> float:
         """Copies in a step that no computation hides."""

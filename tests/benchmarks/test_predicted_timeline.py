@@ -56,7 +56,9 @@ def test_streams_share_engines() -> None:
 
 
 def test_the_host_enqueues() -> None:
-    found, timeline = times([work("launch", 1), Operation(kind=HOST, actor=HOST), work("launch", 1)], replace(RATES, call_s=3))
+    found, timeline = times(
+        [work("launch", 1), Operation(kind=HOST, actor=HOST), work("launch", 1)], replace(RATES, call_s=3)
+    )
     assert found == [(3, 4), (9, 10)]
     assert timeline.idle(0, 10)["launches"] == 8
 
