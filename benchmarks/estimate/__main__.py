@@ -5,18 +5,21 @@
 
 Nothing is run. The model gets the memory bandwidth that `benchmarks.kernel` has measured, the step of `floor` or else of `none` as the step
 without offload, and S and d of the end of a run. Where training is on the CPU, the simulated accelerator included, nothing crosses PCIe,
-and copies cost nothing in the prediction either. Prints the tables; writes RESULTS/estimate_check.md and docs/estimate.md.
+and copies cost nothing in the prediction either. The estimate is also put beside the timelines of `benchmarks.recorded_device` and beside
+figures that others have published. Prints the tables; writes RESULTS/estimate_*.md and docs/estimate.md.
 """
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.command_line import CommandLine
 from benchmarks.common.results import from_json, markdown, publish
-from benchmarks.estimate.check import Checked, check_kernel, check_steps
+from benchmarks.estimate.check import Checked, check_kernel, check_steps, check_timelines
+from benchmarks.estimate.published import rows as published_rows
 from benchmarks.kernel.measure import triad_gb_per_s
+from benchmarks.recorded_device.prediction import Prediction, prediction_of
 from benchmarks.step_time.run import results_of
 from lightning_zenflow.estimate.machine import Machine
 
@@ -82,6 +85,35 @@ def tables(kernel: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]], pc
     return "\n\n".join([*parts, "`python -m benchmarks.estimate`"])
 
 
+def timeline_table(predictions: Iterable[Prediction]) -> str:
+    """The estimate beside steps that `benchmarks.recorded_device` has predicted."""
+    rows, errors = [], []
+    for checked in check_timelines(predictions):
+        setting = checked.timeline.setting
+        rows.append(
+            {
+                "GPU": setting.device,
+                "parameters": f"{setting.params / 1e9:g}B",
+                "tokens": str(setting.tokens),
+                "S, d": f"{setting.update_interval}, {setting.publish_lag}",
+                "model alone": f"{1e3 * checked.timeline.alone_s:.0f}",
+                "estimate": f"{checked.step.predicted:.0f}",
+                "timeline": f"{checked.step.measured:.0f}",
+                "difference": f"{checked.step.error:+.0%}",
+                "worker, difference": f"{checked.worker.error:+.0%}",
+            }
+        )
+        errors.append(checked.step.error)
+    return "\n\n".join(
+        [
+            "Time of a step in ms:",
+            markdown(rows),
+            f"Differences of the estimate: {min(errors):+.0%} to {max(errors):+.0%}.",
+            "`python -m benchmarks.estimate`, with the predictions of `python -m benchmarks.recorded_device`",
+        ]
+    )
+
+
 def _cells(checked: Checked | None, prefix: str = "", unit: str = "", style: str = "{:.0f}") -> dict[str, str]:
     return {
         f"{prefix}predicted{unit}": style.format(checked.predicted) if checked else "",
@@ -100,6 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = sorted(options.results.glob("step_time_*.json"))
     steps = {path.stem.removeprefix("step_time_"): from_json(path.read_text()) for path in files}
     publish("estimate_check", tables(kernel, steps, options.pcie), "estimate.md", options.results)
+    published = f"{markdown(published_rows())}\n\n`python -m benchmarks.estimate`"
+    publish("estimate_published", published, "estimate.md", options.results)
+    timelines = options.results / "predicted_steps.json"
+    if timelines.exists():
+        predictions = from_json(timelines.read_text())["predictions"]
+        publish("estimate_timelines", timeline_table(map(prediction_of, predictions)), "estimate.md", options.results)
     return 0
 
 

@@ -7,17 +7,20 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.kernel.measure import triad_gb_per_s
+from benchmarks.recorded_device.prediction import Prediction
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.report import baseline_of, runs_by_method
 from benchmarks.step_time.run import StepResult
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import cpu_adamw_bytes, replay_bytes
 from lightning_zenflow.estimate.cost import estimate
-from lightning_zenflow.estimate.machine import Machine, Workload
+from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.shapes import shapes_of_count
 from lightning_zenflow.estimate.zenflow_cost import replay_core_s
 
 _DTYPE_BYTES = 2
+_ROOM_FOR_ALL = 1e9
+"""GB: kept gradients stay on the device, as in the recordings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,34 @@ def check_steps(results: Sequence[Sequence[StepResult]], machine: Machine) -> It
             schedule=schedule,
             step=None if schedule and of_method[0].spec.device == "cpu" else step,
             worker=None if worker_ms is None else Checked(predicted=1e3 * cost.cpu_s, measured=worker_ms),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedTimeline:
+    """A prediction from recorded operations, and the estimate beside it; ms."""
+
+    timeline: Prediction
+    step: Checked
+    worker: Checked
+
+
+def check_timelines(predictions: Iterable[Prediction]) -> Iterator[CheckedTimeline]:
+    """The estimate with the same rates, and with the timeline's forward and backward alone as the step without offload."""
+    for p in predictions:
+        setting, rates = p.setting, p.setting.rates
+        machine = Machine(
+            gpus=1, gpus_per_host=1, gpu_mem=_ROOM_FOR_ALL, pcie=rates.pcie / GB, cpu_bw=rates.worker / GB
+        )
+        workload = Workload(model=shapes_of_count(setting.params), step_ms=1e3 * p.alone_s, clips=setting.clips)
+        config = ZenFlowConfig(
+            topk_ratio=0.05, update_interval=setting.update_interval, publish_lag=setting.publish_lag
+        )
+        cost = estimate(workload, machine, config).zenflow
+        yield CheckedTimeline(
+            timeline=p,
+            step=Checked(predicted=1e3 * cost.step_s, measured=1e3 * p.step_s),
+            worker=Checked(predicted=1e3 * cost.cpu_s, measured=1e3 * p.worker_s),
         )
 
 

@@ -81,8 +81,8 @@ def describe(written: Mapping[str, Any]) -> str:
     """The table of a result file."""
     rows = [row(prediction_of(p)) for p in written["predictions"]]
     machines = "; ".join(
-        f"{name}: {r.matmul / 1e12:.0f} TFLOP/s in matrix products, memory {r.memory / 1e9:.0f} GB/s, PCIe {r.pcie / 1e9:.0f} GB/s each way,"
-        f" worker {r.worker / 1e9:.0f} GB/s"
+        f"{name}: {r.matmul / 1e12:.0f} TFLOP/s in matrix products, memory {r.memory / 1e9:.0f} GB/s,"
+        f" PCIe {r.pcie / 1e9:.0f} GB/s each way, worker {r.worker / 1e9:.0f} GB/s"
         for name, r in DEVICES.items()
     )
     return "\n\n".join([markdown(rows), f"{machines}.", f"`{written['command']}`", f"Commit {written['commit']}."])

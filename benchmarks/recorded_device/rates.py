@@ -36,9 +36,9 @@ class Rates:
     launch_s: float = LAUNCH_S
 
 
-# Data sheets: dense bf16 with fp32 sums, device memory. PCIe 5.0 and 4.0 x16: 50 and 25 GB/s of nominal 63 and 31.5, as docs/estimate.md has it.
+# Data sheets: dense bf16 with fp32 sums, device memory. PCIe 5.0 and 4.0 x16: 50 and 25 GB/s of nominal 63 and 31.5 (docs/estimate.md).
 # The worker's: a share of eight in two sockets of 8 channels DDR5-4800 (614 GB/s) or DDR4-3200 (410 GB/s), and all of two channels
-# DDR5-5200 (83 GB/s), of which STREAM reaches about four fifths.
+# DDR5-5200 (83 GB/s), of which STREAM is taken to reach four fifths.
 DEVICES = {
     "h200": Rates(matmul=MATMUL_SHARE * 989e12, memory=4.8e12, pcie=50e9, worker=0.8 * 614e9 / 8),
     "a100": Rates(matmul=MATMUL_SHARE * 312e12, memory=2.0e12, pcie=25e9, worker=0.8 * 410e9 / 8),

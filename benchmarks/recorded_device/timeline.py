@@ -1,11 +1,12 @@
 """Predicted timeline of recorded steps: the same order, with durations.
 
-An operation begins when the host has enqueued it, its stream has come to it, the events that the stream waits for are reached, and its engine
-is free. There are three engines: computation, and a copy engine for each direction. An engine takes what was enqueued first, and what was
-enqueued later where it fits in between. The host enqueues in the recorded order; it waits where it did in the recording. The worker's jobs
-run one after the other; each begins when it is submitted and the word that it waits for is there.
+An operation begins when the host has enqueued it, its stream has come to it, the events that the stream waits for are reached, and its
+engine is free. There are three engines: computation, and a copy engine for each direction. An engine takes what was enqueued first, and
+what was enqueued later where it fits in between. The host enqueues in the recorded order; it waits where it did in the recording. The
+worker's jobs run one after the other; each begins when it is submitted and the word that it waits for is there.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,17 +52,24 @@ Reached = tuple[float, Timed | None]
 """A time, and the operation that ended then; None: the host."""
 
 
+_Gap = tuple[float, float]
+
+
+def _end(gap: _Gap) -> float:
+    return gap[1]
+
+
 class Engine:
     """Does one thing at a time."""
 
     def __init__(self) -> None:
-        self._gaps = [(0.0, float("inf"))]
+        self._gaps: list[_Gap] = [(0.0, float("inf"))]
 
     def take(self, ready: float, seconds: float, host: float) -> float:
         """Beginning of work that is `ready`, in the first gap that it fits into; nothing will be ready before `host`."""
-        while self._gaps[0][1] <= host:
-            del self._gaps[0]
-        for at, (begin, end) in enumerate(self._gaps):
+        del self._gaps[: bisect_left(self._gaps, host, key=_end)]
+        for at in range(bisect_left(self._gaps, ready, key=_end), len(self._gaps)):
+            begin, end = self._gaps[at]
             start = max(begin, ready)
             if start + seconds <= end:
                 self._gaps[at : at + 1] = [g for g in ((begin, start), (start + seconds, end)) if g[0] < g[1]]
@@ -206,7 +214,7 @@ def traces(timeline: Timeline, steps: Sequence[int]) -> list[StepTrace]:
         of_step = timeline.of_step[step]
         backward = max(i for i, t in enumerate(of_step) if t.operation.place == "strategy.backward")
         spans = [
-            _span(lane_of(t.operation, in_backward=i <= backward or not t.operation.actor == MAIN), t.begin, t.end)
+            _span(lane_of(t.operation, in_backward=i <= backward or t.operation.actor != MAIN), t.begin, t.end)
             for i, t in enumerate(of_step)
             if t.end > t.begin
         ]

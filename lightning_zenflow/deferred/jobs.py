@@ -200,6 +200,10 @@ class JobQueue:
         """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
         return min((job.due_step for job in self._in_flight if job.block == block), default=None)
 
+    def overwrites(self, block: int, step: int) -> bool:
+        """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
+        return any(job.block == block and job.window.last_step < step for job in self._in_flight)
+
     def upload(self, new: Set[int], step: int) -> None:
         """Phase *publish* during backward, for jobs that are due at the end of the step; never waits.
 

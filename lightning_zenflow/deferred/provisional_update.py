@@ -1,6 +1,6 @@
 """Provisional updates of host-owned weights: applied during backward, replaced by the next publish."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,8 +195,8 @@ class ReapplyAfterPublish:
 
     A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
     updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
-    blocks with a job in flight are concerned: the kept gradients are d / S of the model's. They stay on the device where it has room;
-    otherwise they are copied back from their slots in host memory.
+    blocks with a job in flight are concerned (`UpdateSchedule.kept_share`). Kept gradients stay on the device where it has room; otherwise
+    they are copied back from their slots in host memory.
     """
 
     def __init__(self, updates: ProvisionalUpdate, rank: RankState) -> None:
@@ -228,19 +228,22 @@ class ReapplyAfterPublish:
         in_slot, kept = self._runtime.runs_behind, tile.destination.slot
         if in_slot:
             if schedule not in self._on_device:
-                n_bytes = self._n_bytes * schedule.publish_lag / schedule.update_interval
+                n_bytes = self._n_bytes * schedule.kept_share
                 self._on_device[schedule] = has_room(n_bytes, gradient.device)
             if self._on_device[schedule]:
                 in_slot, kept = False, gradient.clone()
         entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept, in_slot=in_slot)
         self._kept.setdefault(tile.block, []).append(entry)
 
-    def published(self, last_steps: Mapping[int, int], schedule: UpdateSchedule) -> None:
-        """Applies updates again.
+    def published(
+        self, last_steps: Mapping[int, int], schedule: UpdateSchedule, *, overwrites: Callable[[int, int], bool]
+    ) -> None:
+        """Applies updates again, and drops those that no other job in flight will overwrite.
 
         Args:
             last_steps: for each published block the last step that its weights are exact for.
             schedule: present S and d.
+            overwrites: see `JobQueue.overwrites`.
         """
         for block, last in last_steps.items():
             later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
@@ -250,8 +253,8 @@ class ReapplyAfterPublish:
                     gradient = self._runtime.to_device(gradient)
                     self._traffic.h2d_bytes += gradient.nbytes
                 self._updates.apply(kept.factors, kept.begin, gradient, age=kept.step - last, schedule=schedule)
-            if later:
-                self._kept[block] = later
+            if needed := [kept for kept in later if overwrites(block, kept.step)]:
+                self._kept[block] = needed
 
     def clear(self) -> None:
         """Drops all kept updates, after a flush."""

@@ -82,16 +82,12 @@ class ZenFlowCost:
 
     def h2d_bytes(self, schedule: UpdateSchedule) -> float:
         """Published weights, sums over micro-batches and gradients read back in a step."""
-        return (
-            self._weight_bytes * (1 / schedule.update_interval + self._sums)
-            + self._reapplied_bytes(schedule)
-            - self._kept_bytes(schedule)
-        )
+        return self._weight_bytes * (1 / schedule.update_interval + self._sums) + self._read_back_bytes(schedule)
 
     def exposed_copy_s(self, schedule: UpdateSchedule) -> float:
         """Copies in a step that no computation hides."""
         late_s = max(0.0, self._upload_s - self._last_backward_s)
-        read_back_s = (self._reapplied_bytes(schedule) - self._kept_bytes(schedule)) / self._machine.pcie_bytes_per_s
+        read_back_s = self._read_back_bytes(schedule) / self._machine.pcie_bytes_per_s
         hidden = schedule.publish_lag > 0 or self._in_backward
         at_the_end = 1 / self._n_blocks if hidden else 1 / schedule.update_interval
         return late_s + self._upload_s * at_the_end + 2 * self._sums * self._upload_s + read_back_s
@@ -145,11 +141,12 @@ class ZenFlowCost:
             n_bytes += b * (min(model.largest_numel, self._partition) if on_host else self._partition)
         return workload.weight_bytes + workload.bucket_bytes(bucket_size(model.numel)) + n_bytes
 
-    def _reapplied_bytes(self, schedule: UpdateSchedule) -> float:
-        """Gradients that are reapplied after a publish."""
-        return self._has_provisional_update * self._weight_bytes * schedule.publish_lag / schedule.update_interval
+    def _read_back_bytes(self, schedule: UpdateSchedule) -> float:
+        """Gradients that are copied to the device again in a step, to be reapplied after a publish."""
+        reapplied = self._weight_bytes * schedule.publish_lag / schedule.update_interval
+        return 0.0 if self._kept_bytes(schedule) else self._has_provisional_update * reapplied
 
     def _kept_bytes(self, schedule: UpdateSchedule) -> float:
-        """Those of them that stay on the device: all or none."""
-        reapplied = self._reapplied_bytes(schedule)
-        return reapplied if self._device_bytes + reapplied <= self._machine.gpu_mem * GB else 0.0
+        """Gradients that stay on the device for that: all or none."""
+        kept = self._has_provisional_update * self._weight_bytes * schedule.kept_share
+        return kept if self._device_bytes + kept <= self._machine.gpu_mem * GB else 0.0

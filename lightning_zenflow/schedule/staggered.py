@@ -22,6 +22,15 @@ class UpdateSchedule:
     publish_lag: int
     """d, in steps."""
 
+    @property
+    def kept_share(self) -> float:
+        """Gradients kept to be reapplied after a publish, at the end of backward, in sizes of the model: d (d + 1) / (2 S) for d <= S.
+
+        A block keeps all gradients since its oldest job in flight was submitted, 1 to d steps ago; jobs of a step are of 1/S of the blocks.
+        """
+        s, d = self.update_interval, self.publish_lag
+        return sum(range(max(0, d - s) + 1, d + 1)) / s
+
 
 _BLOCKS_IN_BACKWARD = 16
 """Least number of blocks where each is submitted in backward: the worker's time for the last one is not hidden."""

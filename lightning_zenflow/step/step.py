@@ -137,7 +137,7 @@ class ZenFlowStep:
         # publish
         published = self._jobs.publish(number)
         with self._telemetry.tracer.span("provisional update"):
-            self._provisional.reapply.published(published, context.schedule)
+            self._provisional.reapply.published(published, context.schedule, overwrites=self._jobs.overwrites)
         self._ownership.published(published)
         self._ownership.write_weights()
         # gather

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
-from benchmarks.estimate.__main__ import tables
+from benchmarks.estimate.__main__ import tables, timeline_table
 from benchmarks.estimate.check import check_kernel
+from benchmarks.estimate.published import FIGURES
+from benchmarks.recorded_device.prediction import Prediction, Setting
 from benchmarks.step_time.run import StepResult, StepSpec
 from docs import quote_tables
 
@@ -76,3 +78,20 @@ def test_excluded_results() -> None:
     ((*_, predicted, measured, error, _, _, _),) = rows_of(tables(KERNEL, files, 0.5), "gpu")
     # 50 MB of weights come up at 0.5 GB/s; the gradients' 200 MB hide behind backward.
     assert (predicted, measured, error) == ("1100", "1000", "+10%")
+
+
+def test_a_predicted_timeline_by_hand() -> None:
+    """S = 4, d = 1 on the machine with PCIe 25 GB/s: of the weights one block of four comes up behind the step; jobs hide."""
+    setting = Setting(device="4090", params=1e9, tokens=1024, update_interval=4, publish_lag=1)
+    timeline = Prediction(
+        setting=setting, step_s=1.25, alone_s=1.0, model_s=1.0, other_s=0.0, worker_s=0.5, idle_s={"copies": 0.25}
+    )
+    (row,) = quote_tables.rows_of(timeline_table([timeline]).split("ms:")[1])
+    # 2 GB / 4 at 25 GB/s are 20 ms; 34 + 10 bytes a parameter and job at 66.4 GB/s, of a quarter of them, are 166 ms.
+    assert [*row.values()] == ["4090", "1B", "1024", "4, 1", "1000", "1020", "1250", "-18%", "-67%"]
+
+
+def test_offload_is_estimated_slower_than_none_and_faster_than_published() -> None:
+    """Formulas are of full bandwidth."""
+    for figure in FIGURES:
+        assert figure.without_s < figure.predict() < figure.with_s

@@ -5,13 +5,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from typing_extensions import override
 
 from benchmarks.recorded_device.clocks import Operation
 from benchmarks.recorded_device.device import RecordedDevice, RecordedRuntime, RecordedStream
+from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, run_here
@@ -57,20 +56,9 @@ CASES = {
 }
 
 
-class Steps(pl.Callback):
-    """Marks the ends of steps among the operations."""
-
-    def __init__(self, device: RecordedDevice) -> None:
-        self._device = device
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._device.note("step", "host", event=trainer.global_step)
-
-
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
-        run_here(case, callbacks=[Steps(device)])
+        run_here(case, callbacks=[StepEnds(device)])
     return device
 
 

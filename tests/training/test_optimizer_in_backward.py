@@ -19,7 +19,7 @@ from lightning_zenflow.schedule.staggered import blocks_wanted
 from lightning_zenflow.zero import build
 from networks import SmallNet
 from rank_processes import run_on_ranks
-from same_bits import assert_same_run
+from same_bits import assert_same_run, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

@@ -95,7 +95,7 @@ class BehindTheHost(HostRuntime):
     runs_behind = True
 
 
-@pytest.mark.parametrize(("runtime", "n_bytes"), [(HostRuntime, 0), (BehindTheHost, 48)])
+@pytest.mark.parametrize(("runtime", "n_bytes"), [(HostRuntime, 0), (BehindTheHost, 96)])
 def test_gradients_that_come_back_are_counted(
     runtime: type[HostRuntime], n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,8 @@ def test_gradients_that_come_back_are_counted(
     provisional.reapply.keep(5, factors, slot.clone(), tile, SCHEDULE)
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
-    provisional.reapply.published({0: 4}, SCHEDULE)
-    provisional.reapply.published({0: 5}, SCHEDULE)
+    # Applied twice, as another job without the gradient is in flight, and no more after that.
+    for in_flight in (True, False, True):
+        provisional.reapply.published({0: 4}, SCHEDULE, overwrites=lambda *_, answer=in_flight: answer)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
     assert torch.equal(weights.view(6, 4).sign(), -slot.sign())

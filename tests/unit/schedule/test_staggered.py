@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from lightning_zenflow.schedule.staggered import StaggeredSchedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 
 
 @pytest.mark.parametrize("update_interval", [1, 2, 4, 7])
@@ -27,6 +27,21 @@ def test_steps_are_equally_heavy(update_interval: int) -> None:
 def test_jobs_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
     schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=publish_lag)
     assert [schedule.publish_step(step) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
+
+
+@pytest.mark.parametrize("update_interval", [1, 2, 4, 8])
+@pytest.mark.parametrize("publish_lag", [0, 1, 2, 5])
+def test_gradients_kept_for_reapplying(update_interval: int, publish_lag: int) -> None:
+    """Each block keeps those of the steps after its oldest job in flight was submitted."""
+    pair = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
+    schedule = StaggeredSchedule.of(pair, n_blocks=update_interval)
+    for step in range(20, 30):
+        oldest: dict[int, int] = {}
+        for submitted in range(step - publish_lag, step):
+            for block in schedule.closing_blocks(submitted):
+                oldest.setdefault(block, submitted)
+        kept = sum(step - submitted for submitted in oldest.values())
+        assert kept / update_interval == pair.kept_share
 
 
 def simulate(
