@@ -22,11 +22,6 @@ class Setting:
     publish_lag: int
 
     @property
-    def clips(self) -> bool:
-        """All but S = 1, d = 0, which is submitted in backward, clip by norm."""
-        return (self.update_interval, self.publish_lag) != (1, 0)
-
-    @property
     def rates(self) -> Rates:
         """Of the machine."""
         return DEVICES[self.device]
@@ -49,13 +44,13 @@ class Prediction:
 
 
 @cache
-def _recorded(update_interval: int, publish_lag: int, clips: bool) -> Recording:
-    return record_gpt(update_interval=update_interval, publish_lag=publish_lag, clips=clips)
+def _recorded(update_interval: int, publish_lag: int) -> Recording:
+    return record_gpt(update_interval=update_interval, publish_lag=publish_lag)
 
 
 def recording_of(setting: Setting) -> Recording:
     """The recording for a setting; made once in this process."""
-    return _recorded(setting.update_interval, setting.publish_lag, setting.clips)
+    return _recorded(setting.update_interval, setting.publish_lag)
 
 
 def timeline_of(setting: Setting) -> Timeline:

@@ -66,7 +66,7 @@ class StepEnds(pl.Callback):
         self._device.note("step", HOST, event=trainer.global_step)
 
 
-def record_gpt(*, update_interval: int, publish_lag: int, clips: bool, model: float = 1.5e9) -> Recording:
+def record_gpt(*, update_interval: int, publish_lag: int, model: float = 1.5e9) -> Recording:
     """Trains on the recorded device until the schedule has settled.
 
     The host never sees an answer of the worker before it waits for it, as beside a device that runs behind.
@@ -74,7 +74,6 @@ def record_gpt(*, update_interval: int, publish_lag: int, clips: bool, model: fl
     Args:
         update_interval: S.
         publish_lag: d.
-        clips: whether gradients are clipped by norm.
         model: key of `step_time.models.SHAPES`: the true size. It determines the number of layers and of DeepSpeed's buckets.
     """
     n_steps = update_interval + publish_lag + 3 + MEASURED_STEPS
@@ -96,7 +95,7 @@ def record_gpt(*, update_interval: int, publish_lag: int, clips: bool, model: fl
             max_steps=n_steps,
             limit_val_batches=0,
             precision="bf16-true",
-            gradient_clip_val=1.0 if clips else None,
+            gradient_clip_val=1.0,
             callbacks=[StepEnds(device)],
         ).fit(module)
     return Recording(

@@ -50,9 +50,6 @@
 // being applied again, the one between that and `begun_job` continues from the undo log (tile_journal.h, journal.h), and later
 // ones have not changed anything. Program order suffices for this: a killed thread has executed a prefix of its instructions, and
 // the memory outlives the process.
-//
-// An older form of the tentative part remains for now: a job submitted *in backward* applies one step with the factor in the
-// block's word, counted as above, to the state itself. The step is resolved later by its own word.
 #pragma once
 
 #include <cstddef>
@@ -196,8 +193,6 @@ struct UpdateJob {
     uint32_t publish_buffer;
     float prediction_steps;  // 0 to 1e6
     uint32_t has_tentative;  // 0 or 1
-    uint32_t in_backward;    // 1: see above, with n_committed = 1 and has_tentative = 0; otherwise 0
-    uint32_t reserved;
 };
 
 struct Ready {

@@ -50,9 +50,6 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     // False for NaN.
     require(job.prediction_steps >= 0.0f && job.prediction_steps <= kMaxPredictionSteps,
             "job: prediction_steps must be from 0 to ", kMaxPredictionSteps, ", got ", job.prediction_steps);
-    require(job.in_backward <= 1, "job: in_backward must be 0 or 1, got ", job.in_backward);
-    require(job.in_backward == 0 || (job.n_committed == 1 && job.has_tentative == 0),
-            "job: n_committed must be 1 and has_tentative 0 with in_backward, got ", job.n_committed, " and ", job.has_tentative);
     journal_.check(job);
 }
 

@@ -51,7 +51,7 @@ constexpr Line kLines[] = {
 
     SIZE(UpdateJob), FIELD(UpdateJob, type), FIELD(UpdateJob, block), FIELD(UpdateJob, job_id), FIELD(UpdateJob, first_step),
     FIELD(UpdateJob, n_committed), FIELD(UpdateJob, publish_buffer), FIELD(UpdateJob, prediction_steps),
-    FIELD(UpdateJob, has_tentative), FIELD(UpdateJob, in_backward), FIELD(UpdateJob, reserved),
+    FIELD(UpdateJob, has_tentative),
 
     SIZE(Ready), FIELD(Ready, type), FIELD(Ready, n_threads), FIELD(Ready, version),
 

@@ -51,9 +51,6 @@ void StepRecords::check(const UpdateJob& job) const {
 
 bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
     const int64_t end = job.first_step + job.n_committed;
-    if (job.in_backward != 0) {
-        return resolve_through(end - 2, trainer_gone) && wait_for_word(arena_.block_word(job.block), end - 1, trainer_gone);
-    }
     if (job.n_committed + job.has_tentative == 0) return true;
     return resolve_through(end - 1, trainer_gone) &&
            (job.has_tentative == 0 || wait_for_word(arena_.block_word(job.block), end, trainer_gone));
@@ -77,7 +74,6 @@ bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>
 
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
     const int64_t step = job.first_step + index;
-    if (job.in_backward != 0) return step_of_block(job.block, step);
     const StepRecord& record = arena_.step_record(step);
     const int64_t sequence = sequence_of(record.word);
     require(sequence == step, "job: the record of resolved step ", step, " must still hold it, got step ", sequence,
@@ -86,12 +82,8 @@ StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t ind
 }
 
 StepRecords::Step StepRecords::tentative_step(const UpdateJob& job) const {
-    return step_of_block(job.block, job.first_step + job.n_committed);
-}
-
-StepRecords::Step StepRecords::step_of_block(uint32_t block, int64_t step) const {
-    const float clip = arena_.block_word(block).clip;
-    return {std::isfinite(clip), clip, arena_.step_record(step - 1).count + 1};
+    const float clip = arena_.block_word(job.block).clip;
+    return {std::isfinite(clip), clip, arena_.step_record(job.first_step + job.n_committed - 1).count + 1};
 }
 
 bool StepRecords::wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const {

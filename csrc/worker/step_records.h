@@ -21,7 +21,7 @@ class StepRecords {
 
     // Resolves the job's steps: waits for the word of each step before the tentative one that is not resolved yet, in order,
     // counts it if its factor is finite, and stores the count in its record. Then waits for the block's word, if the job has a
-    // tentative part or is in backward. All that the device wrote before those words happens before the return. Calls
+    // tentative part. All that the device wrote before those words happens before the return. Calls
     // `trainer_gone` every few milliseconds; once it returns true, the result is false. Throws Error if a word does not arrive in
     // time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
@@ -38,7 +38,6 @@ class StepRecords {
     Step tentative_step(const UpdateJob& job) const;
 
   private:
-    Step step_of_block(uint32_t block, int64_t step) const;
     bool resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const;
     bool wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
     bool arrived(const StepWord& word, int64_t step) const;

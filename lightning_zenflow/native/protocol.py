@@ -153,8 +153,6 @@ class UpdateJob(ctypes.LittleEndianStructure):
         ("publish_buffer", ctypes.c_uint32),
         ("prediction_steps", ctypes.c_float),
         ("has_tentative", ctypes.c_uint32),
-        ("in_backward", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
     )
 
 

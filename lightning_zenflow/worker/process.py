@@ -56,7 +56,6 @@ class JobMessage:
     publish_buffer: int
     prediction_steps: float = 0.0
     has_tentative: bool = False
-    in_backward: bool = False
 
     def message(self) -> bytes:
         """Its bytes on the socket."""
@@ -69,7 +68,6 @@ class JobMessage:
             publish_buffer=self.publish_buffer,
             prediction_steps=self.prediction_steps,
             has_tentative=self.has_tentative,
-            in_backward=self.in_backward,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 

@@ -76,7 +76,7 @@ def test_the_worker_waits_for_its_word_and_the_host_for_the_worker() -> None:
 @pytest.fixture(scope="module")
 def recording() -> Recording:
     """S = 4, d = 1, with clipping; six layers."""
-    return record_gpt(update_interval=4, publish_lag=1, clips=True, model=25e6)
+    return record_gpt(update_interval=4, publish_lag=1, model=25e6)
 
 
 def share_in_backward(recording: Recording) -> list[float]:
@@ -103,7 +103,7 @@ def test_weights_behind_the_whole_step_are_seen(monkeypatch: pytest.MonkeyPatch)
         return 0
 
     monkeypatch.setattr(Publisher, "_copy_unread", forgets)
-    assert max(share_in_backward(record_gpt(update_interval=4, publish_lag=1, clips=True, model=25e6))) == 0
+    assert max(share_in_backward(record_gpt(update_interval=4, publish_lag=1, model=25e6))) == 0
 
 
 def test_an_ideal_machine_takes_the_models_time(recording: Recording) -> None:

@@ -107,33 +107,6 @@ TEST(block_replay, equals_reference_on_ranges_that_blocks_cut) {
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) check_awkward_spec(type);
 }
 
-// Applied before the step's own word arrives, each block with its own factor; the bits equal those of a job after the step.
-TEST(block_replay, a_job_in_backward_equals_one_of_the_whole_step) {
-    Fixture after_step{ArenaSpec{}}, in_backward{ArenaSpec{}};
-    for (Fixture* fixture : {&after_step, &in_backward}) {
-        TrainerArena& trainer = fixture->trainer;
-        trainer.set_state(test::random_state(trainer.spec().numel, 3));
-        for (int64_t step = 1; step <= 3; ++step) {
-            trainer.set_hyperparameters(step, {kDecoupled, kDecoupled});
-            trainer.set_gradient(0, std::vector<float>(64, 0.5f * static_cast<float>(step)));
-            // The second step has an infinite gradient.
-            const float clip = step == 2 ? std::nanf("") : 1.0f;
-            UpdateJob job = job_of(0, step, step, 1);
-            if (fixture == &in_backward) {
-                job.in_backward = 1;
-                trainer.write_block_word(0, step, clip);
-            } else {
-                trainer.write_word(step, clip);
-            }
-            fixture->run(job, {0});
-            trainer.write_word(step, clip);
-        }
-    }
-    const ArenaHeader& header = after_step.trainer.header();
-    test::check_same_bits("states", in_backward.trainer.master(), after_step.trainer.master(),
-                          (header.slots_offset - header.master_offset) / sizeof(float));
-}
-
 // Three steps, each shown in its own backward pass with a predicted factor and another learning rate and committed one step
 // later, then a flush. Each block sees steps without a finite factor: predicted (0), true (1), both (2).
 void check_one_behind(DataType type, DataType moments) {
@@ -216,9 +189,8 @@ TEST(block_replay, successive_jobs_do_not_race) {
 
 TEST(block_replay, rejects_invalid_jobs) {
     const Fixture fixture{ArenaSpec{}};
-    const auto error = [&fixture](UpdateJob job, uint32_t in_backward = 0, float prediction_steps = 0.0f) {
+    const auto error = [&fixture](UpdateJob job, float prediction_steps = 0.0f) {
         const uint32_t slots[] = {5, 6};
-        job.in_backward = in_backward;
         job.prediction_steps = prediction_steps;
         return error_of([&] { fixture.replay.check(job, slots); });
     };
@@ -229,12 +201,8 @@ TEST(block_replay, rejects_invalid_jobs) {
     UpdateJob unclear = job_of(1, 1, 1, 1);
     unclear.has_tentative = 2;
     CHECK_CONTAINS(error(unclear), "has_tentative must be 0 or 1, got 2");
-    const char* const not_one = "n_committed must be 1 and has_tentative 0 with in_backward, got ";
-    CHECK_CONTAINS(error(job_of(1, 1, 0, 0), 1), std::string(not_one) + "0 and 0");
-    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 1)), 1), std::string(not_one) + "0 and 1");
-    CHECK_CONTAINS(error(job_of(1, 1, 1, 1), 2), "in_backward must be 0 or 1, got 2");
     for (const float steps : {-1.0f, 2e6f, std::nanf("")}) {
-        CHECK_CONTAINS(error(job_of(1, 1, 1, 1), 0, steps), "prediction_steps must be from 0 to 1e+06");
+        CHECK_CONTAINS(error(job_of(1, 1, 1, 1), steps), "prediction_steps must be from 0 to 1e+06");
     }
 }
 

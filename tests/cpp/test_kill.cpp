@@ -32,7 +32,6 @@ struct Scenario {
     const char* name;
     uint32_t n_steps;  // of each job
     float prediction_steps = 0.0f;
-    uint32_t in_backward = 0;
     bool has_tentative = false;  // the last of the steps
     DataType moments = DataType::kFloat32;
 };
@@ -67,7 +66,6 @@ class Training {
         for (uint32_t b = 0; b < 2; ++b) {
             jobs_.push_back(job_of(b, 1 + b, 1, scenario.n_steps, b));
             jobs_[b].prediction_steps = scenario.prediction_steps;
-            jobs_[b].in_backward = scenario.in_backward;
             if (scenario.has_tentative) jobs_[b] = test::tentative(jobs_[b]);
             arena_.write_block_word(b, scenario.n_steps, 0.25f);
         }
@@ -148,15 +146,14 @@ void kill_everywhere(const Scenario& scenario) {
 }
 
 TEST(kill, at_any_instant_of_one_update) { kill_everywhere({"one update", 1}); }
-TEST(kill, at_any_instant_of_an_update_in_backward) { kill_everywhere({"an update in backward", 1, 0.0f, 1}); }
-TEST(kill, at_any_instant_of_a_tentative_update) { kill_everywhere({"a tentative update", 1, 0.0f, 0, true}); }
-TEST(kill, at_any_instant_of_one_behind) { kill_everywhere({"one behind", 2, 0.0f, 0, true}); }
-TEST(kill, at_any_instant_of_a_window_one_behind) { kill_everywhere({"a window one behind", 3, 2.0f, 0, true}); }
+TEST(kill, at_any_instant_of_a_tentative_update) { kill_everywhere({"a tentative update", 1, 0.0f, true}); }
+TEST(kill, at_any_instant_of_one_behind) { kill_everywhere({"one behind", 2, 0.0f, true}); }
+TEST(kill, at_any_instant_of_a_window_one_behind) { kill_everywhere({"a window one behind", 3, 2.0f, true}); }
 TEST(kill, at_any_instant_of_one_behind_with_short_moments) {
-    kill_everywhere({"one behind with short moments", 2, 0.0f, 0, true, DataType::kBFloat16});
+    kill_everywhere({"one behind with short moments", 2, 0.0f, true, DataType::kBFloat16});
 }
 TEST(kill, at_any_instant_of_a_window_with_short_moments) {
-    kill_everywhere({"a window with short moments", 3, 2.0f, 0, false, DataType::kBFloat16});
+    kill_everywhere({"a window with short moments", 3, 2.0f, false, DataType::kBFloat16});
 }
 TEST(kill, at_any_instant_of_a_window) { kill_everywhere({"a window", 3, 2.0f}); }
 TEST(kill, at_any_instant_of_publishing) { kill_everywhere({"publishing", 0}); }

@@ -22,12 +22,6 @@ bool never() { return false; }
 
 UpdateJob of_step(int64_t step) { return job_of(0, 1, step, 1); }
 
-UpdateJob in_backward(int64_t step) {
-    UpdateJob job = of_step(step);
-    job.in_backward = 1;
-    return job;
-}
-
 // A ring of four records.
 struct Ring {
     TrainerArena trainer;
@@ -107,7 +101,7 @@ TEST(step_records, waits_for_a_late_word_and_acquires_earlier_writes) {
 }
 
 TEST(step_records, a_tentative_step_waits_for_its_blocks_word_after_the_step_before) {
-    for (const UpdateJob& job : {in_backward(3), tentative(of_step(3)), tentative(job_of(0, 1, 1, 3))}) {
+    for (const UpdateJob& job : {tentative(of_step(3)), tentative(job_of(0, 1, 1, 3))}) {
         Ring ring;
         ring.trainer.write_word(1, 1.0f);
         ring.trainer.write_word(2, std::nanf(""));
@@ -131,10 +125,8 @@ TEST(step_records, a_factor_that_is_not_finite_leaves_the_step_out) {
     for (const float clip : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
         Ring ring;
         ring.trainer.write_block_word(0, 1, clip);
-        for (const UpdateJob& job : {in_backward(1), tentative(of_step(1))}) {
-            CHECK(ring.resolve(job));
-            CHECK(!ring.step(job).applied);
-        }
+        CHECK(ring.resolve(tentative(of_step(1))));
+        CHECK(!ring.step(tentative(of_step(1))).applied);
         ring.trainer.write_word(1, clip);
         CHECK(ring.resolve(of_step(1)));
         CHECK(!ring.step(of_step(1)).applied);
@@ -151,7 +143,6 @@ TEST(step_records, names_the_step_whose_word_does_not_arrive) {
     // The step's word does not replace the block's.
     ring.trainer.write_word(2, 1.0f);
     ring.trainer.write_block_word(0, 1, 1.0f);
-    CHECK_CONTAINS(ring.error(in_backward(2)), error);
     CHECK_CONTAINS(ring.error(tentative(of_step(2))), error);
     CHECK_CONTAINS(ring.error(tentative(of_step(3))), "step 3's clip coefficient did not arrive within 20 ms");
 }
@@ -168,7 +159,7 @@ TEST(step_records, rejects_a_record_that_a_later_step_has_overwritten) {
     ring.trainer.write_word(5, 1.0f);
     ring.trainer.write_block_word(0, 3, 1.0f);
     CHECK_CONTAINS(ring.error(of_step(1)), "unresolved step 1 must not hold a later one, got step 5");
-    CHECK_CONTAINS(ring.error(in_backward(1)), "unresolved step 1 must not hold a later one, got step 3");
+    CHECK_CONTAINS(ring.error(tentative(of_step(1))), "unresolved step 1 must not hold a later one, got step 3");
     ring.trainer.header().resolved_step = 5;
     CHECK_CONTAINS(error_of([&ring] { ring.step(of_step(1)); }), "resolved step 1 must still hold it, got step 5");
 }

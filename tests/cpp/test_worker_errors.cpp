@@ -76,10 +76,10 @@ TEST(worker, reports_an_invalid_job) {
         {job_of(0, 1, 0, 1), {0}, "first_step must be at least 1"},
         {job_of(0, 1, 1, 5), {0, 0, 0, 0, 0}, "n_committed + has_tentative must be at most n_step_records = 4, got 5"},
         {job_of(0, 1, 4, 2), {0, 0}, "last step must be at most 4"},
-        {job_of(0, 1, 1, 2), {0}, "must have 56 bytes with n_committed = 2 and has_tentative = 0, got 52"},
-        {job_of(0, 1, 1, 1), {0, 0}, "must have 52 bytes with n_committed = 1 and has_tentative = 0, got 56"},
-        {tentative(job_of(0, 1, 1, 1)), {0, 0}, "must have 52 bytes with n_committed = 0 and has_tentative = 1, got 56"},
-        {job_of(0, 1, 1, 0xffffffffu), {0, 0}, "with n_committed = 4294967295 and has_tentative = 0, got 56"},
+        {job_of(0, 1, 1, 2), {0}, "must have 48 bytes with n_committed = 2 and has_tentative = 0, got 44"},
+        {job_of(0, 1, 1, 1), {0, 0}, "must have 44 bytes with n_committed = 1 and has_tentative = 0, got 48"},
+        {tentative(job_of(0, 1, 1, 1)), {0, 0}, "must have 44 bytes with n_committed = 0 and has_tentative = 1, got 48"},
+        {job_of(0, 1, 1, 0xffffffffu), {0, 0}, "with n_committed = 4294967295 and has_tentative = 0, got 48"},
     };
     for (const Case& c : cases) {
         CHECK_CONTAINS(error_after(TrainerArena(), [&c](WorkerProcess& worker) { worker.submit(c.job, c.slots); }), c.error);

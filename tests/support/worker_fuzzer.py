@@ -119,7 +119,6 @@ def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
         publish_buffer=rng.randrange(2),
         prediction_steps=rng.choice([0.0, 1.5]),
         has_tentative=has_tentative,
-        in_backward=rng.choice([0, 0, 0, 1]),
     )
     export = protocol.Export(type=protocol.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
     touch = protocol.Touch(

@@ -78,7 +78,7 @@ def budgets_of(case: Case) -> Budgets:
 def cost_of(case: Case, *, room: bool = True) -> tuple[ZenFlowCost, ModelShapes]:
     """The formulas, on a device with or without room for kept gradients."""
     model = shapes_of_module(case.make_model())
-    workload = Workload(model=model, step_ms=100, clips=True)
+    workload = Workload(model=model, step_ms=100)
     config = ZenFlowConfig(
         topk_ratio=case.topk_ratio, update_interval=case.update_interval, publish_lag=case.publish_lag
     )
