@@ -49,7 +49,7 @@ class LaunchCounter(TorchDispatchMode):
 
     def in_memory_of(self, arena: Arena) -> None:
         """Takes this arena's memory for the host's."""
-        self._host = [arena.slots, arena.publish, arena.states]
+        self._host = [arena.slots, arena.publish, arena.export]
 
     def _is_host(self, tensor: Tensor) -> bool:
         begin = tensor.data_ptr()
