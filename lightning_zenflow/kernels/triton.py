@@ -21,7 +21,7 @@ from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise,
 _BLOCK = 1024
 """Elements of one program of `adamw`."""
 
-_ROWS, _COLUMNS = 16, 256
+_ROWS, _COLUMNS = 8, 256
 """Rectangle of the sums of squares. A row of it is read by one warp, which adds it up without shared memory."""
 
 _ELEMENTS, _LARGE_MATRIX = 1 << 14, 1 << 24
