@@ -22,12 +22,12 @@ from lightning_zenflow.kernels.factored import SMALLEST, Factors, RoundingNoise,
 _BLOCK = 1024
 """Elements of one program of `adamw`."""
 
-_ROWS, _COLUMNS = 16, 256
+_ROWS, _COLUMNS = 8, 256
 """Rectangle of the sums of squares. A row of it is read by one warp, which adds it up without shared memory."""
 
-_ELEMENTS = 1 << 14
-"""Of one program of the sums, in matrices up to 2^24 elements; in larger ones it has more rows. So there are at most about 2^10 of them,
-and what `factored_step` must read is small."""
+_ELEMENTS, _LARGE_MATRIX = 1 << 14, 1 << 24
+"""Elements of one program of the sums, in matrices up to the second number; in larger ones it has more rows. So there are about 2^10 of
+them at most, and `factored_step` has little to read."""
 
 _UPDATE_ROWS, _UPDATE_COLUMNS = 8, 256
 """Rectangle of one program of `provisional_update`."""
@@ -38,7 +38,7 @@ _COPY_ROWS, _COPY_COLUMNS = 16, 128
 _CHUNK, _PARTS_AT_ONCE, _FACTOR_WARPS = 2048, 16, 16
 """Of `factored_step`, a single program: loads in flight hide their latency."""
 
-_FIELDS = 6
+_FIELDS = 7
 """Of a write in the table of `write_columns`."""
 
 
@@ -74,7 +74,7 @@ class TritonKernels(Kernels):
 
     def _route(self, gradient: Tensor, fused: tuple[Tensor, Selection] | None, *, per_axis: bool) -> SquaredNorms:
         n_rows, n_columns = gradient.shape
-        n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), 1 << 24)
+        n_tiles = _ELEMENTS // (_ROWS * _COLUMNS) * triton.cdiv(gradient.numel(), _LARGE_MATRIX)
         n_groups, n_strips = triton.cdiv(n_rows, _ROWS * n_tiles), triton.cdiv(n_columns, _COLUMNS)
         parts = torch.empty(n_groups * n_strips, dtype=torch.float32, device=gradient.device)
         row_parts = column_parts = parts
@@ -185,8 +185,8 @@ def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
     """For `write_columns`: of each write the addresses and sizes; of each program its write, and its number in that write."""
     rows, programs = [], []
     for number, write in enumerate(writes):
-        columns = 0 if write.columns is None else write.columns.data_ptr()
-        sizes = *write.matrix.shape, write.selected.shape[1]
+        columns, n_indices = (0, 0) if write.columns is None else (write.columns.data_ptr(), write.columns.numel())
+        sizes = n_indices, *write.matrix.shape, write.selected.shape[1]
         rows.append((write.matrix.data_ptr(), columns, write.selected.data_ptr(), *sizes))
         of_write = torch.arange(_copy_programs(*write.selected.shape))
         programs.append(torch.stack([torch.full_like(of_write, number), of_write], dim=1))

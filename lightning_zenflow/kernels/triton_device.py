@@ -46,19 +46,18 @@ def _sum_squares(
 
 @triton.jit
 def _copy_rectangle(
-    program, matrix, columns, has_columns, selected, n_rows, width, n_selected,
+    program, matrix, columns, n_indices, selected, n_rows, width, n_selected,
     gather: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr,
 ):  # fmt: skip
+    """Copies one rectangle of selected columns; without indices they are all columns, in their order."""
     n_strips = tl.cdiv(n_selected, tile_columns)
-    rows = ((program // n_strips) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
+    rows = (program // n_strips) * tile_rows + tl.arange(0, tile_rows)
     i = (program % n_strips) * tile_columns + tl.arange(0, tile_columns)
     is_column = i < n_selected
-    column = i.to(tl.int64)
-    if has_columns:
-        column = tl.load(columns + i, mask=is_column, other=0)
+    column = tl.where(i < n_indices, tl.load(columns + i, mask=i < n_indices, other=0), i)
     inside = (rows < n_rows)[:, None] & is_column[None, :]
-    in_matrix = matrix + (rows * width)[:, None] + column[None, :]
-    in_selected = selected + (rows * n_selected)[:, None] + i[None, :]
+    in_matrix = matrix + (rows.to(tl.int64) * width)[:, None] + column[None, :]
+    in_selected = selected + (rows.to(tl.int64) * n_selected)[:, None] + i[None, :]
     if gather:
         tl.store(in_selected, tl.load(in_matrix, mask=inside), mask=inside)
     else:
@@ -83,7 +82,7 @@ def route(
         )  # fmt: skip
     elif gathers:
         _copy_rectangle(
-            program - n_sums, part, columns, True, selected, part_rows, part_width, n_selected,
+            program - n_sums, part, columns, n_selected, selected, part_rows, part_width, n_selected,
             True, copy_rows, copy_columns,
         )  # fmt: skip
 
@@ -217,7 +216,17 @@ def gather_columns(
 ):  # fmt: skip
     """Gathers columns: selected <- matrix[:, columns]."""
     _copy_rectangle(
-        tl.program_id(0), matrix, columns, True, selected, n_rows, width, n_selected, True, tile_rows, tile_columns
+        tl.program_id(0),
+        matrix,
+        columns,
+        n_selected,
+        selected,
+        n_rows,
+        width,
+        n_selected,
+        True,
+        tile_rows,
+        tile_columns,
     )
 
 
@@ -227,10 +236,10 @@ def write_columns(writes, programs, model, fields: tl.constexpr, tile_rows: tl.c
     write = writes + tl.load(programs + 2 * tl.program_id(0)) * fields
     program = tl.load(programs + 2 * tl.program_id(0) + 1).to(tl.int32)
     matrix = tl.load(write).to(tl.pointer_type(model.dtype.element_ty))
-    columns = tl.load(write + 1)
+    columns = tl.load(write + 1).to(tl.pointer_type(tl.int64))
     selected = tl.load(write + 2).to(tl.pointer_type(model.dtype.element_ty))
-    n_rows, width, n_selected = tl.load(write + 3), tl.load(write + 4), tl.load(write + 5).to(tl.int32)
+    n_indices, n_rows, width = tl.load(write + 3).to(tl.int32), tl.load(write + 4).to(tl.int32), tl.load(write + 5)
+    n_selected = tl.load(write + 6).to(tl.int32)
     _copy_rectangle(
-        program, matrix, columns.to(tl.pointer_type(tl.int64)), columns != 0, selected, n_rows, width, n_selected,
-        False, tile_rows, tile_columns,
-    )  # fmt: skip
+        program, matrix, columns, n_indices, selected, n_rows, width, n_selected, False, tile_rows, tile_columns
+    )

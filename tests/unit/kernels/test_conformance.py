@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernel_cases import DTYPES, TORCH, Implementation, each_with, random
+from kernel_cases import DTYPES, INTERPRETED, TORCH, Implementation, each_with, parameter, random
 from lightning_zenflow.kernels.base import ColumnWrite, Destination, Selection
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise
 
@@ -28,6 +28,18 @@ def test_squared_norms(on: Implementation, shape: tuple[int, int], dtype: torch.
     torch.testing.assert_close(both.columns.double(), exact.sum(0), rtol=of_columns, atol=0)
     assert torch.equal(both.total, total_only.total)
     assert total_only.row_parts is None and total_only.column_parts is None
+
+
+@pytest.mark.parametrize("on", [parameter(INTERPRETED)], indirect=True)
+def test_programs_of_large_matrices_have_more_rows(on: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = on.random(700, 300)
+    expected = on.kernels.squared_norms(gradient, per_axis=True)
+    monkeypatch.setattr("lightning_zenflow.kernels.triton._LARGE_MATRIX", gradient.numel() // 3)
+    found = on.kernels.squared_norms(gradient, per_axis=True)
+    assert found.parts.numel() < expected.parts.numel() / 2
+    assert torch.equal(found.rows, expected.rows)
+    torch.testing.assert_close(found.columns, expected.columns, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.total, expected.total, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
