@@ -120,7 +120,7 @@ def check_timelines(predictions: Iterable[Prediction]) -> Iterator[CheckedTimeli
         machine = Machine(
             gpus=1, gpus_per_host=1, gpu_mem=_ROOM_FOR_ALL, pcie=rates.pcie / GB, cpu_bw=rates.worker / GB
         )
-        workload = Workload(model=shapes_of_count(setting.params), step_ms=1e3 * p.alone_s, clips=setting.clips)
+        workload = Workload(model=shapes_of_count(setting.params), step_ms=1e3 * p.alone_s)
         config = ZenFlowConfig(
             topk_ratio=0.05, update_interval=setting.update_interval, publish_lag=setting.publish_lag
         )

@@ -24,13 +24,11 @@ class Published:
     params: float
     machine: Machine
     in_backward: bool = False
-    """The optimizer runs in backward, as here with S = 1, d = 0 and no clipping; else it is ZeRO-Offload."""
+    """The optimizer runs in backward, as here with S = 1, d = 0; else it is ZeRO-Offload."""
 
     def predict(self) -> float:
         """The estimate of `with_s`."""
-        workload = Workload(
-            model=shapes_of_count(self.params), step_ms=1e3 * self.without_s, clips=not self.in_backward
-        )
+        workload = Workload(model=shapes_of_count(self.params), step_ms=1e3 * self.without_s)
         cost = estimate(workload, self.machine, ZenFlowConfig(update_interval=1, publish_lag=0))
         return (cost.zenflow if self.in_backward else cost.zero_offload).step_s
 

@@ -170,7 +170,7 @@ UpdateJob tentative(UpdateJob job) {
 }
 
 UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0, 0, 0};
+    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0};
 }
 
 }  // namespace zenflow::test

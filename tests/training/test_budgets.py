@@ -18,8 +18,7 @@ from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
 from lightning_zenflow.estimate.zenflow_cost import ZenFlowCost
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
-from lightning_zenflow.schedule.staggered import blocks_wanted
-from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
+from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 

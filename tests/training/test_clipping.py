@@ -30,7 +30,7 @@ def test_clipping_acts_on_every_weight(topk_ratio: float) -> None:
 def test_accumulation_and_clipping_equal_plain_torch() -> None:
     """Accumulation 4 with clipping: the stock strategy divides the loss by 4 twice, so that clipping hardly acts."""
     case = replace(BASE, model="SmallNet", optimizer=OptimizerOptions(lr=1e-2), accumulate=4, max_norm=0.1)
-    case = replace(case, update_interval=1, publish_lag=0)
+    case = replace(case, update_interval=1, publish_lag=0).with_keys(optimizer_in_backward=False)
     model = case.make_model()
     configured = model.configure_optimizers()
     optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]

@@ -19,6 +19,7 @@ from lightning_zenflow.deferred import provisional_update
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.zero import build
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -53,6 +54,9 @@ CASES = {
         strategy_options={**EVERYTHING, "overlap_comm": True, "reduce_bucket_size": 50},
     ),
     "fp16": replace(NETWORK, precision="16-true"),
+    "a layer used now and then": replace(
+        NETWORK, model="TiedNet", model_options={"used_every": 3}, steps=18, precision="bf16-true"
+    ),
 }
 
 
@@ -74,7 +78,7 @@ def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
     assert not record(CASES[name], events_are_reached=events_are_reached).order.races
 
 
-@pytest.mark.parametrize("name", ["fixed gradients", "a network"])
+@pytest.mark.parametrize("name", ["fixed gradients", "a network", "a layer used now and then"])
 def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
     device = record(CASES[name])
@@ -99,6 +103,23 @@ def test_a_step_does_not_wait(name: str) -> None:
     for step in range(5, case.steps):
         waits = [o for o in of_step(device, step) if o.kind == "host wait" and o.place]
         assert waits == []
+
+
+def test_gradients_go_down_on_a_stream_of_their_own() -> None:
+    """So that neither the passes over the next gradient wait for PCIe nor the copies for the passes."""
+    operations = of_step(record(FIXED), 12)
+    copying = {o.actor for o in operations if o.kind == "d2h" and "route" in o.place}
+    assert len(copying) == 1
+    passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.name != "fill_"]
+    assert passes == []
+
+
+def test_the_loss_scale_is_read_while_the_rest_of_the_step_is_queued() -> None:
+    operations = of_step(record(CASES["fp16"]), 12)
+    (wait,) = [o for o in operations if o.kind == "host wait" and "loss_scale" not in o.name and "read" in o.place]
+    recorded = next(i for i, o in enumerate(operations) if o.kind == "record" and o.event == wait.event)
+    step = [i for i, o in enumerate(operations) if o.place.startswith(("columns", "publish", "jobs"))]
+    assert recorded < max(step) < operations.index(wait)
 
 
 def no_join(which: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -180,6 +201,21 @@ def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
 
+def zeros_by_the_host(patch: pytest.MonkeyPatch) -> None:
+    """A slot is cleared at once, while an earlier gradient in it may still be on its way back to the device."""
+    patch.setattr(provisional_update, "has_room", lambda *_: False)
+
+    def planted(self: GradientRouter, index: int) -> None:
+        for rectangle in () if index in self._vectors else self._rectangles[index]:
+            for destination in self._destinations(rectangle):
+                destination.slot.zero_()
+                for selection in destination.selections:
+                    selection.target.zero_()
+        self.arrivals.slice_complete(index)
+
+    patch.setattr(GradientRouter, "_route_zeros", planted)
+
+
 PLANTED = {
     "no wait for the reduction": (no_epilogue, FIXED),
     "no wait for copies to the host": (no_join("d2h"), FIXED),
@@ -187,6 +223,7 @@ PLANTED = {
     "weights overwritten too early": (weights_too_early, NETWORK),
     "the word on another stream": (word_elsewhere, FIXED),
     "a buffer reused too early": (buffer_is_not_waited_for, replace(NETWORK, flush_after=(5, 6))),
+    "a slot cleared too early": (zeros_by_the_host, replace(CASES["a layer used now and then"], update_interval=1)),
     "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
 }
 

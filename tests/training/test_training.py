@@ -14,7 +14,12 @@ from reference import ReferenceZenFlow
 STEPS = 20
 
 NOTHING_LATE = Case(
-    model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=STEPS, update_interval=1, publish_lag=0
+    model="SmallNet",
+    optimizer=OptimizerOptions(lr=3e-3),
+    steps=STEPS,
+    update_interval=1,
+    publish_lag=0,
+    strategy_options={"optimizer_in_backward": False},
 )
 
 
@@ -70,7 +75,9 @@ LATE = {
     "nothing on the device": Case(topk_ratio=0, update_interval=4, publish_lag=1),
     "everything on the device": Case(topk_ratio=1, update_interval=4, publish_lag=3),
     "long windows": Case(topk_ratio=0.5, update_interval=7, publish_lag=3),
-    "short windows, warm-up": Case(topk_ratio=0.3, update_interval=2, publish_lag=0, warm_up=3),
+    "short windows, warm-up": Case(topk_ratio=0.3, update_interval=2, publish_lag=0, warm_up=3).with_keys(
+        optimizer_in_backward=False
+    ),
     "one step late": Case(topk_ratio=0.3, update_interval=1, publish_lag=1, max_norm=0.5),
     "flushes": Case(topk_ratio=0.3, update_interval=4, publish_lag=3, warm_up=2, flush_after=(3, 9, 10)),
     "accumulated, clipped": Case(topk_ratio=0.2, update_interval=4, publish_lag=1, accumulate=3, max_norm=0.5),
