@@ -85,11 +85,10 @@ class BackwardSubmission:
         self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.loss_scale)
         return (torch.stack(self._factors) / scale.factor - 1).abs().mean() if self._factors else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step's norm is predicted from."""
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the next step's norm is predicted from; None: nothing yet."""
         return self._norms.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Inverse of `state_dict`; None: a version without it wrote the checkpoint."""
-        if state is not None:
-            self._norms.load_state_dict(state)
+        """Inverse of `state_dict`."""
+        self._norms.load_state_dict(state)

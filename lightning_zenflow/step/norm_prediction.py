@@ -60,12 +60,13 @@ class NormPrediction:
         self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
         self.knows_last = True
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step is predicted from."""
-        return {"ratio": self._ratio, "last": self._last, "knows_last": self.knows_last}
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the next step is predicted from; None: nothing yet."""
+        return {"ratio": self._ratio, "last": self._last} if self.knows_last else None
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Inverse of `state_dict`, for the same blocks."""
-        self._ratio.copy_(state["ratio"])
-        self._last.copy_(state["last"])
-        self.knows_last = state["knows_last"]
+        self.knows_last = state is not None
+        if state is not None:
+            self._ratio.copy_(state["ratio"])
+            self._last.copy_(state["last"])

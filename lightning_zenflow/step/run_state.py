@@ -22,7 +22,7 @@ Layout 3, of plain numbers, lists and CPU tensors::
         second_moments  [slice] tensors of the factored second moment, None for slices without
         factor          step scale of the last step
         noise           state of the noise generator
-    in_backward         what the next step's gradient norm is predicted from: ratio, last, knows_last
+    in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
 
 `lightning_zenflow.checkpoint.upgrade` converts older layouts.
 """

@@ -24,6 +24,9 @@ CASES = {
     "warm-up": Case(topk_ratio=0.3, warm_up=5, strategy_options=EVERYTHING),
     "nothing on the device": Case(topk_ratio=0.0, strategy_options=APPROXIMATE),
     "in backward": Case(update_interval=1, publish_lag=0, strategy_options={"reduce_bucket_size": 200}),
+    "in backward, clipped": Case(
+        update_interval=1, publish_lag=0, max_norm=0.5, strategy_options={"reduce_bucket_size": 200}
+    ),
 }
 STEPS = 18
 

@@ -255,7 +255,7 @@ TEST(worker, prints_layout_and_version) {
     int status = -1;
     const std::string layout = output_of_worker({"--layout"}, status);
     CHECK_EQ(status, 0);
-    CHECK_CONTAINS(layout, "sizeof(UpdateJob) 48\n");
+    CHECK_CONTAINS(layout, "sizeof(UpdateJob) 40\n");
     CHECK_CONTAINS(layout, "ArenaHeader.numel 32\n");
     CHECK_CONTAINS(layout, "kMaxMessageBytes 16384\n");
     CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol " + std::to_string(kVersion));
