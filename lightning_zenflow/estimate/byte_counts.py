@@ -53,6 +53,7 @@ def arena_bytes_of(
     dtype_bytes: int,
     owned_numel: float = 0.0,
     offload: bool = False,
+    in_backward: bool = False,
 ) -> float:
     """Host memory of one rank's arena, without headers and alignment.
 
@@ -63,15 +64,14 @@ def arena_bytes_of(
         dtype_bytes: b.
         owned_numel: device-owned entries of the partition; their state is exported to a place of its own (`topk.state_export`).
         offload: whether it stays there; the next state of changing columns then has another place.
+        in_backward: whether blocks may be submitted in backward.
     """
-    longest, lag = max(p.update_interval for p in schedules), max(p.publish_lag for p in schedules)
-    n_slots = StaggeredSchedule(n_blocks=n_blocks, update_interval=longest, publish_lag=lag).n_slots
-    n_buffers = max(
-        StaggeredSchedule(
-            n_blocks=n_blocks, update_interval=p.update_interval, publish_lag=p.publish_lag
-        ).n_publish_buffers
-        for p in schedules
+    longest = UpdateSchedule(
+        update_interval=max(p.update_interval for p in schedules), publish_lag=max(p.publish_lag for p in schedules)
     )
+    of_run = [StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward) for p in (longest, *schedules)]
+    n_slots = max(s.n_slots for s in of_run)
+    n_buffers = max(s.n_publish_buffers for s in of_run[1:])
     slot_numel = -(-partition_numel // n_blocks)
     exported = STATE_BYTES * owned_numel * (2 if offload else 1)
     return STATE_BYTES * partition_numel + exported + dtype_bytes * slot_numel * (n_slots + n_buffers)

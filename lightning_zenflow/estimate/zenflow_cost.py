@@ -74,6 +74,7 @@ class ZenFlowCost:
             dtype_bytes=self._workload.dtype_bytes,
             owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
             offload=self._config.offload,
+            in_backward=self._in_backward,
         )
 
     def d2h_bytes(self) -> float:

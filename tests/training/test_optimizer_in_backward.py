@@ -122,10 +122,14 @@ def test_two_ranks() -> None:
     names = ("TiedNet", "parameters without a gradient", "accumulation")
     cases = {name: CASES[name] for name in names}
     cases |= {f"{name}, late": CASES[name].with_keys(optimizer_in_backward=False) for name in names}
+    clipped = CLIPPED["not finite"]
+    cases |= {"clipped": clipped, "clipped, late": clipped.with_keys(optimizer_in_backward=False)}
     runs = run_on_ranks(cases)
     for name in names:
         for ours, theirs in zip(runs[name], runs[f"{name}, late"], strict=True):
             assert_same_run(ours, theirs)
+    for ours, theirs in zip(runs["clipped"], runs["clipped, late"], strict=True):
+        assert_same_state(ours, theirs)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])

@@ -52,7 +52,7 @@ def run_and_kill(case: Case, *, seed: int) -> tuple[Run, KillsWorker]:
         dataclasses.replace(
             CASE, precision="bf16-true", strategy_options={"weight_prediction": 3.0, "worker_cores": 2}
         ),
-        dataclasses.replace(CASE, update_interval=1, publish_lag=0, max_norm=None),
+        dataclasses.replace(CASE, update_interval=1, publish_lag=0),
     ],
     ids=["replay", "two threads, bf16", "submitted in backward"],
 )
