@@ -138,7 +138,7 @@ def run(operations: Sequence[Operation], rates: Rates, scale: Scale) -> Timeline
     streams: dict[str, Reached] = defaultdict(lambda: (0.0, None))
     events: dict[int, Reached] = {}
     copied: dict[int, float] = {}
-    submitted: dict[int, tuple[float, float]] = {}
+    submitted: dict[tuple[str, int], tuple[float, float]] = {}
     host = worker = 0.0
     of_step: list[Timed] = []
 
@@ -169,9 +169,9 @@ def run(operations: Sequence[Operation], rates: Rates, scale: Scale) -> Timeline
             until, behind = events[o.event] if o.event else max(streams.values(), key=_time)
             host_waits(until, "latency" if behind is None or behind.operation.kind == "launch" else "copies")
         elif o.kind == "submit":
-            submitted[o.event] = host, copied.get(o.after, 0.0)
+            submitted[o.name, o.event] = host, copied.get(o.after, 0.0)
         elif o.kind == "replay":
-            at, word = submitted.pop(o.event)
+            at, word = submitted.pop((o.name, o.event))
             begin = max(at, word, worker)
             worker = begin + scale.seconds(o, rates)
             timeline.jobs.append((o.event, begin, worker))

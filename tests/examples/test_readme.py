@@ -60,7 +60,7 @@ RUN_ELSEWHERE = {
         for what, text in {
             "pack": "pack.pack(",
             "pack --python 3.11": "pack.pack(",
-            "tests": '"tests", "--device", "cpu"',
+            "tests": 'call("tests"',
             "bench": '["bench", "train"]',
             "train": '["bench", "train"]',
         }.items()
