@@ -45,7 +45,7 @@ class Case:
 
 _BILLION = "1.5e9 parameters, {} x 1024 tokens"
 _FIRST = ("none", "zenflow", "zero_offload")
-_OTHERS = ("zenflow_exact", "zenflow_auto", "deepspeed_zenflow", "torchao", "zenflow_no_provisional", "zenflow_at_once")
+_OTHERS = ("zenflow_exact", "zenflow_auto", "deepspeed_zenflow", "torchao", "zenflow_no_provisional")
 CASES: dict[str, dict[str, Case]] = {
     "cuda": {
         "1.5B_8x1024": Case(

@@ -93,7 +93,7 @@ METHODS = {
     ),
 }
 
-_ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_at_once"]
+_ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_exact"]
 DEVICES = {
     "simulated": ["floor", *_ALWAYS, "zenflow_no_provisional", "zenflow_at_the_end"],
     "cpu": ["none", *_ALWAYS],
