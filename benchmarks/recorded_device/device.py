@@ -141,7 +141,7 @@ class RecordedEvent:
         return 0.0
 
 
-class RecordedRuntime(zenflow_device.DeviceRuntime):
+class RecordedRuntime(zenflow_device.HostRuntime):
     """The recorded device for the package."""
 
     def __init__(self, device: torch.device, recorded: RecordedDevice) -> None:
@@ -176,22 +176,6 @@ class RecordedRuntime(zenflow_device.DeviceRuntime):
     @override
     def keep_for(self, stream: Any, tensor: Tensor) -> None:
         self._recorded.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
-
-    @override
-    def page_lock(self, address: int, n_bytes: int) -> None:
-        pass
-
-    @override
-    def page_unlock(self, address: int) -> None:
-        pass
-
-    @override
-    def memory_allocated(self) -> int:
-        return 0
-
-    @override
-    def max_memory_allocated(self) -> int:
-        return 0
 
     @override
     def to_device(self, values: Tensor) -> Tensor:

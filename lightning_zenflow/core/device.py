@@ -4,6 +4,7 @@ All of the package asks this module, and not `torch.cuda`, so that a device of a
 tests add one that records the order of all operations.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -93,7 +94,19 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def max_memory_allocated(self) -> int:
-        """Largest value of `memory_allocated` so far."""
+        """Largest value of `memory_allocated` since `forget_peak`."""
+
+    @abstractmethod
+    def forget_peak(self) -> None:
+        """Lets `max_memory_allocated` begin anew."""
+
+    @abstractmethod
+    def memory_beside_peak(self) -> tuple[float, float]:
+        """Bytes that are free beside `max_memory_allocated`, and all bytes of the device."""
+
+    @abstractmethod
+    def pci_address(self) -> str | None:
+        """Address of the device, for example "0000:3b:00.0"; None if it has none or it is not known."""
 
     def to_device(self, values: Tensor) -> Tensor:
         """Copies host memory to the device, in the order of the current stream; on a CPU returns `values`."""
@@ -169,6 +182,18 @@ class HostRuntime(DeviceRuntime):
     def max_memory_allocated(self) -> int:
         return 0
 
+    @override
+    def forget_peak(self) -> None:
+        pass
+
+    @override
+    def memory_beside_peak(self) -> tuple[float, float]:
+        return math.inf, 0.0
+
+    @override
+    def pci_address(self) -> str | None:
+        return None
+
 
 class CudaRuntime(DeviceRuntime):
     """A CUDA device."""
@@ -219,6 +244,22 @@ class CudaRuntime(DeviceRuntime):
     @override
     def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
+
+    @override
+    def forget_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def memory_beside_peak(self) -> tuple[float, float]:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self.max_memory_allocated(), total
+
+    @override
+    def pci_address(self) -> str | None:
+        properties = torch.cuda.get_device_properties(self.device)
+        # Older releases of torch lack these fields.
+        numbers = [int(getattr(properties, f"pci_{field}_id", -1)) for field in ("domain", "bus", "device")]
+        return None if min(numbers) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
     @staticmethod
     def _check(call: str, *arguments: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.worker.topology import control_groups, read_file
 
 _log = logging.getLogger(__name__)
@@ -135,8 +136,7 @@ def forget_start_up_peak(device: torch.device) -> None:
 
     DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    runtime_of(device).forget_peak()
 
 
 def has_room(n_bytes: float, device: torch.device) -> bool:
@@ -144,8 +144,5 @@ def has_room(n_bytes: float, device: torch.device) -> bool:
 
     Call it in backward, after the peak of a step.
     """
-    if device.type != "cuda":
-        return True
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-    return bool(free + unused >= n_bytes + _RESERVE * total)
+    free, total = runtime_of(device).memory_beside_peak()
+    return free >= n_bytes + _RESERVE * total

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from lightning_zenflow.core.device import runtime_of
+
 _ROOT = Path("/")
 
 
@@ -53,7 +55,7 @@ def read_place(device: torch.device, root: Path = _ROOT) -> Place:
         device: device of the model.
         root: folder with ``proc`` and ``sys``.
     """
-    address = _pci_address(device)
+    address = runtime_of(device).pci_address()
     numa_cores = () if address is None else gpu_numa_cores(address, root)
     return Place(
         host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
@@ -144,15 +146,6 @@ def parse_core_list(text: str) -> list[int]:
         first, _, last = part.partition("-")
         cores.extend(range(int(first), int(last or first) + 1))
     return cores
-
-
-def _pci_address(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    # Older releases of torch lack these fields.
-    numbers = [int(getattr(properties, f"pci_{field}_id", -1)) for field in ("domain", "bus", "device")]
-    return None if min(numbers) < 0 else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
 
 
 def read_file(path: Path) -> str:
