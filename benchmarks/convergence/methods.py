@@ -35,6 +35,7 @@ METHODS = {
     "adamw": Method(make_strategy=ZeroOffload, title="DeepSpeed ZeRO-2 offload, AdamW", main=True),
     "deepspeed_zenflow": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, repaired", repair=True, main=True),
     "deepspeed_zenflow_as_is": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, as released", repair=False),
+    "zenflow_adamw": _zenflow("ZenFlowStrategy, S=1, d=0", update_interval=1, publish_lag=0, main=True),
     "zenflow_s1": _zenflow("ZenFlowStrategy, S=1", update_interval=1, main=True),
     "zenflow_s2": _zenflow("ZenFlowStrategy, S=2", update_interval=2, main=True),
     "zenflow_s4": _zenflow("ZenFlowStrategy, S=4", main=True),
