@@ -30,20 +30,21 @@
 //   n_committed = 0                           t                after a flush
 //   no tentative part    first_step ...                        a flush, or a window that is submitted after its last step
 //
-// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient, while
-// other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one; its
-// hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's end.
+// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient,
+// while other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one;
+// its hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's
+// end.
 //
 // Nothing that is not finite is published: a step whose factor is not finite is left out. The worker does not look at gradients.
-// The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that is
-// not finite gives NaN. Left out of the committed part, a step is not counted either; left out of the tentative part, the published
-// weights are those of the committed part alone.
+// The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that
+// is not finite gives NaN. Left out of the committed part, a step is not counted either; left out of the tentative part, the
+// published weights are those of the committed part alone.
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
 // sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
-// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a word's
-// arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A block has
-// one word: the job that waits for it must be done before the device writes it again (publish lag 0).
+// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a
+// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A
+// block has one word: the job that waits for it must be done before the device writes it again (publish lag 0).
 //
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
