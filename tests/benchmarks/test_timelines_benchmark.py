@@ -35,10 +35,8 @@ def test_zero_offload_waits_while_the_cpu_works(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     trace = traces["zero_offload"]
     assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
-    assert all(
-        one["ts"] + one["dur"] == pytest.approx(next_["ts"], abs=100)
-        for one, next_ in pairwise(timelines.steps_of(trace))
-    )
+    # In microseconds, rounded.
+    assert all(one["ts"] + one["dur"] <= next_["ts"] + 1 for one, next_ in pairwise(timelines.steps_of(trace)))
     weights = 2 * 4096 * 1024
     for step, wait in zip(timelines.steps_of(trace), spans_of(trace, WAITS), strict=True):
         number = step["args"]["step"]
