@@ -82,7 +82,6 @@ METHODS = {
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
     "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", update_interval=1, publish_lag=0),
     "zenflow_auto": _zenflow("auto"),
-    "zenflow_auto_unclipped": _zenflow("auto, no clipping", clips=False),
     "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),
     "zenflow_at_the_end": _zenflow(
         "S=1, d=0, submitted after backward, no clipping",
