@@ -1,18 +1,18 @@
-"""The command `lightning-zenflow`: `estimate` and `timeline`."""
+"""The command `lightning-zenflow`: `doctor`, `estimate` and `timeline`.
+
+What a command needs is imported when it runs: torch and Lightning take seconds, and `--help` and `--version` need neither.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate.cost import estimate
-from lightning_zenflow.estimate.machine import Machine, Workload
-from lightning_zenflow.estimate.report import as_dict, as_text
-from lightning_zenflow.estimate.shapes import shapes_of_count, shapes_of_hugging_face_config
-from lightning_zenflow.monitor.plot import draw_to
-from lightning_zenflow.monitor.timeline import read_trace
+from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -26,54 +26,110 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status 0. Invalid arguments exit with status 2 and a message on standard error.
     """
-    parser, estimate_parser, timeline_parser = _parsers()
-    options = parser.parse_args(arguments)
-    if "file" in options:
-        try:
-            draw_to(read_trace(options.file), options.png)
-        except (ModuleNotFoundError, OSError, ValueError) as error:
-            timeline_parser.error(str(error))
-    else:
-        try:
-            sys.stdout.write(_estimate(options) + "\n")
-        except ConfigValueError as error:
-            option = f"argument --{error.key.replace('_', '-')}: " if error.key else ""
-            estimate_parser.error(f"{option}{error}")
+    options = _parser().parse_args(arguments)
+    sys.stdout.write(options.run(options))
     return 0
 
 
-def _estimate(options: argparse.Namespace) -> str:
-    machine = Machine(
-        gpus=options.gpus,
-        gpu_mem=options.gpu_mem,
-        pcie=options.pcie,
-        cpu_bw=options.cpu_bw,
-        cpu_cores=options.cpu_cores,
-        gpus_per_host=options.gpus_per_host,
-        host_mem=options.host_mem,
-    )
-    config = ZenFlowConfig(
-        topk_ratio=options.topk_ratio,
-        update_interval=options.update_interval,
-        max_update_interval=options.max_update_interval,
-        publish_lag=options.publish_lag,
-    )
+def _doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    from lightning_zenflow.doctor.report import as_dict, as_text, examine
+
+    try:
+        examination = examine()
+    except ValueError as error:
+        parser.error(str(error))
+    return (json.dumps(as_dict(examination), indent=2) if options.json else as_text(examination)) + "\n"
+
+
+def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    from lightning_zenflow.estimate.cost import estimate
+    from lightning_zenflow.estimate.machine import Machine, Workload
+    from lightning_zenflow.estimate.report import as_dict, as_text
+    from lightning_zenflow.estimate.shapes import shapes_of_count, shapes_of_hugging_face_config
+
     by_config = options.hf_config is not None
-    workload = Workload(
-        model=shapes_of_hugging_face_config(options.hf_config) if by_config else shapes_of_count(options.params),
-        step_ms=options.step_ms,
-        dtype_bytes=_DTYPE_BYTES[options.dtype],
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        reduce_bucket_size=options.reduce_bucket_size,
+    try:
+        machine = Machine(
+            gpus=options.gpus,
+            gpu_mem=options.gpu_mem,
+            pcie=options.pcie,
+            cpu_bw=options.cpu_bw,
+            cpu_cores=options.cpu_cores,
+            gpus_per_host=options.gpus_per_host,
+            host_mem=options.host_mem,
+        )
+        config = ZenFlowConfig(
+            topk_ratio=options.topk_ratio,
+            update_interval=options.update_interval,
+            max_update_interval=options.max_update_interval,
+            publish_lag=options.publish_lag,
+            moments_dtype=options.moments_dtype,
+        )
+        workload = Workload(
+            model=shapes_of_hugging_face_config(options.hf_config) if by_config else shapes_of_count(options.params),
+            step_ms=options.step_ms,
+            dtype_bytes=_DTYPE_BYTES[options.dtype],
+            accumulate_grad_batches=options.accumulate_grad_batches,
+            reduce_bucket_size=options.reduce_bucket_size,
+        )
+        comparison = estimate(workload, machine, config)
+    except ConfigValueError as error:
+        option = f"argument --{error.key.replace('_', '-')}: " if error.key else ""
+        parser.error(f"{option}{error}")
+    if options.json:
+        return json.dumps(as_dict(comparison), indent=2) + "\n"
+    return as_text(comparison, unicode=_shows_bars()) + "\n"
+
+
+def _shows_bars() -> bool:
+    """Whether standard output has the characters of the bars."""
+    try:
+        "█▏┃".encode(sys.stdout.encoding or "ascii")
+    except (LookupError, UnicodeEncodeError):
+        return False
+    return True
+
+
+def _timeline(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    from lightning_zenflow.monitor.plot import draw_to
+    from lightning_zenflow.monitor.timeline import read_trace
+
+    try:
+        draw_to(read_trace(options.file), options.png)
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        parser.error(str(error))
+    return ""
+
+
+def _version() -> str:
+    try:
+        return version("lightning-zenflow")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-zenflow",
+        description="Tools of lightning-zenflow, a PyTorch Lightning strategy that offloads AdamW to the CPU.",
+        allow_abbrev=False,
     )
-    comparison = estimate(workload, machine, config)
-    return json.dumps(as_dict(comparison), indent=2) if options.json else as_text(comparison)
-
-
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Parsers of the command, of `estimate` and of `timeline`."""
-    parser = argparse.ArgumentParser(prog="lightning-zenflow", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _add_doctor(commands)
+    _add_estimate(commands)
+    _add_timeline(commands)
+    return parser
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    summary = "show what this machine has, measure it, and say what to expect; for issues too"
+    command = commands.add_parser("doctor", help=summary, description=f"{summary}.", allow_abbrev=False)
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    command.set_defaults(run=partial(_doctor, command))
+
+
+def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "predict memory, traffic and duration of a step on a machine that is not at hand"
     command = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False)
 
@@ -121,14 +177,20 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, argpar
         "--max-update-interval", type=int, default=defaults.max_update_interval, help="default %(default)s"
     )
     zenflow.add_argument("--publish-lag", type=_integer_or_auto, default="auto", help="default %(default)s")
+    zenflow.add_argument(
+        "--moments-dtype", choices=tuple(MOMENT_BYTES), default=defaults.moments_dtype, help="default %(default)s"
+    )
 
     command.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds, instead of a table")
+    command.set_defaults(run=partial(_estimate, command))
 
+
+def _add_timeline(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     summary = "draw a timeline that ZenFlowStrategy(timeline=FILE) wrote"
     timeline = commands.add_parser("timeline", help=summary, description=f"{summary}.", allow_abbrev=False)
     timeline.add_argument("file", type=Path, help="timeline, JSON; ui.perfetto.dev opens it too")
     timeline.add_argument("--png", type=Path, required=True, metavar="OUT", help="drawing to write")
-    return parser, command, timeline
+    timeline.set_defaults(run=partial(_timeline, timeline))
 
 
 def _integer_or_auto(text: str) -> int | str:

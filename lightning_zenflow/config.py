@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
@@ -123,6 +122,11 @@ class ZenFlowConfig:
     clipping, the next forward pass sees weights with a predicted clip factor; the exact state always has the true one. If false, each
     step waits for the worker at its end."""
 
+    tail: Literal["auto", "none", "lag", "device"] = _key("auto", one_of("auto", "none", "lag", "device"))
+    """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "lag"
+    publishes them one step later, as many as a step waits for; "device" keeps their weights and moments on the device as well (14 bytes a
+    weight in bf16), so that nothing is late. "auto" takes "device" where it has room and "lag" elsewhere, if publish_lag is "auto"."""
+
     full_warm_up_rounds: int = _key(0, integer(0), unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
@@ -142,6 +146,10 @@ class ZenFlowConfig:
     auto_ratio: float = _key(0.99, number(0, 1), unit="fraction of matrices")
     """`update_interval: auto` bounds S by the steps after which the deferred gradient of this fraction outweighs the gradient that is
     applied at once (the rule of Zen-auto). A smaller fraction means a smaller bound."""
+
+    moments_dtype: Literal["float32", "bfloat16"] = _key("float32", one_of("float32", "bfloat16"))
+    """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12; the
+    second moment is rounded stochastically, once a window. Checkpoints hold 32 bits either way."""
 
     offload: bool = _key(False, BOOLEAN, changes_numbers=False)
     """Keeps the exact state of device-owned columns (12 bytes per entry) in host memory and copies it to the device for each step."""
@@ -193,6 +201,12 @@ class ZenFlowConfig:
                 f"ZenFlowConfig: update_interval must be {bound}, got {self.update_interval}; lower it or raise the bound",
                 "update_interval",
             )
+        if self.tail == "device" and self.offload:
+            raise ConfigValueError(
+                "ZenFlowConfig: tail must be 'auto', 'none' or 'lag' with offload=True, got 'device', which keeps states on the device;"
+                " change either",
+                "tail",
+            )
 
     @classmethod
     def from_mapping(cls, config: Mapping[str, Any] | DictConfig) -> Self:
@@ -227,13 +241,25 @@ class ZenFlowConfig:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0): nothing is approximated."""
-        return self.update_intervals == [1] and self.publish_lags == [0]
+        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0, no tail): nothing is approximated."""
+        return self.update_intervals == [1] and self.publish_lags == [0] and not self.allows_tail
 
     @property
     def submits_in_backward(self) -> bool:
         """Whether this configuration allows steps with d = 0, which submit in backward."""
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
+
+    @property
+    def allows_tail(self) -> bool:
+        """Whether the last blocks may take a lag of their own."""
+        return self.submits_in_backward and (
+            self.tail in ("lag", "device") or (self.tail == "auto" and self.publish_lag == "auto")
+        )
+
+    @property
+    def measures(self) -> bool:
+        """Whether measured times decide on anything that changes numbers: S, d or the tail."""
+        return len(self.update_intervals) * len(self.publish_lags) > 1 or self.allows_tail
 
     @property
     def timeline_range(self) -> tuple[int, int]:
@@ -271,6 +297,9 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     for key in keys:
         if key in known:
             continue
+        # Imported here because Lightning takes seconds, and the command line needs the keys for its help.
+        from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
         if key in _REMOVED_KEYS:
             raise MisconfigurationException(f"{where}: {key} was removed: {_REMOVED_KEYS[key]}")
         near = difflib.get_close_matches(str(key), known, n=1)

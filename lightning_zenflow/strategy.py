@@ -1,18 +1,18 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
-import inspect
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.nn import Module
@@ -20,21 +20,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.collective import load_together, open_together, refusing_other_models, save_together
-from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.checkpoint.client_state import as_lightning_saved, load_averaged, to_save
+from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
+from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
-from lightning_zenflow.telemetry.tracing import Lane
-from lightning_zenflow.zero.config import prepare_deepspeed_config, says_bucket_size, set_bucket_size
-from lightning_zenflow.zero.config_sources import resolve_config
-from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
-from lightning_zenflow.zero.environment import RankVariables, rank_resources, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.registration import add_name, other_lightning
+from lightning_zenflow.session import Session
+from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
+from lightning_zenflow.zero.environment import RankVariables, is_interactive, use_deepspeed_on_cpu, with_local_ranks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import (
-    frozen_parameters,
+    refuse_callbacks,
+    refuse_manual_optimization,
     refuse_missing_loss,
-    refuse_unfrozen,
     refuse_unsupported_module,
     refuse_unsupported_precision,
+    several_devices_in_notebook,
     several_optimizers,
 )
 from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
@@ -73,11 +75,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         max_update_interval: int | None = None,
         publish_lag: int | Literal["auto"] | None = None,
         optimizer_in_backward: bool | None = None,
+        tail: Literal["auto", "none", "lag", "device"] | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         weight_prediction: float | Literal["auto"] | None = None,
         provisional_scale: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
+        moments_dtype: Literal["float32", "bfloat16"] | None = None,
         offload: bool | None = None,
         accumulate_on: Literal["auto", "device", "host"] | None = None,
         worker_cores: int | Sequence[int] | Literal["auto"] | None = None,
@@ -91,24 +95,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> None:
         arguments = locals()
         given = {key: arguments[key] for key in KEYS if arguments[key] is not None}
-        if config is None:
-            # The variable by which Lightning takes a DeepSpeed configuration from the environment.
-            config = os.environ.get(self.DEEPSPEED_ENV_VAR)
-        check_keys(deepspeed_options, (*KEYS, *inspect.signature(DeepSpeedStrategy).parameters), "ZenFlowStrategy")
-        self.zenflow_config, deepspeed_config = resolve_config(config, given)
-        self._optimizer: ZenFlowZeroOptimizer | None = None
-        self._frozen_at_setup: dict[str, Tensor] = {}
-        self._torch_threads: int | None = None
-        self._micro_batches = 0
+        self._session = Session(config, given, deepspeed_options, DeepSpeedStrategy)
+        self.zenflow_config = self._session.config
+        self._over = False
         self._rank_variables = RankVariables()
-        self._chooses_buckets = "reduce_bucket_size" not in deepspeed_options and not says_bucket_size(deepspeed_config)
-        super().__init__(config=deepspeed_config, **deepspeed_options)
+        super().__init__(config=self._session.deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
     @property
     def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
         """The optimizer of the current or last fit; None before the first."""
-        return self._optimizer
+        return self._session.optimizer
 
     @property
     @override
@@ -130,13 +127,22 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-        attach_monitors(callbacks, self.zenflow_config)
+        # Private: `model.trainer` is an error where there is none.
+        if model._trainer is not None:
+            callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+            attach_monitors(callbacks, self.zenflow_config)
 
     @override
     def _configure_launcher(self) -> None:
+        if not isinstance(self.accelerator, Accelerator):
+            raise other_lightning()
         # The launcher runs before all other hooks and is the first to change them.
         self._rank_variables = RankVariables()
+        if self.num_nodes * self.num_processes == 1:
+            # Nothing to launch. Lightning refuses every launcher in notebooks that starts processes, also where it would start none.
+            return
+        if is_interactive():
+            raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
 
     @override
@@ -151,10 +157,13 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        self._over = False
+        refuse_manual_optimization(self.lightning_module)
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
-        insert_first(callbacks, ExactWeights(self._flush))
+        refuse_callbacks(callbacks)
+        insert_first(callbacks, ExactWeights(self._session.flush))
         super().setup(trainer)
 
     @override
@@ -165,16 +174,20 @@ class ZenFlowStrategy(DeepSpeedStrategy):
                 self.config,
                 accumulate_grad_batches=trainer.accumulate_grad_batches,
                 gradient_clip_val=trainer.gradient_clip_val,
+                precision=self.precision_plugin.precision,
             )
+            if says_nothing_of_clipping(self._session.deepspeed_config, trainer.gradient_clip_val):
+                rank_zero_info(
+                    "ZenFlowStrategy does not clip: neither the DeepSpeed config's gradient_clipping nor the Trainer's gradient_clip_val"
+                    " is set. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then: set gradient_clipping to 1.0 for the same,"
+                    " to 0 for none"
+                )
         super()._format_config()
 
     @override
     def _auto_select_batch_size(self) -> int:
-        assert self.lightning_module is not None
-        # Only DeepSpeed's throughput log reads it, and outside fit there may be no training data.
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            return 1
-        return super()._auto_select_batch_size()
+        # Only DeepSpeed's throughput log reads it. Lightning's own asks for the training data once more, and not all loaders have one.
+        return 1
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
@@ -192,20 +205,15 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
-        resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
-        if self.root_device.type == "cpu":
-            self._torch_threads = torch.get_num_threads()
-            torch.set_num_threads(min(resources.cores.trainer_threads, self._torch_threads))
-        if optimizer is not None:
-            self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
-        self._micro_batches = 0
-        if self._chooses_buckets:
-            assert isinstance(self.config, dict)
-            set_bucket_size(self.config, model)
-        with zenflow_optimizer(partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)):
-            engine, deepspeed_optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
-            self._optimizer = optimizer_of(engine)
-        return engine, deepspeed_optimizer
+        assert isinstance(self.config, dict)
+        return self._session.set_up(
+            partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler),
+            model=model,
+            optimizer=optimizer,
+            deepspeed_config=self.config,
+            device=self.root_device,
+            ranks_on_host=self.num_processes,
+        )
 
     @property
     @override
@@ -225,13 +233,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward pass without DeepSpeed's division by `accumulate_grad_batches`, which Lightning has already applied."""
-        self._micro_batches += 1
-        with self._span("backward"):
+        with self._session.backward():
             return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._span("forward"):
+        with self._session.span("forward"):
             output = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
         return output
@@ -246,42 +253,34 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     ) -> Any:
         """Runs the step's last micro-batch (forward and backward are in `closure`) and the step."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._micro_batches = 0
-        return output
-
-    def _span(self, lane: Lane) -> AbstractContextManager[None]:
-        return nullcontext() if self._optimizer is None else self._optimizer.telemetry.tracer.span(lane)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
-        if self._optimizer is not None:
-            assert self.lightning_module is not None
-            if self._micro_batches == 0:
-                refuse_unfrozen(self._frozen_at_setup)
-                self._optimizer.zenflow_step.follow_freezing()
-            self._optimizer.zenflow_step.start_epoch(self.lightning_module.trainer.current_epoch)
+        assert self.lightning_module is not None
+        self._session.begin_micro_batch()
+        self._session.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
     def on_validation_start(self) -> None:
-        self._flush()
+        self._session.flush()
         super().on_validation_start()
 
     @override
     def on_test_start(self) -> None:
-        self._flush()
+        self._session.flush()
         super().on_test_start()
 
     @override
     def on_predict_start(self) -> None:
-        self._flush()
+        self._session.flush()
         super().on_predict_start()
 
     @override
     def on_train_end(self) -> None:
-        self._flush()
+        self._session.flush()
         super().on_train_end()
 
     @override
@@ -291,12 +290,17 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         Raises:
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
         """
-        if self._optimizer is not None:
-            self._optimizer.flush()
-        write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
-        # Without a trailing slash, as the name of a file.
-        path = Path(self.broadcast(os.path.normpath(filepath)))
-        save_together(path, write, is_global_zero=self.is_global_zero)
+        try:
+            client_state = to_save(checkpoint, self.deepspeed_engine)
+            write = partial(super().save_checkpoint, client_state, storage_options=storage_options)
+            # Without a trailing slash, as the name of a file.
+            path = Path(self.broadcast(os.path.normpath(filepath)))
+            self._session.save(path, write, is_global_zero=self.is_global_zero)
+        except (OSError, WorkerError) as error:
+            if not self._ends_with_error:
+                raise
+            # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
+            rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -306,12 +310,28 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
-        path, strict = Path(checkpoint_path), self.lightning_module.strict_loading
-        if self._optimizer is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        module, path = self.lightning_module, Path(checkpoint_path)
+        if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
             open_together(path)
             with refusing_other_models(path):
-                return super().load_checkpoint(checkpoint_path, weights_only)
-        return load_together(self.deepspeed_engine, self._optimizer, path, strict=strict)
+                return load_averaged(super().load_checkpoint(checkpoint_path, weights_only), module)
+        max_norm = self.zenflow_optimizer.max_norm
+        client_state = self._session.load(self.deepspeed_engine, path, strict=module.strict_loading)
+        # DeepSpeed takes over the saved one; the Trainer's counts.
+        self.zenflow_optimizer.clip_to(max_norm)
+        return as_lightning_saved(client_state, module)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Called after the callbacks' own.
+        self._over = True
+        super().on_exception(exception)
+
+    @property
+    def _ends_with_error(self) -> bool:
+        """Whether training ends with an error at present, and callbacks are called for it."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED and not self._over
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -320,32 +340,16 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._optimizer is not None:
-            # More than `close`: DeepSpeed's engine outlives the fit, and its hooks would keep the arena alive.
-            self._optimizer.destroy()
-        if self._torch_threads is not None:
-            torch.set_num_threads(self._torch_threads)
-            self._torch_threads = None
+        self._session.close()
         super().teardown()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
         if self.num_nodes * self.num_processes == 1:
             self._rank_variables.restore()
 
-    def _flush(self) -> None:
-        """Makes weights and optimizer states exact. After a fit that ended with an exception, weights stay as they are."""
-        if self._optimizer is not None and not self._optimizer.closed:
-            self._optimizer.flush()
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("zenflow", cls, description="ZeRO-2 offload without stalls (ZenFlow)")
-
-
-def register() -> None:
-    """Registers ``Trainer(strategy="zenflow")`` with Lightning; idempotent."""
-    if "zenflow" not in StrategyRegistry:
-        ZenFlowStrategy.register_strategies(StrategyRegistry)
+        add_name(strategy_registry)
 
 
 class ExactWeights(pl.Callback):

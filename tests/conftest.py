@@ -1,8 +1,10 @@
 """Set-up of all tests."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,24 @@ def needs_cuda() -> None:
     """Skips tests where there is no CUDA device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and a torch that was built for it")
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium, as a driver of Selenium's."""
+    from selenium import webdriver
+
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    assert all(programs.values()), f"{programs}: install Debian's packages chromium and chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(programs["chromium"])
+    profile = tmp_path_factory.mktemp("profile")
+    for argument in ("--headless=new", "--no-sandbox", f"--user-data-dir={profile}"):
+        options.add_argument(argument)
+    service = webdriver.ChromeService(str(programs["chromedriver"]))
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
 
 
 def _save_tokenizer(folder: Path, *, texts: list[str], start: str | None, end: str) -> int:

@@ -44,12 +44,15 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores [B, T, V] of the next token after each of integers [B, T]."""
+        x_BTD = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x_BTD)))
+
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross entropy, in 32 bits, of each token after the first.
 
         Args:
             tokens: integers, [B, T + 1].
         """
-        x_BTD = self.token(tokens[:, :-1]) + self.position.weight[: tokens.shape[1] - 1]
-        logits_BTV = self.head(self.norm(self.blocks(x_BTD)))
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return F.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())

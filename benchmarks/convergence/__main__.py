@@ -23,7 +23,7 @@ from benchmarks.common.command_line import CommandLine, list_of, one_of
 from benchmarks.common.processes import run_process
 from benchmarks.common.results import update_document
 from benchmarks.convergence import records
-from benchmarks.convergence.methods import METHODS
+from benchmarks.convergence.methods import METHODS, names_of
 from benchmarks.convergence.records import Record, Spec
 from benchmarks.convergence.report import write_reports
 from benchmarks.convergence.run import run
@@ -63,7 +63,7 @@ def grid(options: argparse.Namespace) -> list[Spec]:
     specs = []
     for name in options.settings:
         setting = SETTINGS[name]
-        methods = options.methods or [key for key, method in METHODS.items() if method.main or setting.all_methods]
+        methods = options.methods or names_of(setting.methods)
         specs += [
             Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or setting.steps)
             for seed in options.seeds

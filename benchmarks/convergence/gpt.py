@@ -1,4 +1,4 @@
-"""The byte-level GPT: fine-tuning on C headers, pre-training on Python's standard library."""
+"""The byte-level GPT: training on Python's standard library, fine-tuning on C headers."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
-from benchmarks.convergence.corpus import c_headers, python_library, sha256, to_tensor
+from benchmarks.convergence.corpus import python_library, sha256, to_tensor
 from benchmarks.convergence.initial_weights import PreTraining, pretrainer, trained_once
+from benchmarks.convergence.optimizers import MakeOptimizer, adamw
 
 TRAIN_BYTES = 2_000_000
 HELD_OUT_FROM = 2_100_000
@@ -42,13 +43,21 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
 
 
 class GptModule(pl.LightningModule):
-    """Fine-tunes a GPT with AdamW, all parameters in one group."""
+    """Trains a GPT, all parameters in one group.
 
-    def __init__(self, model: GPT, *, lr: float, steps: int) -> None:
+    Args:
+        model: the GPT.
+        lr: peak learning rate.
+        steps: length of the schedule.
+        make_optimizer: optimizer from module, learning rate and weight decay.
+    """
+
+    def __init__(self, model: GPT, *, lr: float, steps: int, make_optimizer: MakeOptimizer = adamw) -> None:
         super().__init__()
         self.model = model
         self.lr = lr
         self.steps = steps
+        self._make_optimizer = make_optimizer
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -60,7 +69,7 @@ class GptModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
+        optimizer = self._make_optimizer(self, self.lr, 0.01)
         scheduler = LambdaLR(optimizer, lambda step: warm_up_and_cosine(step, self.steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -83,12 +92,11 @@ class Windows(Dataset[Tensor]):
         return self._data[start : start + self._length].long()
 
 
-class HeaderData(pl.LightningDataModule):
-    """Training batches of C headers, one epoch of `steps`; validation on fixed windows of a held-out part."""
+class TextData(pl.LightningDataModule):
+    """Training batches of a text, one epoch of `steps`; validation on fixed windows of a held-out part."""
 
-    def __init__(self, shape: Shape, *, steps: int, seed: int) -> None:
+    def __init__(self, data: bytes, shape: Shape, *, steps: int, seed: int) -> None:
         super().__init__()
-        data = c_headers()
         self.sha256 = sha256(data)
         tensor = to_tensor(data)
         self._batch = shape.batch
@@ -106,6 +114,17 @@ class HeaderData(pl.LightningDataModule):
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(self._held_out, batch_size=32)
+
+
+def untrained(shape: Shape, seed: int) -> GPT:
+    """The model with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = GPT(vocabulary=256, width=shape.width, heads=shape.heads, layers=shape.layers, context=shape.context)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 def pretrained(cache: Path, shape: Shape, recipe: PreTraining) -> GPT:

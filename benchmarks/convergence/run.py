@@ -1,4 +1,4 @@
-"""One run of the comparison, in bf16-true: weights and gradients in bfloat16, master weights and moments in 32 bits."""
+"""One run of the comparison, mostly in bf16-true: weights and gradients in bfloat16, master weights and moments in 32 bits."""
 
 import hashlib
 import math
@@ -13,11 +13,13 @@ from typing_extensions import override
 
 from benchmarks.common import provenance
 from benchmarks.common.trainer import quiet_trainer
-from benchmarks.convergence.gpt import GptModule, HeaderData, Shape, pretrained
+from benchmarks.convergence.corpus import c_headers, python_library
+from benchmarks.convergence.gpt import GptModule, Shape, TextData, pretrained, untrained
 from benchmarks.convergence.initial_weights import PreTraining
 from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.records import Record, Spec
 from benchmarks.convergence.settings import SETTINGS
+from benchmarks.convergence.threshold_tasks import TASKS, ThresholdData, ThresholdModule
 
 
 class LossRecorder(pl.Callback):
@@ -46,15 +48,28 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+SMALL, LARGE = Shape(width=64, layers=2), Shape(width=128, layers=4)
+
+
 def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
     """Module and data of a run."""
-    if SETTINGS[spec.setting].task == "glue":
+    task, make_optimizer = SETTINGS[spec.setting].task, METHODS[spec.method].make_optimizer
+    if task == "glue":
         from benchmarks.convergence import glue  # the import of transformers takes seconds
 
         return glue.build(cache, lr=spec.lr, seed=spec.seed)
-    shape = Shape()
-    module = GptModule(pretrained(cache, shape, PreTraining(steps=1500)), lr=spec.lr, steps=spec.steps)
-    return module, HeaderData(shape, steps=spec.steps, seed=spec.seed)
+    if task in TASKS:
+        of_task = TASKS[task]()
+        module = ThresholdModule(of_task, lr=spec.lr, make_optimizer=make_optimizer, seed=spec.seed)
+        return module, ThresholdData(of_task, steps=spec.steps, seed=spec.seed)
+    if task == "gpt":
+        shape, text = Shape(), c_headers()
+        model = pretrained(cache, shape, PreTraining(steps=1500))
+    else:
+        shape, text = SMALL if task == "small_gpt" else LARGE, python_library()
+        model = untrained(shape, spec.seed)
+    gpt = GptModule(model, lr=spec.lr, steps=spec.steps, make_optimizer=make_optimizer)
+    return gpt, TextData(text, shape, steps=spec.steps, seed=spec.seed)
 
 
 def train(spec: Spec, record: Record, cache: Path) -> None:
@@ -64,11 +79,12 @@ def train(spec: Spec, record: Record, cache: Path) -> None:
     record.initial_weights = weights_hash(module)
     losses = LossRecorder(record.loss_every)
     torch.manual_seed(spec.seed)
+    method = METHODS[spec.method]
     trainer = quiet_trainer(
-        strategy=METHODS[spec.method].make_strategy(),
-        precision="bf16-true",
+        strategy=method.make_strategy(),
+        precision=SETTINGS[spec.setting].precision,
         max_steps=spec.steps,
-        gradient_clip_val=1.0,
+        gradient_clip_val=None if method.clips else 1.0,
         callbacks=[losses],
         num_sanity_val_steps=0,
         # Validation only after the last step: an earlier flush would make methods with deferred updates more exact.
@@ -80,7 +96,11 @@ def train(spec: Spec, record: Record, cache: Path) -> None:
     record.seconds = round(time.perf_counter() - start, 2)
     record.train_loss = [round(mean, 5) for mean in losses.means]
     metrics = trainer.callback_metrics
-    val_loss = float(metrics["held_out_loss"])
+    if isinstance(module, ThresholdModule):
+        record.steps_to_threshold = module.steps_to_threshold
+        val_loss = module.held_out_loss
+    else:
+        val_loss = float(metrics["held_out_loss"])
     if not math.isfinite(val_loss):
         raise FloatingPointError(f"the validation loss is {val_loss}")
     record.val_loss = val_loss

@@ -10,7 +10,8 @@ import torch
 from typing_extensions import override
 
 from lightning_zenflow import StallMonitor
-from lightning_zenflow.monitor.interface import MonitoredOptimizer
+from lightning_zenflow.monitor.interface import rank_zero_optimizer
+from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.telemetry.tracing import Recording, Tracer
 
 _LEAST_WARM_UP = 20
@@ -92,22 +93,24 @@ class AlternatingMonitor(StallMonitor):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        assert self._optimizer is not None
-        self._to_plot = self._optimizer.telemetry.tracer.record(skip=4, steps=3, aligned=True)
+        optimizer = rank_zero_optimizer(trainer)
+        assert optimizer is not None
+        self._to_plot = optimizer.telemetry.tracer.record(skip=4, steps=3, aligned=True)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *arguments: Any) -> None:
-        assert self._optimizer is not None
+        assert self._meter is not None
         step = trainer.global_step
-        if self._recording is not None and self._recording.complete:
-            self._costs.n_spans = len(self._recording.steps[0].host_spans)
+        recording = self._meter.recording
+        if recording is not None and recording.complete:
+            self._costs.n_spans = len(recording.steps[0].host_spans)
         if self.monitors(step):
             begin_ns = time.thread_time_ns()
             super().on_train_batch_end(trainer, pl_module, *arguments)
             self._hooks_ns += time.thread_time_ns() - begin_ns
         elif self.monitors(step + 1):
             # The request that a monitored step would have made.
-            self._sample_copies(trainer, self._optimizer)
+            self._sample_copies(trainer, self._meter)
         if self._to_plot is not None and self._to_plot.complete:
             begin_ns = time.thread_time_ns()
             self._dashboards[0].show(self._to_plot, step)
@@ -117,10 +120,10 @@ class AlternatingMonitor(StallMonitor):
             self._end_run(trainer, step)
 
     @override
-    def _sample_copies(self, trainer: pl.Trainer, optimizer: MonitoredOptimizer) -> None:
+    def _sample_copies(self, trainer: pl.Trainer, meter: StepMeter) -> None:
         # Spans of an unmonitored run would be counted as its own cost.
         if self.monitors(trainer.global_step + 1):
-            super()._sample_copies(trainer, optimizer)
+            super()._sample_copies(trainer, meter)
 
     def _end_run(self, trainer: pl.Trainer, step: int) -> None:
         """Records the run that ends with a step, and begins the next."""

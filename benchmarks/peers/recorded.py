@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -73,9 +74,9 @@ class RecordedZeroOffload(ZeroOffload):
         self.tracer = Tracer(torch.device("cpu"), worker_threads=1)
 
     @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with zenflow_optimizer(functools.partial(_RecordedOptimizer, tracer=self.tracer)):
-            return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+        with zenflow_optimizer(functools.partial(_RecordedOptimizer, tracer=self.tracer), model):
+            return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -83,6 +83,6 @@ class Floor(ZeroOffload):
     """Lower bound of a step: the model, Lightning, DeepSpeed's engine and buckets; gradients are dropped."""
 
     @override
-    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with zenflow_optimizer(_DroppingOptimizer):
-            return super()._setup_model_and_optimizer(*args, **kwargs)
+    def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
+        with zenflow_optimizer(_DroppingOptimizer, model):
+            return super()._setup_model_and_optimizer(model, *args, **kwargs)

@@ -253,7 +253,8 @@ class WatchedWorker:
         )
         for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
-        return int(numel * (24 + arena.slots.element_size() * (1 + len(job.slots))))
+        state_bytes = arena.master.element_size() + 2 * arena.exp_avg.element_size()
+        return int(numel * (2 * state_bytes + arena.slots.element_size() * (1 + len(job.slots))))
 
     def _export(self, message: ExportMessage, clock: Clock) -> int:
         arena = self._arena

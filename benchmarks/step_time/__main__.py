@@ -2,6 +2,7 @@
 
     python -m benchmarks.step_time                                # on CUDA if available, else on the simulated accelerator
     python -m benchmarks.step_time --device simulated --params 150e6 --compute-ms 540
+    python -m benchmarks.step_time --device simulated --params 150e6 --embedding --methods floor,zero_offload,zenflow_auto
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
@@ -37,6 +38,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--batch", type=int, default=1, help="sequences in a step")
     add("--tokens", type=int, default=16, help="length of a sequence")
     add("--compute-ms", type=float, default=540.0, help="forward and backward of the simulated accelerator")
+    add(
+        "--embedding",
+        action="store_true",
+        help="15 %% of the simulated accelerator's weights are an embedding, whose gradient comes last",
+    )
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
     add("--steps", type=int, default=24, help="timed steps")
@@ -50,7 +56,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         reason = METHODS[name].not_on.get(options.device)
         if reason is not None:
             parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
-    options.name = options.name or f"{options.device}_{options.params / 1e6:g}M_{options.batch}x{options.tokens}"
+    if options.embedding and options.device != "simulated":
+        parser.error(f"--embedding applies to --device simulated only, got --device {options.device}")
+    size = f"{options.params / 1e6:g}M{'_embedding' * options.embedding}"
+    options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
     return options
 
 
@@ -74,6 +83,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 # The automatic schedule measures for some 25 steps before it decides.
                 warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
                 steps=options.steps,
+                embedding=options.embedding,
             )
             try:
                 runs[-1].append(run_process(run, spec, timeout=options.timeout))

@@ -80,6 +80,7 @@ METHODS = {
         "S=4, d=1, no provisional update", update_interval=4, publish_lag=1, provisional_scale=0
     ),
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
+    "zenflow_s4_d0": _zenflow("S=4, d=0", update_interval=4, publish_lag=0),
     "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", update_interval=1, publish_lag=0),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),

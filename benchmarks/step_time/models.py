@@ -59,6 +59,9 @@ class _Layer(torch.autograd.Function):
         return outputs[0], ctx.gradient, None, None, None
 
 
+_EMBEDDING_SHARE = 0.15
+
+
 class SimulatedAccelerator(TimedModule):
     """Layers of [4096, 1024] weights on a device that takes `compute_s` for forward and backward, a third and two thirds.
 
@@ -66,22 +69,30 @@ class SimulatedAccelerator(TimedModule):
         steps: number of batches.
         params: number of weights, rounded down to whole layers.
         compute_s: seconds a step.
+        embedding: make the first layer an embedding of 15 % of the weights, which takes no time to compute; its gradient comes last.
     """
 
-    def __init__(self, *, steps: int, params: float, compute_s: float) -> None:
+    def __init__(self, *, steps: int, params: float, compute_s: float, embedding: bool = False) -> None:
         super().__init__(steps)
-        shape = (4096, 1024)
-        n_layers = max(1, int(params / (shape[0] * shape[1])))
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for _ in range(n_layers))
+        rows, columns = 4096, 1024
+        n_layers = max(1 + embedding, int(params / (rows * columns)))
+        n_embedding = max(1, round(_EMBEDDING_SHARE * n_layers)) if embedding else 0
+        n_layers -= n_embedding
+        shapes = [(n_embedding * rows, columns)] * embedding + [(rows, columns)] * n_layers
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
         # Columns of different norms, as in real gradients; a buffer, so that it takes the model's dtype.
-        self.register_buffer("gradient", torch.randn(shape) * torch.logspace(-5, -3, shape[1]))
+        largest = max(shape[0] for shape in shapes)
+        self.register_buffer("gradient", torch.randn(largest, columns) * torch.logspace(-5, -3, columns))
+        self._computes = [0] * embedding + [1] * n_layers
         self._forward_s, self._backward_s = compute_s / 3 / n_layers, compute_s * 2 / 3 / n_layers
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = torch.ones(1, requires_grad=True)
-        for weight in self.weights:
-            x = _Layer.apply(x, weight, self.gradient, self._forward_s, self._backward_s)  # type: ignore[no-untyped-call]
+        for weight, computes in zip(self.weights, self._computes, strict=True):
+            gradient = self.gradient[: weight.shape[0]]
+            times = computes * self._forward_s, computes * self._backward_s
+            x = _Layer.apply(x, weight, gradient, *times)  # type: ignore[no-untyped-call]
         return x.float().sum()
 
 

@@ -76,10 +76,26 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
                 sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]
                 row[name] = f"{median(sizes):.2f}" if sizes else ""
         row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
+        if "floor" in runs and any(r.arena_bytes for r in every_run):
+            for name, value in _host_bytes(of_method, runs["floor"]).items():
+                row[name] = f"{value:.1f}" if value else ""
         if any(r.device_bytes for r in every_run):
             row["device GB"] = f"{median(r.device_bytes for r in of_method) / 1e9:.2f}"
         rows.append(row)
     return markdown(rows)
+
+
+def _host_bytes(runs: Sequence[StepResult], floor: Sequence[StepResult]) -> dict[str, float]:
+    """Host memory in bytes a parameter: what is resident beside the floor, the arena by formula and measured, what of it is page-locked."""
+    n_params = runs[-1].n_params
+    resident = median(r.host_bytes for r in runs) - median(r.host_bytes for r in floor)
+    values = {
+        "host bytes/param": resident,
+        "arena by formula": median(r.formula_bytes for r in runs),
+        "arena": median(r.arena_bytes for r in runs),
+        "page-locked": median(r.page_locked_bytes for r in runs),
+    }
+    return {name: value / n_params for name, value in values.items()}
 
 
 def plot(results: Sequence[Sequence[StepResult]], path: Path) -> None:

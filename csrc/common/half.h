@@ -56,9 +56,9 @@ ZENFLOW_INLINE float from_float<float>(float value) {
 template <>
 ZENFLOW_INLINE BFloat16 from_float<BFloat16>(float value) {
     const uint32_t bits = float_bits(value);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet_nan = (bits >> 16) | 0x0040u;
-    return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+    const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+    const uint32_t quiet_nan = bits | 0x00400000u;
+    return {static_cast<uint16_t>((value != value ? quiet_nan : rounded) >> 16)};
 }
 
 template <>

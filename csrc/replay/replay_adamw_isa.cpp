@@ -42,14 +42,14 @@ struct Update {
     Noise noise;
 };
 
-ZENFLOW_INLINE void store(float* exp_avg, float* exp_avg_sq, float m, float v, uint32_t, uint32_t) {
+ZENFLOW_INLINE void store(float* exp_avg, float* exp_avg_sq, float m, float v, uint32_t) {
     *exp_avg = m;
     *exp_avg_sq = v;
 }
 
-ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, float v, uint32_t seed, uint32_t element) {
+ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, float v, uint32_t counter) {
     *exp_avg = from_float<BFloat16>(m);
-    *exp_avg_sq = round_stochastically(v, noise_of(seed, element));
+    *exp_avg_sq = round_stochastically(v, noise_of(counter));
 }
 
 // `from` and `to` are the same or do not overlap.
@@ -60,19 +60,19 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
     const From *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
     float* const w_to = to.master;
     To *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
-    const Noise noise = update.noise;
+    // Not a function of `i`: 64-bit indices would be converted to 32 bits in vectors.
+    uint32_t counter = noise_counter(update.noise.seed, update.noise.first_element);
     const Gradient* const gradient = update.gradient;
     Published* const published = update.published;
     const float distance = update.prediction_steps * c.step_size;
     const size_t n = update.n;
-#pragma omp simd
+#pragma omp simd linear(counter : kNoiseStride)
     for (size_t i = 0; i < n; ++i) {
-        const uint32_t element = noise.first_element + static_cast<uint32_t>(i);
         float w = w_from[i];
         const float m_before = to_float(m_from[i]), v_before = to_float(v_from[i]);
         if constexpr (kStore == Store::kInput) {
             w_to[i] = w;
-            store(m_to + i, v_to + i, m_before, v_before, noise.seed, element);
+            store(m_to + i, v_to + i, m_before, v_before, counter);
         }
         float g = to_float(gradient[i]) * c.grad_scale;
         if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
@@ -83,10 +83,11 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
         w = __builtin_fmaf(u, c.step_size, w);
         if constexpr (kStore == Store::kResult) {
             w_to[i] = w;
-            store(m_to + i, v_to + i, m, v, noise.seed, element);
+            store(m_to + i, v_to + i, m, v, counter);
         }
         if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
         if constexpr (kPublish == Publish::kPredicted) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
+        counter += kNoiseStride;
     }
 }
 

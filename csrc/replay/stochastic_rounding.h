@@ -20,20 +20,21 @@ ZENFLOW_INLINE uint32_t noise_seed(uint64_t step) {
     return static_cast<uint32_t>(x ^ (x >> 31));
 }
 
-// Uniform in 0 to 65535. `element`: index in the partition, modulo 2^32. Few operations, for vectors of 32-bit integers.
-ZENFLOW_INLINE uint32_t noise_of(uint32_t seed, uint32_t element) {
-    uint32_t x = (element ^ seed) * 0x9e3779b1u;
-    x = (x ^ (x >> 15)) * 0x85ebca77u;
-    return x >> 16;
-}
+// Counts the elements of a step: the next element's counter is larger by kNoiseStride, modulo 2^32. `element`: index in the
+// partition, modulo 2^32.
+constexpr uint32_t kNoiseStride = 0x9e3779b1u;
+ZENFLOW_INLINE uint32_t noise_counter(uint32_t seed, uint32_t element) { return seed + element * kNoiseStride; }
 
-// One of the two neighbours of `value`, given uniform noise. Bfloat16's own values stay as they are; a finite value beyond its
-// largest number may become infinite.
+// Uniform in 0 to 65535. Few operations, for vectors of 32-bit integers.
+ZENFLOW_INLINE uint32_t noise_of(uint32_t counter) { return ((counter ^ (counter >> 15)) * 0x85ebca77u) >> 16; }
+
+// One of the two neighbours of `value`, given uniform noise. `value` is a result of arithmetic and has no sign, as a sum of
+// squares; NaN stays NaN. Bfloat16's own values stay as they are; a finite value beyond its largest number may become infinite.
 ZENFLOW_INLINE BFloat16 round_stochastically(float value, uint32_t noise) {
+    // Keeps a NaN from becoming a number by the addition. Cheaper than a comparison and a selection.
+    constexpr uint32_t kLargestNan = 0x7fff0000u;
     const uint32_t bits = float_bits(value);
-    const uint32_t rounded = (bits + noise) >> 16;
-    const uint32_t quiet_nan = (bits >> 16) | 0x0040u;
-    return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded)};
+    return {static_cast<uint16_t>(((bits < kLargestNan ? bits : kLargestNan) + noise) >> 16)};
 }
 
 }  // namespace zenflow

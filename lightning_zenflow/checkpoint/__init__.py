@@ -2,3 +2,5 @@
 
 Code enters that reads or writes checkpoint files; what a component keeps is in its own `state_dict`.
 """
+
+import lightning_zenflow.zero  # noqa: F401  # DeepSpeed's first import

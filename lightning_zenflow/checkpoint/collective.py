@@ -72,7 +72,9 @@ def open_together(path: Path) -> SavedCheckpoint:
     return saved
 
 
-def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, strict: bool) -> dict[str, Any]:
+def load_together(
+    engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, strict: bool, optimizer_states: bool = True
+) -> dict[str, Any]:
     """Loads model and optimizer from a checkpoint of any number of ranks. A collective: all ranks must call it.
 
     The engine loads the model. It refuses optimizer state of another number of ranks, so `SavedCheckpoint` reads that.
@@ -82,6 +84,7 @@ def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, s
         optimizer: optimizer of the engine.
         path: path of the checkpoint.
         strict: whether the model must have exactly the saved weights and buffers.
+        optimizer_states: whether the optimizer's state is loaded; if not, only weights are.
 
     Returns:
         The client state, as Lightning saved it.
@@ -106,7 +109,11 @@ def load_together(engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, s
     # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
     # undocumented getter of a key of the config.
     states = [state if r == rank else None for r in range(world_size)]
-    optimizer.load_state_dict(states, load_from_fp32_weights=engine.zero_load_from_fp32_weights())
+    optimizer.load_state_dict(
+        states,
+        load_optimizer_states=optimizer_states,
+        load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
+    )
     return dict(client_state)
 
 

@@ -33,11 +33,16 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
 
 
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is nothing at a checkpoint's path."""
+
+
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint directory. Its file ``latest`` names the folder with one file of the model and one file per rank.
 
     Raises:
+        MissingCheckpointError: there is no `path`.
         CheckpointError: `path` is not a complete checkpoint of ZeRO stage 1 or 2.
     """
 
@@ -46,7 +51,7 @@ class SavedCheckpoint:
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
         if not self.path.exists():
-            raise _refusal(self.path, "the path must exist")
+            raise MissingCheckpointError(f"checkpoint {self.path}: the path must exist")
         for parent in (self.path.parent, self.path.parent.parent):
             if not (self.path / "latest").is_file() and (parent / "latest").is_file():
                 raise _refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+_LATER_KEYS = {"moments_dtype": "float32", "tail": "auto"}
+"""Keys of the configuration that were added without a new layout, with the value that runs without them had."""
+
 _CONFIG_KEYS_OF_2 = {"early_hand_over": "optimizer_in_backward", "look_ahead": "weight_prediction"}
 
 
@@ -14,7 +17,11 @@ def upgrade(state: Mapping[str, Any]) -> Mapping[str, Any]:
     Args:
         state: as `RunState.state_dict` of this or an older version returned it.
     """
-    return _from_2(state) if state["version"] == 2 else state
+    if state["version"] == 1:
+        return state
+    present = _from_2(state) if state["version"] == 2 else state
+    layout = present["layout"]
+    return {**present, "layout": {**layout, "config": {**_LATER_KEYS, **layout["config"]}}}
 
 
 def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -314,6 +314,15 @@ class SideStream:
         if reads is not None:
             self._runtime.keep_for(self._stream, reads)
 
+    def wait_for(self, event: Event) -> None:
+        """Orders later work of this stream behind an event; the host does not wait."""
+        self._stream.wait_event(event)
+
+    def record_event(self) -> Event:
+        """Records a new event on this stream."""
+        with self._runtime.on(self._stream):
+            return self._runtime.record_event()
+
     def join(self) -> None:
         """Orders the current stream behind the present end of this one; the host does not wait."""
         self._runtime.current_stream().wait_stream(self._stream)

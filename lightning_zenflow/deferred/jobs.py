@@ -2,23 +2,27 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.deferred.window import JobCounts, UpdateJob, Window
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+_UNREAD_BUFFER = 0
+"""Publish buffer of the jobs whose weights nobody reads, where blocks are submitted in backward; no other job uses it."""
 
 
 class JobQueue:
@@ -26,8 +30,9 @@ class JobQueue:
 
     Each step t has these phases; the code repeats their names.
 
-    1. *open*: every block gets a free slot for step t (`SlotPool`).
-    2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it.
+    1. *open*: the first gradient of the step's last micro-batch arrives.
+    2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it. A
+       block takes a free slot for step t with its first gradient (`SlotPool`), which may be one of an earlier micro-batch.
     3. *seal*: behind all of these copies, in the same order, the step's factor (clip coefficient over loss scale) and then its sequence
        number are copied to the step's record. The worker polls the sequence number; its arrival happens after the arrival of everything
        before it. The training thread never waits for the copies.
@@ -39,16 +44,23 @@ class JobQueue:
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. Jobs are processed in the order of their submission.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
-       (h2d); slots and publish buffers become free. No kernel of step t reads a slice's weights any more once its gradient has arrived:
-       the copies are ordered behind that event in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
+       (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
+       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
     far.
 
-    Reuse of memory. A slot or buffer that is freed in *publish* of step t is written next in *fill* or *replay* of a later step. The
-    device's copies from it precede that step's sequence number in stream order, so they have been carried out by then, without any
-    synchronisation. Only when a publish buffer is needed twice within one step (synchronous steps, flush) does the training thread wait
-    for the device.
+    Reuse of memory. The slots that a job commits are free when the worker's *done* has been read, in backward or in *publish*: what is
+    copied to them afterwards comes after the worker has read them. A publish buffer is free when the copies from it are enqueued: in
+    *publish*, or in backward for a job that was submitted there. An event behind these copies stays with the buffer, and the word that the
+    buffer's next job waits for (the block's, or the step's in *seal*) is ordered behind it on the device, so the training thread does not
+    wait. Only where that word has been written before (synchronous steps, flush) does it wait for the event.
+
+    Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
+    until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
+    early* what they hold, in jobs whose weights nobody reads: where steps are accumulated in host memory, or where a step does not submit
+    in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether a block commits
+    early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
 
     Args:
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
@@ -58,7 +70,7 @@ class JobQueue:
         in_backward: whether blocks may be submitted in backward.
 
     Attributes:
-        schedule: S and d.
+        schedule: S and d of all blocks but the tail.
         counts: counters of published jobs.
         prediction_steps: steps along the momentum by which the jobs submitted last are published ahead of the exact weights.
     """
@@ -86,39 +98,41 @@ class JobQueue:
         self.prediction_steps = 0.0
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
         self._in_flight: deque[UpdateJob] = deque()
-        self._free_buffers: list[int] = []  # the last one freed is taken first
+        # Free publish buffers, each with the event behind the device's last copies from it; None: the last sealed word is behind them.
+        self._free_buffers: dict[int, Event | None] = {}
         self._n_buffers = self._longest = self._largest_lag = 0
-        self._freed_in_step: set[int] = set()  # buffers
+        self._filling = 0  # the step whose gradients go to slots now or next
         self._submitted_in_backward: set[int] = set()  # blocks, in the present step
         self._published: dict[int, int] = {}
         self._next_job_id = 1
         # The sequence number is a device value as well, because it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=rank.device)
+        slots.make_room_by(self._free_a_slot)
         self.set_schedule(schedule)
 
     @property
     def age(self) -> int:
-        """Steps after which every block has closed a window and published its job: S + d."""
-        return self.schedule.update_interval + self.schedule.publish_lag
+        """Steps after which every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
+        return self.schedule.update_interval + max(1, self.schedule.publish_lag)
 
     @property
-    def publishes_at_once(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
-        return self.age == 1
+    def staggered(self) -> StaggeredSchedule:
+        """S and d of each block."""
+        return self._staggered
 
     @property
     def submitted_in_backward(self) -> Set[int]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
         return self._submitted_in_backward
 
-    def set_schedule(self, schedule: UpdateSchedule) -> None:
-        """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
+    def set_schedule(self, schedule: UpdateSchedule, tail: Set[int] = frozenset()) -> None:
+        """Uses another S, d and tail from the next submission on; S is a power of two times, or a power of two'th of, the S before.
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         self.schedule = schedule
         n_blocks = len(self._windows)
-        self._staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward)
+        self._staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward, tail=tail)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
@@ -128,17 +142,14 @@ class JobQueue:
         with self._rank.telemetry.stalls.measure("reserve") if self._n_buffers else nullcontext():
             self._rank.arena.reserve(n_slots=largest.n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self._slots.grow(largest.n_slots)
-        self._free_buffers[:0] = reversed(range(self._n_buffers, n_buffers))
+        first = max(self._n_buffers, _UNREAD_BUFFER + 1 if self._in_backward else 0)
+        self._free_buffers.update(dict.fromkeys(range(first, n_buffers)))
         self._n_buffers = max(self._n_buffers, n_buffers)
 
     def open(self, step: int) -> None:
         """Phase *open*."""
-        self._freed_in_step.clear()
-        for block, slot in enumerate(self._slots.open()):
-            window = self._windows[block]
-            if window is None:
-                window = self._windows[block] = Window(first_step=step)
-            window.slots.append(slot)
+        self._filling = step
+        self._slots.open()
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.
@@ -149,7 +160,9 @@ class JobQueue:
         """
         arena = self._rank.arena
         record = step % arena.n_step_records
-        self._write_word(arena.clip[record], arena.sequence[record], step, factor)
+        copied = [event for event in self._free_buffers.values() if event is not None]
+        self._free_buffers = dict.fromkeys(self._free_buffers)
+        self._write_word(arena.clip[record], arena.sequence[record], step, factor, behind=copied)
 
     def submit_closing(self, step: int, *, beta1: float, synchronous: bool, drain: Set[int]) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
@@ -164,20 +177,24 @@ class JobQueue:
         Returns:
             Blocks whose windows closed.
         """
+        self._end_fill()
         closing = range(len(self._windows)) if synchronous else self._staggered.closing_blocks(step)
         self.prediction_steps = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
-        overlapping = self.schedule.publish_lag >= self.schedule.update_interval
-        for block in closing:
+        # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
+        for block in sorted(closing, key=lambda block: block in self._staggered.tail):
             if block not in self._submitted_in_backward:
+                of_block = self._staggered.of_block(block)
+                overlapping = of_block.publish_lag >= of_block.update_interval
                 at_once = synchronous or (overlapping and block in drain)
-                due_step = step if at_once else self._staggered.publish_step(step)
-                self._submit(block, due_step=due_step, prediction_steps=self.prediction_steps)
+                due_step = step if at_once else self._staggered.publish_step(step, block)
+                ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
+                self._submit(block, due_step=due_step, prediction_steps=ahead)
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
-        """Whether a block's window closes in the open step, is published in it, and has a free publish buffer."""
-        closes = self._staggered.publish_lag == 0 and block in self._staggered.closing_blocks(step)
-        return closes and self._windows[block] is not None and bool(self._free_buffers)
+        """Whether a block's window closes in the open step and is published in it."""
+        at_once = self._staggered.of_block(block).publish_lag == 0
+        return at_once and block in self._staggered.closing_blocks(step)
 
     def submit_in_backward(self, block: int, step: int, factor: Tensor, *, beta1: float) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
@@ -189,20 +206,28 @@ class JobQueue:
             beta1: see `submit_closing`.
         """
         arena = self._rank.arena
-        self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor)
+        while not self._free_buffers:
+            # Every job that was submitted in this backward pass gives its own back.
+            self._read_answer("slot")
+        buffer, copied = self._take_buffer()
+        behind = [] if copied is None else [copied]
+        self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor, behind=behind)
         self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
-        self._submit(block, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True)
-        unread = runtime_of(self._rank.device).record_event()
-        self._in_flight[-1].unread.append((unread, self._publisher.trained_slices(block)))
+        window = self._fill_window(block)
+        self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
+        job = self._send(
+            block, window, buffer, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True
+        )
+        job.unread.append((runtime_of(self._rank.device).record_event(), self._publisher.trained_slices(block)))
         self._submitted_in_backward.add(block)
 
     def next_due(self, block: int) -> int | None:
         """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
-        return min((job.due_step for job in self._in_flight if job.block == block), default=None)
+        return min((job.due_step for job in self._in_flight if job.block == block and job.is_shown), default=None)
 
     def overwrites(self, block: int, step: int) -> bool:
         """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
-        return any(job.block == block and job.window.last_step < step for job in self._in_flight)
+        return any(job.block == block and job.is_shown and job.window.last_step < step for job in self._in_flight)
 
     def upload(self, new: Set[int], step: int) -> None:
         """Phase *publish* during backward, for jobs that are due at the end of the step; never waits.
@@ -214,7 +239,7 @@ class JobQueue:
         of_job = [
             (job, slices)
             for job in self._in_flight
-            if job.due_step <= step and job.block not in self._submitted_in_backward
+            if job.is_shown and job.due_step <= step and job.block not in self._submitted_in_backward
             if (slices := self._publisher.trained_slices(job.block) & new)
         ]
         if of_job:
@@ -225,9 +250,8 @@ class JobQueue:
             if job.completion is None:
                 if not self._worker.has_answered():
                     return
-                job.completion = self._worker.wait()
-            if job.due_step <= step:
-                self.counts.bytes_in_backward += self._publisher.upload(job)
+                self._answered(job, self._worker.wait())
+            self._upload(job)
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*.
@@ -244,6 +268,8 @@ class JobQueue:
 
     def flush(self, step: int) -> None:
         """Closes every open window and publishes every job; arena and weights are then the exact state after `step`."""
+        if self._slots.is_open and self._filling == step:
+            self._end_fill()
         dropped = self._drop_open_step(step)
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
@@ -268,55 +294,108 @@ class JobQueue:
         self._worker.restart()
         self._publisher.use(partition)
 
-    def _write_word(self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor) -> None:
+    def _write_word(
+        self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor, *, behind: Iterable[Event]
+    ) -> None:
+        for event in behind:
+            self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=factor):
             clip.copy_(factor, non_blocking=True)
             # Filled on the same stream, whose copy of the number before may not have been carried out.
             sequence.copy_(self._sequence.fill_(step), non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
 
+    def _fill_window(self, block: int) -> Window:
+        """Adds the open step's gradient to a block's window."""
+        window = self._windows[block]
+        if window is None:
+            window = self._windows[block] = Window(first_step=self._filling, shown_until=self._filling - 1)
+        window.slots.append(self._slots.hand_over(block))
+        return window
+
+    def _end_fill(self) -> None:
+        """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
+        for block in range(len(self._windows)):
+            if block not in self._submitted_in_backward:
+                self._fill_window(block)
+        self._slots.close()
+        self._filling += 1
+
+    def _free_a_slot(self) -> None:
+        """Backpressure of phase *fill*: returns when a slot is free.
+
+        The awaited jobs need nothing that the device has not been given before. Several ranks cannot wait for each other here: all enqueue
+        the same collectives in the same order, and a job's gradients depend only on those before its submission. So of the collectives
+        that jobs wait for, the first is enqueued on every rank.
+        """
+        while not self._slots.n_free:
+            if any(job.completion is None for job in self._in_flight):
+                self._read_answer("slot")
+            else:
+                self._commit_early()
+
+    def _commit_early(self) -> None:
+        """Commits what the windows hold that the step being filled closes, or if there are none, what all windows hold."""
+        held = [b for b, w in enumerate(self._windows) if w and w.slots and w.last_step < self._filling]
+        closing = [b for b in held if b in self._staggered.closing_blocks(self._filling)]
+        assert held and self._in_backward, "the schedule bounds the number of slots in use"
+        due_step = max([self._filling, *(job.due_step for job in self._in_flight)])
+        for block in closing or held:
+            window = self._windows[block]
+            assert window is not None
+            self._windows[block] = Window(first_step=self._filling, shown_until=window.shown_until)
+            self._send(block, window, _UNREAD_BUFFER, due_step=due_step, is_shown=False)
+
     def _drop_open_step(self, step: int) -> list[int]:
         """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error; returns their slots.
 
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
-        dropped = []
+        dropped = self._slots.drop_open()
         for job in self._in_flight:
             # Whatever runs next may read the weights.
             job.unread.clear()
         for block, window in enumerate(self._windows):
             if window is not None and window.last_step > step:
-                dropped.append(window.slots.pop())
-                if not window.slots:
-                    self._windows[block] = Window(first_step=step + 1) if window.n_shown else None
+                dropped += window.slots
+                self._windows[block] = Window(first_step=step + 1, shown_until=step)
         return dropped
 
     def _submit(
-        self,
-        block: int,
-        *,
-        due_step: int,
-        prediction_steps: float = 0.0,
-        cause: Cause = "publish_wait",
-        has_tentative: bool = False,
+        self, block: int, *, due_step: int, prediction_steps: float = 0.0, cause: Cause = "publish_wait"
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window, self._windows[block] = self._windows[block], None
         if window is None:
             if self._publishes_exactly:
                 return
-            window = Window(first_step=due_step)
+            window = Window(first_step=due_step, shown_until=due_step - 1)
         while not self._free_buffers:
-            # Backpressure: synchronous steps and flushes submit more jobs than the schedule has buffers for.
+            # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
             self._publish_oldest(due_step, cause)
-        buffer = self._free_buffers.pop()
-        runtime = runtime_of(self._rank.device)
-        if buffer in self._freed_in_step and runtime.runs_behind:
+        buffer, copied = self._take_buffer()
+        if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
-                runtime.current_stream().synchronize()
-            self._freed_in_step.clear()
-        if has_tentative:
-            self._windows[block] = Window(first_step=window.last_step, slots=window.slots[-1:], n_shown=1)
+                copied.synchronize()
+        self._send(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
+
+    def _take_buffer(self) -> tuple[int, Event | None]:
+        """The publish buffer that has been free longest, and its event."""
+        buffer = next(iter(self._free_buffers))
+        return buffer, self._free_buffers.pop(buffer)
+
+    def _send(
+        self,
+        block: int,
+        window: Window,
+        buffer: int,
+        *,
+        due_step: int,
+        prediction_steps: float = 0.0,
+        has_tentative: bool = False,
+        is_shown: bool = True,
+    ) -> UpdateJob:
+        """Makes a window a job."""
         job = UpdateJob(
             job_id=self._next_job_id,
             block=block,
@@ -324,6 +403,9 @@ class JobQueue:
             has_tentative=has_tentative,
             due_step=due_step,
             publish_buffer=buffer,
+            is_shown=is_shown,
+            held_slots=window.slots[: len(window.slots) - has_tentative],
+            holds_buffer=is_shown,
         )
         self._next_job_id += 1
         self._worker.submit(
@@ -338,22 +420,57 @@ class JobQueue:
             )
         )
         self._in_flight.append(job)
+        return job
+
+    def _read_answer(self, cause: Cause) -> None:
+        """Waits for the oldest job that has not been answered, in backward."""
+        job = next(job for job in self._in_flight if job.completion is None)
+        self._await(job, cause)
+        self._upload(job)
+
+    def _await(self, job: UpdateJob, cause: Cause) -> None:
+        """Waits for the worker's answer to a job, the oldest without one."""
+        with self._rank.telemetry.stalls.measure(cause):
+            completion = self._worker.wait()
+        self._answered(job, completion)
+
+    def _answered(self, job: UpdateJob, completion: Completion) -> None:
+        """Takes the worker's answer, and frees slots."""
+        assert completion.job_id == job.job_id, "the worker answers in order of submission"
+        job.completion = completion
+        # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
+        if next(other for other in self._in_flight if other.block == job.block) is job:
+            self._free_slots(job)
+
+    def _free_slots(self, job: UpdateJob) -> None:
+        self._slots.free(job.held_slots)
+        job.held_slots = ()
+
+    def _upload(self, job: UpdateJob) -> None:
+        """Copies weights of an answered job in backward, and frees its buffer behind the last of them."""
+        if job.is_shown and job.due_step <= self._filling:
+            self.counts.bytes_in_backward += self._publisher.upload(job)
+            if job.has_tentative and job.holds_buffer and job.copied is not None:
+                self._free_buffers[job.publish_buffer] = job.copied
+                job.holds_buffer = False
 
     def _publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
-        job = self._in_flight.popleft()
+        job = self._in_flight[0]
         self.counts.in_backward += job.has_tentative
         if job.completion is None:
             self.counts.late += job.has_tentative and not self._worker.has_answered()
-            with self._rank.telemetry.stalls.measure(cause):
-                job.completion = self._worker.wait()
-        assert job.completion.job_id == job.job_id, "the worker answers in order of submission"
+            self._await(job, cause)
+        assert job.completion is not None
+        self._in_flight.popleft()
         self._rank.telemetry.stalls.add_job(job.block, job.completion)
+        self._free_slots(job)
+        if not job.is_shown:
+            return
         self._publisher.finish(job)
-        n = len(job.window.slots) - job.window.n_shown
+        n = job.window.last_step - job.window.shown_until
         self.counts.gradients += n
         self.counts.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
-        self._slots.free(job.window.slots[: len(job.window.slots) - job.has_tentative])
-        self._free_buffers.append(job.publish_buffer)
+        if job.holds_buffer:
+            self._free_buffers[job.publish_buffer] = runtime_of(self._rank.device).record_event()
         self._published[job.block] = job.window.last_step
-        self._freed_in_step.add(job.publish_buffer)

@@ -13,7 +13,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.schedule.compensation import StalenessCompensation
-from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
 
@@ -88,24 +88,27 @@ class ProvisionalUpdate:
         factors: ProvisionalFactors,
         gradient: Tensor,
         tiles: Sequence[TileGradient],
-        schedule: UpdateSchedule,
+        schedule: StaggeredSchedule,
     ) -> None:
-        """Updates the weights of a slice's full rows: now, once more after the publish of a job in flight, or only then.
+        """Updates weights of a slice's full rows that are late: now, once more after the publish of a job in flight, or only then.
 
         Args:
             step: number of the step.
             factors: result of `measure` for the step.
             gradient: [rows, columns], model dtype; the slice's full rows.
-            tiles: tiles that cover `gradient`. Those whose job is due in this step are updated only after its publish.
+            tiles: tiles of `gradient` that are late. Those whose job is due in this step are updated only after its publish.
             schedule: present S and d.
         """
-        if all(tile.due_step is None for tile in tiles) and len({tile.age for tile in tiles}) == 1:
-            self.apply(factors, 0, gradient, age=tiles[0].age, schedule=schedule)
+        of_tiles = [schedule.of_block(tile.block) for tile in tiles]
+        all_late = sum(tile.destination.slot.numel() for tile in tiles) == gradient.numel()
+        alike = len({(tile.age, of_tile) for tile, of_tile in zip(tiles, of_tiles, strict=True)}) == 1
+        if all_late and alike and all(tile.due_step is None for tile in tiles):
+            self.apply(factors, 0, gradient, age=tiles[0].age, schedule=of_tiles[0])
             return
-        for tile in tiles:
+        for tile, of_tile in zip(tiles, of_tiles, strict=True):
             part = tile.destination.part_of(gradient)
             if tile.due_step is None or tile.due_step > step:
-                self.apply(factors, tile.destination.begin, part, age=tile.age, schedule=schedule)
+                self.apply(factors, tile.destination.begin, part, age=tile.age, schedule=of_tile)
             if tile.due_step is not None:
                 self.reapply.keep(step, factors, part, tile, schedule)
 
@@ -137,7 +140,7 @@ class ProvisionalUpdate:
             begin: first element of the part, counted over the slice's full rows.
             gradient: [rows, width], model dtype; of the part: full rows, or a piece of a single one.
             age: see `Publisher.age`.
-            schedule: present S and d.
+            schedule: present S and d of the part.
         """
         body = self._bodies[factors.slice]
         assert body is not None
@@ -204,7 +207,7 @@ class ReapplyAfterPublish:
         self._n_bytes = rank.partition.numel * rank.dtype.itemsize
         self._traffic = rank.telemetry.traffic
         self._runtime = runtime_of(rank.device)
-        self._on_device: dict[UpdateSchedule, bool] = {}
+        self._on_device: dict[StaggeredSchedule, bool] = {}
         self._kept: dict[int, list[_Kept]] = {}
 
     def keep(
@@ -213,7 +216,7 @@ class ReapplyAfterPublish:
         factors: ProvisionalFactors,
         gradient: Tensor,
         tile: TileGradient,
-        schedule: UpdateSchedule,
+        schedule: StaggeredSchedule,
     ) -> None:
         """Keeps an update of a tile whose block has a job in flight; in backward.
 
@@ -236,7 +239,7 @@ class ReapplyAfterPublish:
         self._kept.setdefault(tile.block, []).append(entry)
 
     def published(
-        self, last_steps: Mapping[int, int], schedule: UpdateSchedule, *, overwrites: Callable[[int, int], bool]
+        self, last_steps: Mapping[int, int], schedule: StaggeredSchedule, *, overwrites: Callable[[int, int], bool]
     ) -> None:
         """Applies updates again, and drops those that no other job in flight will overwrite.
 
@@ -252,7 +255,8 @@ class ReapplyAfterPublish:
                 if kept.in_slot:
                     gradient = self._runtime.to_device(gradient)
                     self._traffic.h2d_bytes += gradient.nbytes
-                self._updates.apply(kept.factors, kept.begin, gradient, age=kept.step - last, schedule=schedule)
+                age, of_block = kept.step - last, schedule.of_block(block)
+                self._updates.apply(kept.factors, kept.begin, gradient, age=age, schedule=of_block)
             if needed := [kept for kept in later if overwrites(block, kept.step)]:
                 self._kept[block] = needed
 

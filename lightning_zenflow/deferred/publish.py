@@ -61,12 +61,15 @@ class Publisher:
         """Copies the weights of the slices that the step does not read any more; in backward.
 
         Args:
-            job: answered by the worker.
+            job: answered by the worker. Its `copied` is set with the last slices.
 
         Returns:
             Bytes copied.
         """
-        return self._copy_unread(job, "h2d copies, in backward")
+        n_bytes = self._copy_unread(job, "h2d copies, in backward")
+        if job.copied is None and job.uploaded >= self.trained_slices(job.block):
+            job.copied = self._copies.record_event()
+        return n_bytes
 
     def finish(self, job: UpdateJob) -> None:
         """Copies what `upload` has left of an answered job, and orders the current stream behind all of its copies.

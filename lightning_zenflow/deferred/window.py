@@ -1,6 +1,6 @@
 """Records of the deferred update: open windows, and update jobs in flight."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from lightning_zenflow.core.device import Event
@@ -13,8 +13,9 @@ class Window:
 
     first_step: int
     slots: list[int] = field(default_factory=list)
-    n_shown: int = 0
-    """Gradients at its beginning that published weights have already, because the job before it applied them tentatively."""
+    shown_until: int
+    """Last step whose gradient the published weights have. `first_step`, where the job before applied that step tentatively; earlier than
+    the step before it, where steps were committed by a job whose weights were not shown."""
 
     @property
     def last_step(self) -> int:
@@ -34,13 +35,21 @@ class UpdateJob:
     due_step: int
     """Step at whose end the weights are published."""
     publish_buffer: int
+    is_shown: bool = True
+    """Whether the weights are copied into the model."""
     completion: Completion | None = None
     """The worker's answer, once it has been read."""
+    held_slots: Sequence[int] = ()
+    """Slots that become free with the job."""
+    holds_buffer: bool = True
+    """Whether the publish buffer is to be given back with the job."""
     unread: list[tuple[Event, Set[int]]] = field(default_factory=list)
     """Slices that are still to be copied, and the event from which on no kernel of the step in which the job is due reads or updates their
     weights."""
     uploaded: set[int] = field(default_factory=set)
     """Slices whose weights have been copied into the model behind such an event."""
+    copied: Event | None = None
+    """Behind the copies in backward, once all of the weights have been copied there."""
 
 
 @dataclass(kw_only=True)

@@ -7,14 +7,22 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedu
 STATE_BYTES = 12
 """Per parameter: fp32 master weight and two fp32 moments."""
 
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of each moment in the arena, by `moments_dtype`."""
 
-def replay_bytes(n_steps: int, dtype_bytes: int) -> int:
-    """Memory traffic of one job of the worker, in bytes per parameter: 24 + b S + b.
+
+def replay_bytes(n_steps: int, dtype_bytes: int, moment_bytes: int = 4) -> int:
+    """Memory traffic of one job of the worker, in bytes per parameter: 24 + b S + b, or 16 + b S + b with bf16 moments.
 
     Master weights and moments are read and written once, gradients are read, weights are written. With few cores, arithmetic takes
     longer (`zenflow_cost.replay_core_s`).
+
+    Args:
+        n_steps: gradients that the job applies, a tentative one included.
+        dtype_bytes: b.
+        moment_bytes: of each moment.
     """
-    return 24 + dtype_bytes * (n_steps + 1)
+    return 2 * (4 + 2 * moment_bytes) + dtype_bytes * (n_steps + 1)
 
 
 def cpu_adamw_bytes(dtype_bytes: int) -> float:
@@ -54,6 +62,8 @@ def arena_bytes_of(
     owned_numel: float = 0.0,
     offload: bool = False,
     in_backward: bool = False,
+    n_late: int = 0,
+    moment_bytes: int = 4,
 ) -> float:
     """Host memory of one rank's arena, without headers and alignment.
 
@@ -65,13 +75,18 @@ def arena_bytes_of(
         owned_numel: device-owned entries of the partition; their state is exported to a place of its own (`topk.state_export`).
         offload: whether it stays there; the next state of changing columns then has another place.
         in_backward: whether blocks may be submitted in backward.
+        n_late: blocks of the tail, at most.
+        moment_bytes: of each moment.
     """
     longest = UpdateSchedule(
         update_interval=max(p.update_interval for p in schedules), publish_lag=max(p.publish_lag for p in schedules)
     )
-    of_run = [StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward) for p in (longest, *schedules)]
+    tail = frozenset(range(n_late))
+    of_run = [
+        StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward, tail=tail) for p in (longest, *schedules)
+    ]
     n_slots = max(s.n_slots for s in of_run)
     n_buffers = max(s.n_publish_buffers for s in of_run[1:])
     slot_numel = -(-partition_numel // n_blocks)
     exported = STATE_BYTES * owned_numel * (2 if offload else 1)
-    return STATE_BYTES * partition_numel + exported + dtype_bytes * slot_numel * (n_slots + n_buffers)
+    return (4 + 2 * moment_bytes) * partition_numel + exported + dtype_bytes * slot_numel * (n_slots + n_buffers)

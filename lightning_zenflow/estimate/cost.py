@@ -63,6 +63,12 @@ class CostComparison:
     zenflow: Cost
     schedule: UpdateSchedule
     """S and d that ZenFlow settles at."""
+    tail: float
+    """Share of the blocks that arrive last in backward and are published a step later there, where d = 0."""
+    owns_tail: bool
+    """Whether the GPU owns their weights, so that nothing is late."""
+    immediate: Cost
+    """ZenFlow with S = 1, d = 0, submitted in backward, without a tail: AdamW itself."""
     fastest: Cost
     """ZenFlow with `fastest_schedule`. `auto` takes the least stale S and d whose CPU work hides, which may copy more."""
     fastest_schedule: UpdateSchedule
@@ -87,11 +93,19 @@ def estimate(workload: Workload, machine: Machine, config: ZenFlowConfig | None 
         raise ConfigValueError(
             f"gpus must be at most the number of parameters, {workload.model.numel}, got {machine.gpus}", "gpus"
         )
-    zenflow, schedule = _zenflow(workload, machine, config)
+    zenflow, model = _zenflow(workload, machine, config)
+    settled = model.settled_steps()[-1]
+    immediate, _ = _zenflow(
+        workload,
+        machine,
+        dataclasses.replace(config, update_interval=1, publish_lag=0, optimizer_in_backward=True, tail="none"),
+    )
+    schedules = sorted(
+        UpdateSchedule(update_interval=s, publish_lag=d) for s in config.update_intervals for d in config.publish_lags
+    )
     fixed = [
-        _zenflow(workload, machine, dataclasses.replace(config, update_interval=s, publish_lag=d))
-        for s in config.update_intervals
-        for d in config.publish_lags
+        (_zenflow(workload, machine, dataclasses.replace(config, **dataclasses.asdict(schedule)))[0], schedule)
+        for schedule in schedules
     ]
     shortest_s = min(cost.step_s for cost, _ in fixed)
     fastest, fastest_schedule = next((c, p) for c, p in fixed if c.step_s <= (1 + _NEGLIGIBLE) * shortest_s)
@@ -101,7 +115,10 @@ def estimate(workload: Workload, machine: Machine, config: ZenFlowConfig | None 
         none=_no_offload(workload, machine),
         zero_offload=_zero_offload(workload, machine),
         zenflow=zenflow,
-        schedule=schedule,
+        schedule=settled.schedule,
+        tail=settled.tail if settled.schedule.publish_lag == 0 else 0.0,
+        owns_tail=model.owns_tail,
+        immediate=immediate,
         fastest=fastest,
         fastest_schedule=fastest_schedule,
         limit=_limit(zenflow),
@@ -147,7 +164,7 @@ def _zero_offload(workload: Workload, machine: Machine) -> Cost:
     )
 
 
-def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tuple[Cost, UpdateSchedule]:
+def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tuple[Cost, ZenFlowCost]:
     """ZenFlow, averaged over the steps after its schedule has settled."""
     model = ZenFlowCost(workload, machine, config)
     steps = model.settled_steps()
@@ -163,7 +180,7 @@ def _zenflow(workload: Workload, machine: Machine, config: ZenFlowConfig) -> tup
         wait_s=sum(s.stall_s for s in steps) / len(steps),
         step_s=sum(s.device_s + s.stall_s for s in steps) / len(steps),
     )
-    return cost, schedule
+    return cost, model
 
 
 def _cost(

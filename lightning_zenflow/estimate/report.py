@@ -1,21 +1,32 @@
-"""Report of a cost comparison: a table with the limit in a sentence, or JSON."""
+"""Report of a cost comparison: a table, a picture of the memory and sentences on what limits, or JSON."""
 
 import dataclasses
 from typing import Any
 
 from tabulate import tabulate
 
+from lightning_zenflow.estimate.bars import memory_bars
 from lightning_zenflow.estimate.cost import Cost, CostComparison
+from lightning_zenflow.schedule.staggered import UpdateSchedule
 
 _HEADERS = ("training", "GPU GB", "host GB", "d2h GB", "h2d GB", "CPU ms", "step ms", "speed", "fits")
 
 _ALIGNMENT = ("left", *["right"] * 7, "left")
 
 
-def as_text(comparison: CostComparison) -> str:
-    """The table, the S and d that `auto` chooses, and the limit."""
-    machine, workload, schedule = comparison.machine, comparison.workload, comparison.schedule
-    rows = [_row(name, cost, comparison) for name, cost in _costs(comparison).items()]
+_IMMEDIATE = UpdateSchedule(update_interval=1, publish_lag=0)
+
+
+def as_text(comparison: CostComparison, *, unicode: bool = True) -> str:
+    """The table, the memory as bars, whether offload is needed, the S and d that `auto` chooses, and the limit.
+
+    Args:
+        comparison: the costs.
+        unicode: whether the bars may have characters that are not ASCII.
+    """
+    machine, workload = comparison.machine, comparison.workload
+    costs = _costs(comparison)
+    rows = [_row(name, cost, comparison) for name, cost in costs.items()]
     head = (
         f"{workload.model.name}, {workload.model.numel / 1e9:.4g} B trained parameters, "
         f"on {_plural(machine.gpus, 'GPU')} of {machine.gpu_mem:g} GB, {machine.ranks_per_host} a host; "
@@ -24,16 +35,53 @@ def as_text(comparison: CostComparison) -> str:
     )
     legend = "GPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step."
     table = tabulate(rows, headers=_HEADERS, tablefmt="simple", colalign=_ALIGNMENT, disable_numparse=True)
-    chosen = (
-        f"ZenFlow settles at update_interval S = {schedule.update_interval}, publish_lag d = {schedule.publish_lag}."
+    host = (
+        "GB" if machine.host_mem is None else f"┃ {machine.host_mem:g} GB" if unicode else f"| {machine.host_mem:g} GB"
     )
-    lines = [head, "", table, "", legend, chosen, limit_sentence(comparison)]
+    device = f"{'┃' if unicode else '|'} {machine.gpu_mem:g} GB"
+    bars = [
+        *memory_bars(
+            f"GPU memory before activations, {device}",
+            {name: cost.device_bytes / 1e9 for name, cost in costs.items()},
+            machine.gpu_mem,
+            unicode=unicode,
+        ),
+        *memory_bars(
+            f"Host memory, {host}",
+            {name: cost.host_bytes / 1e9 for name, cost in costs.items() if cost.host_bytes},
+            machine.host_mem,
+            unicode=unicode,
+        ),
+    ]
+    sentences = [legend, *advice(comparison)]
+    return "\n".join([head, "", table, "", *bars, "", *sentences])
+
+
+def advice(comparison: CostComparison) -> list[str]:
+    """What the numbers say: whether offload is needed, the schedule, the limit."""
+    machine, schedule, none = comparison.machine, comparison.schedule, comparison.none
+    lines = []
+    if none.fits:
+        lines.append(
+            f"You need no offload if activations fit in the {_gb(machine.gpu_mem * 1e9 - none.device_bytes)} GB that ZeRO-2 without it"
+            " leaves: nothing is faster."
+        )
+    chosen = (
+        f"ZenFlow settles at update_interval S = {schedule.update_interval}, publish_lag d = {schedule.publish_lag}"
+    )
+    if comparison.tail > 0:
+        where = "stay on the GPU" if comparison.owns_tail else "take a step more"
+        chosen += f"; the last {comparison.tail:.0%} of the blocks {where}"
+    is_exact = schedule == _IMMEDIATE and (comparison.tail == 0 or comparison.owns_tail)
+    meaning = ": AdamW itself, its update hidden behind backward." if is_exact else "."
+    lines.append(chosen + meaning + ("" if is_exact else " S = 1, d = 0 is AdamW itself: nothing is late."))
+    lines.append(limit_sentence(comparison))
     if is_worth_fixing(comparison):
         fastest = comparison.fastest_schedule
         lines.append(
             f"A fixed S = {fastest.update_interval}, d = {fastest.publish_lag} would be faster: fewer weights are copied a step."
         )
-    return "\n".join(lines)
+    return lines
 
 
 def as_dict(comparison: CostComparison) -> dict[str, Any]:
@@ -46,10 +94,13 @@ def as_dict(comparison: CostComparison) -> dict[str, Any]:
         "workload": workload,
         "update_interval": comparison.schedule.update_interval,
         "publish_lag": comparison.schedule.publish_lag,
+        "tail": comparison.tail,
+        "owns_tail": comparison.owns_tail,
         "limit": comparison.limit,
         "none": dataclasses.asdict(comparison.none),
         "zero_offload": dataclasses.asdict(comparison.zero_offload),
         "zenflow": dataclasses.asdict(comparison.zenflow),
+        "immediate": dataclasses.asdict(comparison.immediate),
         "fastest_update_interval": comparison.fastest_schedule.update_interval,
         "fastest_publish_lag": comparison.fastest_schedule.publish_lag,
         "fastest": dataclasses.asdict(comparison.fastest),
@@ -87,15 +138,21 @@ def is_worth_fixing(comparison: CostComparison) -> bool:
 
 
 def _costs(comparison: CostComparison) -> dict[str, Cost]:
-    schedule = comparison.fastest_schedule
+    """By name; ZenFlow with the S and d of `auto`, with S = 1, d = 0, and with the fastest if that is worth fixing."""
     costs = {
         "ZeRO-2, no offload": comparison.none,
         "ZeRO-Offload": comparison.zero_offload,
-        "ZenFlow": comparison.zenflow,
+        _name_of(_IMMEDIATE): comparison.immediate,
     }
     if is_worth_fixing(comparison):
-        costs[f"ZenFlow, S = {schedule.update_interval}, d = {schedule.publish_lag}"] = comparison.fastest
+        costs[_name_of(comparison.fastest_schedule)] = comparison.fastest
+    # The last: with "auto", S and d change until they settle, which takes the memory of all of them.
+    costs[_name_of(comparison.schedule)] = comparison.zenflow
     return costs
+
+
+def _name_of(schedule: UpdateSchedule) -> str:
+    return f"ZenFlow, S = {schedule.update_interval}, d = {schedule.publish_lag}"
 
 
 def _row(name: str, cost: Cost, comparison: CostComparison) -> list[str]:

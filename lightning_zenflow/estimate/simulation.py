@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_zenflow.schedule.auto_control import ScheduleObserver
-from lightning_zenflow.schedule.auto_policy import Observation, SchedulePolicy, observation_step
+from lightning_zenflow.schedule.auto_policy import Observation, SchedulePolicy, blocks_waited_for, observation_step
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 
 
@@ -18,6 +18,8 @@ class SimulatedStep:
     """One optimizer step, in seconds."""
 
     schedule: UpdateSchedule
+    tail: float
+    """Share of the blocks that take a lag of one step of their own."""
     device_s: float
     """Work of the device."""
     worker_s: float
@@ -60,33 +62,40 @@ def simulate(
     now = worker_free = 0.0
     for step in range(1, n_steps + 1):
         schedule = auto.schedule
-        if not steps or schedule != steps[-1].schedule:
-            staggered = StaggeredSchedule(
-                n_blocks=n_blocks, update_interval=schedule.update_interval, publish_lag=schedule.publish_lag
-            )
+        # Gradients arrive in the order of the blocks' numbers.
+        n_late = round(auto.tail * n_blocks)
+        tail = frozenset(range(n_blocks - n_late, n_blocks))
+        staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, tail=tail)
         work = device_s(step)
         now += work
         closing = staggered.closing_blocks(step)
         early_s = early_share * work if schedule.publish_lag == 0 else 0.0
         for number, block in enumerate(closing, start=1):
             seconds = job_s(step, step - opened[block])
-            arrived = min(1.0, number / (len(closing) * (1 - last_share)))
+            is_late = staggered.of_block(block).publish_lag > 0
+            arrived = 1.0 if is_late else min(1.0, number / (len(closing) * (1 - last_share)))
             worker_free = max(now - early_s * (1 - arrived), worker_free) + seconds
-            in_flight.append((staggered.publish_step(step), seconds, worker_free))
+            in_flight.append((staggered.publish_step(step, block), seconds, worker_free))
             opened[block] = step
         due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]
         published = [in_flight.popleft() for _ in range(due[-1] + 1 if due else 0)]
         stall = max(0.0, published[-1][2] - now) if published else 0.0
         now += stall
         worker = sum(seconds for _, seconds, _ in published)
-        steps.append(SimulatedStep(schedule=schedule, device_s=work, worker_s=worker, stall_s=stall))
+        steps.append(
+            SimulatedStep(schedule=schedule, tail=n_late / n_blocks, device_s=work, worker_s=worker, stall_s=stall)
+        )
         summary = observer.add(device_s=work, worker_s=worker, stall_s=stall)
         if summary is not None:
             load, share = summary
-            observed = (
-                observation_step(step, schedule),
-                Observation(load=load, stall=share, max_interval_by_gradients=max_interval_by_gradients(step)),
+            n_more = blocks_waited_for(load, share, n_blocks=n_blocks, update_interval=schedule.update_interval)
+            observation = Observation(
+                load=load,
+                stall=share,
+                max_interval_by_gradients=max_interval_by_gradients(step),
+                tail=min(1.0, (n_late + n_more) / n_blocks),
             )
+            observed = observation_step(step, schedule), observation
         if observed is not None and step == observed[0]:
             if auto.observe(observed[1]) is not None:
                 observer.restart(schedule, auto.schedule)

@@ -1,7 +1,7 @@
 """Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate.byte_counts import STATE_BYTES, arena_bytes_of, replay_bytes
+from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
@@ -40,6 +40,10 @@ class ZenFlowCost:
         workload: the training.
         machine: the hardware.
         config: ZenFlow's keys.
+
+    Attributes:
+        tail: largest share of the blocks in the tail.
+        owns_tail: whether the device owns their weights.
     """
 
     def __init__(self, workload: Workload, machine: Machine, config: ZenFlowConfig) -> None:
@@ -47,6 +51,7 @@ class ZenFlowCost:
         self._in_backward = config.submits_in_backward
         self._n_blocks = blocks_wanted(config.update_intervals, in_backward=self._in_backward)
         self._partition = workload.partition_numel(machine.gpus)
+        self._moment_bytes = MOMENT_BYTES[config.moments_dtype]
         self._weight_bytes = workload.dtype_bytes * self._partition
         self._upload_s = self._weight_bytes / machine.pcie_bytes_per_s
         self._last_backward_s = BACKWARD_SHARE * workload.step_s / workload.accumulate_grad_batches
@@ -56,6 +61,13 @@ class ZenFlowCost:
         self._cores = self._worker_cores()
         self._steps = self._simulate()
         self._schedules = sorted({step.schedule for step in self._steps})
+        self.tail = max(step.tail for step in self._steps)
+        tail_bytes = (STATE_BYTES + workload.dtype_bytes) * self.tail * self._partition
+        has_room = self._device_bytes + tail_bytes <= machine.gpu_mem * GB
+        may_own = config.tail == "device" or (config.tail == "auto" and has_room and not config.offload)
+        self.owns_tail = self.tail > 0 and may_own
+        if self.owns_tail:
+            self._device_bytes += tail_bytes
 
     def settled_steps(self) -> list[SimulatedStep]:
         """The last simulated steps, whose schedule no longer changes."""
@@ -75,6 +87,8 @@ class ZenFlowCost:
             owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
             offload=self._config.offload,
             in_backward=self._in_backward,
+            n_late=round(self.tail * self._n_blocks),
+            moment_bytes=self._moment_bytes,
         )
 
     def d2h_bytes(self) -> float:
@@ -95,24 +109,32 @@ class ZenFlowCost:
 
     def _simulate(self) -> list[SimulatedStep]:
         workload, config = self._workload, self._config
-        is_fixed = len(config.update_intervals) * len(config.publish_lags) == 1
-        policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=self._in_backward)
+        policy = SchedulePolicy(
+            config.update_intervals,
+            config.publish_lags,
+            hides_in_backward=self._in_backward,
+            allows_tail=config.allows_tail,
+        )
         return simulate(
             policy,
-            n_steps=2 * _SETTLED_STEPS if is_fixed else _SIMULATED_STEPS,
+            n_steps=_SIMULATED_STEPS if config.measures else 2 * _SETTLED_STEPS,
             n_blocks=self._n_blocks,
             device_s=lambda step: workload.step_s + self.exposed_copy_s(policy.schedule),
-            job_s=lambda step, n_gradients: self._job_s(n_gradients),
+            job_s=lambda step, n_gradients: self._job_s(n_gradients, policy.schedule),
             early_share=self._last_backward_s / workload.step_s if self._in_backward else 0.0,
             # The largest matrix is usually the embedding, whose gradient is the last.
             last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
         )
 
-    def _job_s(self, n_gradients: int) -> float:
-        """Seconds of the worker for one block, while the block's copies use the host's memory too."""
+    def _job_s(self, n_gradients: int, schedule: UpdateSchedule) -> float:
+        """Seconds of the worker for one block, while the block's copies use the host's memory too.
+
+        A job that is submitted in backward commits as many gradients, and applies one more tentatively.
+        """
         b = self._workload.dtype_bytes
-        traffic = replay_bytes(n_gradients, b) + b * (n_gradients + 1)
-        arithmetic_s = 0.0 if self._cores is None else replay_core_s(n_gradients) / self._cores
+        n_applied = n_gradients + (self._in_backward and schedule.publish_lag == 0)
+        traffic = replay_bytes(n_applied, b, self._moment_bytes) + b * (n_gradients + 1)
+        arithmetic_s = 0.0 if self._cores is None else replay_core_s(n_applied) / self._cores
         return max(traffic / self._machine.rank_bytes_per_s, arithmetic_s) * self._partition / self._n_blocks
 
     def _worker_cores(self) -> float | None:

@@ -26,6 +26,8 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/hidden_percent": "share of the worker's computation that the device did not wait for",
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
+    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are published a step later than others",
+    "zenflow/overlap/largest_lag_steps": "largest lag of a block that anyone sees: d; 1 with a tail that the device does not own",
     "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the step ended",
     "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
@@ -61,7 +63,7 @@ class CopySample:
 
 def hidden_share(worker_busy_s: float, device_stall_s: Mapping[str, float]) -> float:
     """Share of the worker's computation that the device did not wait for, 0 to 1; 1 for an idle worker."""
-    waited = sum(device_stall_s.get(cause, 0.0) for cause in ("publish_wait", "flush"))
+    waited = sum(device_stall_s.get(cause, 0.0) for cause in ("publish_wait", "slot", "flush"))
     return max(0.0, 1.0 - waited / worker_busy_s) if worker_busy_s > 0 else 1.0
 
 
@@ -117,6 +119,8 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
         "overlap/hidden_percent": 100 * hidden_share(busy_s, device),
         "overlap/update_interval_steps": now.update_interval,
         "overlap/publish_lag_steps": now.publish_lag,
+        "overlap/tail_percent": 100 * now.tail_share,
+        "overlap/largest_lag_steps": max(now.publish_lag, now.tail_share > 0 and not now.owns_tail),
         "overlap/weight_prediction_steps": now.prediction_steps,
         "traffic/d2h_bytes": d2h_bytes,
         "traffic/h2d_bytes": h2d_bytes,

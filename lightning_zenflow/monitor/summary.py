@@ -12,6 +12,7 @@ from lightning_zenflow.monitor.metrics import difference, hidden_share
 from lightning_zenflow.schedule.auto_policy import relative_cost
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.topk.selector import LONGEST_CHECK
 
 NEGLIGIBLE_SHARE = 0.02
 """Share of a step's time below which waits are not reported as a limit; the target of `update_interval: auto`."""
@@ -23,13 +24,16 @@ _MANY_SKIPPED = 0.02
 
 _LONGEST_WINDOW = 64
 
+_FEWEST_SELECTIONS = 3
+"""So many selections tell what one costs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """A training, apart from its counters."""
 
     step_s: Sequence[float]
-    """Duration of each step between the readings."""
+    """Duration of each step, the first one included."""
     config: ZenFlowConfig
     worker_cores: int
     dtype_bytes: int
@@ -39,8 +43,12 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """Averages over the steps of a training."""
+    """Averages over the steps of a training, the first one left out."""
 
+    steps: int
+    """Number of these steps."""
+    selections: int
+    """Selections of columns in these steps."""
     config: ZenFlowConfig
     schedule: UpdateSchedule
     """S and d at the end."""
@@ -53,17 +61,20 @@ class Situation:
     worker_cores: int
     skipped_share: float
     """Share of the steps that were skipped because the gradient norm was not finite."""
+    late_share: float = 0.0
+    """Share of the blocks submitted in backward that were not updated when their step ended."""
 
 
 def summary(training: Training, before: Reading, now: Reading) -> str:
     """Formats the table and, where something limits, the advice.
 
     Args:
-        training: the training.
-        before: reading before its first step.
+        training: the training, of two steps or more.
+        before: reading after its first step, which is synchronous and allocates memory: it is counted, but not averaged.
         now: reading after its last step.
     """
-    n, seconds = len(training.step_s), sum(training.step_s)
+    _, *step_s = training.step_s
+    n, seconds = len(step_s), sum(step_s)
     host = sum(difference(now.host_stall_s, before.host_stall_s).values())
     device = difference(now.device_stall_s, before.device_stall_s)
     busy_s = now.worker_busy_s - before.worker_busy_s
@@ -72,13 +83,19 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
     b, n_batches = training.dtype_bytes, training.accumulate_grad_batches
     their_d2h, their_h2d = (x / b for x in zero_offload_traffic(dtype_bytes=b, accumulate_grad_batches=n_batches))
     rows = {
-        "step, median and p99": f"{_ms(quantile(training.step_s, 0.5))} and {_ms(quantile(training.step_s, 0.99))} ms",
+        "step, median and p99": f"{_ms(quantile(step_s, 0.5))} and {_ms(quantile(step_s, 0.99))} ms",
         "waits": f"device {sum(device.values()) / seconds:.1%}, training thread {host / seconds:.1%} of the time",
         "CPU work": f"{_ms(busy_s / n)} ms a step, {hidden_share(busy_s, device):.1%} hidden",
         "copies a step": f"d2h {d2h:.2f}, h2d {h2d:.2f} model sizes (ZeRO-Offload: {their_d2h:.2f} and {their_h2d:.2f})",
-        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
+        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}{_tail(now)}",
     }
+    in_backward = now.in_backward_jobs - before.in_backward_jobs
+    late_share = (now.late_jobs - before.late_jobs) / in_backward if in_backward else 0.0
+    if in_backward:
+        rows["late blocks"] = f"{late_share:.1%} of those submitted in backward"
     situation = Situation(
+        steps=n,
+        selections=now.selections - before.selections,
         config=training.config,
         schedule=UpdateSchedule(update_interval=now.update_interval, publish_lag=now.publish_lag),
         step_s=seconds / n,
@@ -86,10 +103,20 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
         worker_busy_s=busy_s / n,
         worker_cores=training.worker_cores,
         skipped_share=(now.skipped_steps - before.skipped_steps) / n,
+        late_share=late_share,
     )
-    lines = [f"ZenFlow: {n} steps", tabulate(rows.items(), tablefmt="plain", disable_numparse=True)]
+    head = f"ZenFlow: {n + 1} steps; the averages leave out the first one, which is synchronous"
+    lines = [head, tabulate(rows.items(), tablefmt="plain", disable_numparse=True)]
     sentence = advice(situation)
     return "\n".join(lines if sentence is None else [*lines, sentence])
+
+
+def _tail(now: Reading) -> str:
+    if now.tail_share == 0:
+        return ""
+    return (
+        f"; the last {now.tail_share:.0%} of the blocks {'owned by the device' if now.owns_tail else 'one step later'}"
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -105,23 +132,47 @@ def advice(situation: Situation) -> str | None:
             f"{situation.skipped_share:.0%} of the steps were skipped because their gradient was not finite:"
             " lower the learning rate or train in bf16."
         )
-    if sum(situation.stall_s.values()) < NEGLIGIBLE_SHARE * situation.step_s:
-        return None
-    cause = max(situation.stall_s, key=lambda cause: situation.stall_s[cause])
-    share = f"{situation.stall_s[cause] / situation.step_s:.0%} of the time"
+    for cause in sorted(situation.stall_s, key=lambda cause: situation.stall_s[cause], reverse=True):
+        share = situation.stall_s[cause] / situation.step_s
+        if share < NEGLIGIBLE_SHARE:
+            break
+        sentence = _remedy(cause, situation, share)
+        if sentence is not None:
+            return sentence
+    return None
+
+
+def _remedy(cause: str, situation: Situation, share: float) -> str | None:
+    """Advice on waits with one cause; None if nothing can be done about them, or if they pass by themselves."""
+    of_the_time = f"{share:.0%} of the time"
     match cause:
-        case "publish_wait":
-            return _advice_on_worker(situation, share)
+        case "publish_wait" | "slot":
+            return _advice_on_worker(situation, of_the_time)
         case "publish_buffer":
-            return f"{share} is spent in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often."
+            return (
+                f"{of_the_time} is spent in synchronous steps:"
+                " lower full_warm_up_rounds, or validate and save checkpoints less often."
+            )
         case "select":
-            return f"{share} is spent selecting columns: raise select_interval."
+            return _advice_on_selection(situation, share)
         case "flush":
-            return f"{share} is spent completing updates before validations and checkpoints: have fewer of them."
+            return f"{of_the_time} is spent completing updates before validations and checkpoints: have fewer of them."
         case "loss_scale":
-            return f"{share} is spent waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale."
+            return f"{of_the_time} is spent waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale."
         case _:
             return None
+
+
+def _advice_on_selection(situation: Situation, share: float) -> str | None:
+    """Advice on the waits of selections: the interval that makes them negligible."""
+    config = situation.config
+    # "auto" looks often at first, and ever less often while a choice fits: what it costs a short run, it does not cost a long one.
+    settling = config.select_interval == "auto" and situation.steps < 2 * LONGEST_CHECK
+    if settling or situation.selections < _FEWEST_SELECTIONS:
+        return None
+    steps = math.ceil(situation.steps / situation.selections * share / NEGLIGIBLE_SHARE)
+    interval = "" if config.select_strategy == "epoch" else f" to {steps}"
+    return f"{share:.0%} of the time is spent selecting columns: raise select_interval{interval}."
 
 
 def _advice_on_worker(situation: Situation, share: str) -> str:
@@ -130,6 +181,10 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
     load = situation.worker_busy_s / max(situation.step_s - sum(situation.stall_s.values()), 1e-9)
     if not config.overlap_step:
         return f"{share} is spent waiting for the CPU, since overlap_step is false: set it to true."
+    if schedule.publish_lag == 0 and config.publish_lag != "auto" and situation.late_share > 0:
+        late = f"{share} is spent waiting for the CPU: {situation.late_share:.0%} of the blocks were not updated when backward ended."
+        tail = "" if config.allows_tail else "tail to lag or device, or "
+        return f"{late} Set {tail}publish_lag to 1 or auto."
     if schedule.publish_lag == 0 and config.publish_lag != "auto":
         return f"{share} is spent waiting for the CPU, since publish_lag is 0: set it to 1 or auto."
     if load <= _HIDDEN:

@@ -1,47 +1,55 @@
-"""TensorBoard dashboard: charts that group the metrics (Custom Scalars), and drawings of the timeline (Images)."""
+"""TensorBoard dashboard: a chart for each metric, in groups (Custom Scalars), and drawings of the timeline (Images)."""
 
 from typing import Any
 
 from lightning_zenflow.monitor.interface import MonitoredOptimizer
 from lightning_zenflow.monitor.plot import can_draw, draw
 from lightning_zenflow.monitor.timeline import chrome_trace
-from lightning_zenflow.telemetry.stalls import CAUSES
 from lightning_zenflow.telemetry.tracing import Recording
 
 TIMELINE_TAG = "zenflow/timeline"
 
-CHARTS: dict[str, dict[str, list[str]]] = {
+CHARTS: dict[str, dict[str, str]] = {
     "ZenFlow stall": {
-        "waits, % of a step": ["stall/device_percent", "stall/host_percent"],
-        "waits of the device by cause, ms a step": [f"stall/device_{cause}_ms" for cause in CAUSES],
-        "waits of the training thread by cause, ms a step": [f"stall/host_{cause}_ms" for cause in CAUSES],
+        "device waits, % of a step": "stall/device_percent",
+        "training thread waits, % of a step": "stall/host_percent",
+        "device waits for the CPU's results, ms a step": "stall/device_publish_wait_ms",
+        "device waits for buffers, ms a step": "stall/device_publish_buffer_ms",
+        "device waits for selections, ms a step": "stall/device_select_ms",
+        "device waits for flushes, ms a step": "stall/device_flush_ms",
     },
     "ZenFlow overlap": {
-        "step time and the worker's computation, ms": ["overlap/step_ms", "overlap/worker_busy_ms"],
-        "hidden share of the worker's computation, %": ["overlap/hidden_percent"],
-        "schedule and staleness, steps": [
-            "overlap/update_interval_steps",
-            "overlap/publish_lag_steps",
-            "overlap/staleness_steps",
-        ],
+        "step time, ms": "overlap/step_ms",
+        "worker's computation, ms a step": "overlap/worker_busy_ms",
+        "hidden share of the worker's computation, %": "overlap/hidden_percent",
+        "S (update_interval), steps": "overlap/update_interval_steps",
+        "d (publish_lag), steps": "overlap/publish_lag_steps",
+        "staleness of host-owned gradients, steps": "overlap/staleness_steps",
+        "blocks of the tail, %": "overlap/tail_percent",
+        "late blocks, % of those submitted in backward": "overlap/late_blocks_percent",
+        "error of predicted clip factors, %": "overlap/clip_prediction_error_percent",
     },
     "ZenFlow traffic": {
-        "copies, model sizes a step": ["traffic/d2h_model_sizes", "traffic/h2d_model_sizes"],
-        "copies, GB/s": ["traffic/d2h_GB_per_s", "traffic/h2d_GB_per_s"],
+        "device to host, model sizes a step": "traffic/d2h_model_sizes",
+        "host to device, model sizes a step": "traffic/h2d_model_sizes",
+        "device to host, GB/s": "traffic/d2h_GB_per_s",
+        "host to device, GB/s": "traffic/h2d_GB_per_s",
     },
     "ZenFlow selection": {
-        "device-owned columns, % of the weights and of the gradient's squared norm": [
-            "selection/device_owned_percent",
-            "selection/device_squared_norm_percent",
-        ],
-        "selected columns that were selected before, %": ["selection/overlap_percent"],
+        "device-owned weights, %": "selection/device_owned_percent",
+        "gradient's squared norm in device-owned columns, %": "selection/device_squared_norm_percent",
+        "selected columns that were selected before, %": "selection/overlap_percent",
     },
     "ZenFlow memory": {
-        "host, GB": ["memory/trainer_GB", "memory/worker_GB", "memory/arena_GB"],
-        "device, GB": ["memory/device_GB", "memory/device_peak_GB"],
+        "host: training process, GB": "memory/trainer_GB",
+        "host: worker process, GB": "memory/worker_GB",
+        "host: arena, GB": "memory/arena_GB",
+        "device: allocated, GB": "memory/device_GB",
+        "device: peak, GB": "memory/device_peak_GB",
     },
 }
-"""Category -> title of the chart -> metrics, without the prefix "zenflow/"."""
+"""Category -> title of the chart -> metric, without the prefix "zenflow/"; all others are in *Scalars*. TensorBoard has one
+colour for each run, so a chart with two metrics would show two lines of the same colour."""
 
 _FIRST_FIGURE, _FIGURE_STEPS = 5, 3
 
@@ -49,7 +57,7 @@ _FIRST_FIGURE, _FIGURE_STEPS = 5, 3
 def layout() -> dict[str, dict[str, list[Any]]]:
     """Converts `CHARTS` to the layout of `SummaryWriter.add_custom_scalars`, whose tags are regular expressions."""
     return {
-        category: {title: ["Multiline", [f"^zenflow/{name}$" for name in names]] for title, names in charts.items()}
+        category: {title: ["Multiline", [f"^zenflow/{name}$"]] for title, name in charts.items()}
         for category, charts in CHARTS.items()
     }
 

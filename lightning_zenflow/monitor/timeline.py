@@ -119,44 +119,34 @@ def _event(step: int, span: Span, begin_ns: int, tid: int) -> dict[str, Any]:
     return {**event, "cname": _WAIT_COLOUR} if span.waits else event
 
 
-class TimelineWriter(pl.Callback):
-    """Writes the timeline of rank zero once its steps are complete.
+class TimelineFile:
+    """Records steps, from its own construction on, and writes their timeline once they are complete.
 
     Args:
         path: JSON file to write.
-        first: first recorded step, counted from 1 at the start of fit; > 1, since the device is synchronised before it.
+        optimizer: source of the recording.
+        first: first recorded step, counted from 1; > 1, since the device is synchronised before it.
         last: last recorded step.
     """
 
-    def __init__(self, path: Path, *, first: int, last: int) -> None:
+    def __init__(self, path: Path, optimizer: MonitoredOptimizer, *, first: int, last: int) -> None:
         assert 1 < first <= last
         self._path = path
         self._first = first
-        self._last = last
-        self._optimizer: MonitoredOptimizer | None = None
-        self._recording: Recording | None = None
+        self._optimizer = optimizer
+        self._recording: Recording | None = optimizer.telemetry.tracer.record(
+            skip=first - 1, steps=last - first + 1, aligned=True
+        )
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._recording = None
-        self._optimizer = rank_zero_optimizer(trainer)
-        if self._optimizer is not None:
-            n_steps = self._last - self._first + 1
-            self._recording = self._optimizer.telemetry.tracer.record(skip=self._first - 1, steps=n_steps, aligned=True)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def end_step(self) -> None:
+        """Writes the file if the recording is complete."""
         if self._recording is not None and self._recording.complete:
-            self._write()
+            self.close()
 
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._recording is not None:
-            self._write()
-        self._optimizer = None
-
-    def _write(self) -> None:
-        assert self._recording is not None and self._optimizer is not None
+    def close(self) -> None:
+        """Writes what has been recorded, if it has not been written. Logs an error, since training goes on without the file."""
+        if self._recording is None:
+            return
         steps = [step for step in self._recording.steps if step.complete]
         self._recording = None
         if not steps:
@@ -165,7 +155,32 @@ class TimelineWriter(pl.Callback):
         try:
             write_trace(chrome_trace(steps, worker_cores=self._optimizer.worker_cores), self._path)
         except OSError as error:
-            # Training goes on without the file.
             _log.warning("ZenFlow: timeline=%r could not be written: %s", str(self._path), error)
             return
         rank_zero_info(f"ZenFlow: timeline of steps {steps[0].step} to {steps[-1].step} in {self._path}")
+
+
+class TimelineWriter(pl.Callback):
+    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit."""
+
+    def __init__(self, path: Path, *, first: int, last: int) -> None:
+        self._path = path
+        self._first, self._last = first, last
+        self._file: TimelineFile | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = rank_zero_optimizer(trainer)
+        if optimizer is not None:
+            self._file = TimelineFile(self._path, optimizer, first=self._first, last=self._last)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._file is not None:
+            self._file.end_step()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None

@@ -24,7 +24,7 @@ JOURNAL_ENTRY_BYTES: Final = 4096
 MAX_THREAD_SPANS: Final = 256
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types of gradient slots and publish buffers: values of ``zenflow::DataType``."""
+"""Element types of gradient slots, publish buffers and moments: values of ``zenflow::DataType``."""
 
 
 class ArenaHeader(ctypes.LittleEndianStructure):

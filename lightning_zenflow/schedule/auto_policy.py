@@ -1,11 +1,14 @@
 """Policy of `update_interval: auto` and `publish_lag: auto`. Pure Python, so that it can be simulated.
 
-Chooses the least stale schedule under which the worker's time hides behind the device's, by three rules:
+Chooses the least stale schedule (see the order of `UpdateSchedule`) under which the worker's time hides behind the device's, by four
+rules. It begins with the least stale one of all, S = 1, d = 0 where that is allowed, and turns where the first short observation says.
 
 * *Hiding*: the measured ratio of the worker's time per step to the device's, scaled by `relative_cost` for other S.
 * *Gradient rule* (Zen-auto; ZenFlow, arXiv 2505.12242, section 3.3; `auto_ratio`): a window closes before the gradient deferred in it
   exceeds the gradient applied at once. This bounds S from above, but not below 4: up to S = 4 deferring costs no accuracy
   (docs/convergence.md).
+* *Tail*: where a step waits with d = 0 although the work hides, the blocks that arrive last take a lag of one step of their own, as many
+  as the wait takes to update. They stay in the tail; it only grows, up to half of the blocks.
 * *Hysteresis*: a schedule that stalls is left at once. A less stale one is taken only after several observations that it would hide;
   their number doubles each time it turns out to stall.
 
@@ -39,6 +42,12 @@ _BOUND_SLACK = 1.25
 _SMALL_STALL = 0.02
 """Tolerated stall, as a share of a step."""
 
+LARGEST_TAIL = 0.5
+"""Largest share of the blocks in the tail. With more, forward passes lack as much as with S = 2, d = 0, or more."""
+
+_TOLERATED_BLOCK = 0.25
+"""Part of the last block's update that may be exposed before the block belongs to the tail."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Limits:
@@ -68,13 +77,17 @@ class Observation:
     """Share of the time spent waiting for the worker."""
     max_interval_by_gradients: float | None = None
     """Steps after which the deferred gradient equals the gradient applied at once (`topk.importance`); None if unknown."""
+    tail: float = 1.0
+    """Share of all blocks that would be in the tail if every rank's tail took in the blocks that the rank waits for; 1 if it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """A change of schedule."""
+    """A change of schedule, or a longer tail."""
 
     schedule: UpdateSchedule
+    tail: float = 0.0
+    """Share of all blocks in the tail."""
     reason: str
     """For the log."""
 
@@ -93,6 +106,25 @@ def relative_cost(update_interval: int) -> float:
     return (0.5 + 0.1 * update_interval) / (0.6 * update_interval)
 
 
+def blocks_waited_for(load: float, stall: float, *, n_blocks: int, update_interval: int) -> int:
+    """Blocks that would have to be left out so that steps with d = 0 do not wait: those whose updates take as long as the wait.
+
+    Args:
+        load: see `Observation`.
+        stall: see `Observation`.
+        n_blocks: blocks of the rank.
+        update_interval: S.
+
+    Returns:
+        A number for all S phases together; 0 where the stall is tolerated.
+    """
+    if stall <= _SMALL_STALL or load <= 0:
+        return 0
+    n_closing = -(-n_blocks // update_interval)
+    exposed = n_closing * stall / (1 - stall) / load if stall < 1 else n_closing
+    return min(n_blocks, update_interval * max(1, math.ceil(exposed - _TOLERATED_BLOCK)))
+
+
 def observation_step(step: int, schedule: UpdateSchedule) -> int:
     """Step at whose end an observation that was reduced over the ranks at the end of `step` is available without waiting.
 
@@ -108,19 +140,26 @@ class SchedulePolicy:
         update_intervals: candidates for S, ascending powers of two; a single number if S is fixed.
         publish_lags: candidates for d, ascending; a single number if d is fixed.
         hides_in_backward: whether d = 0 submits gradients in backward.
+        allows_tail: whether the last blocks may take a lag of their own where d = 0.
     """
 
     def __init__(
-        self, update_intervals: Sequence[int], publish_lags: Sequence[int], *, hides_in_backward: bool = False
+        self,
+        update_intervals: Sequence[int],
+        publish_lags: Sequence[int],
+        *,
+        hides_in_backward: bool = False,
+        allows_tail: bool = False,
     ) -> None:
         self._hides_in_backward = hides_in_backward
-        self._candidates = [
+        self._allows_tail = allows_tail
+        self.tail = 0.0
+        """Share of all blocks in the tail."""
+        self._candidates = sorted(
             UpdateSchedule(update_interval=s, publish_lag=d) for s in update_intervals for d in publish_lags
-        ]
-        self.schedule = UpdateSchedule(
-            update_interval=max(s for s in update_intervals if s <= max(_SMALLEST_BOUND, update_intervals[0])),
-            publish_lag=min(publish_lags, key=lambda d: abs(d - 1)),
         )
+        may_hide = (c for c in self._candidates if hides_in_backward or c.publish_lag > 0)
+        self.schedule = next(may_hide, self._candidates[0])
         """The current schedule."""
         self._max_interval: float | None = None
         """Running mean of `Observation.max_interval_by_gradients`."""
@@ -142,7 +181,7 @@ class SchedulePolicy:
         if decision is not None:
             self._probation = _PROBATION if decision.schedule < self.schedule else 0
             self._strikes = self._calm = 0
-            self.schedule = decision.schedule
+            self.schedule, self.tail = decision.schedule, decision.tail
         return decision
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,6 +189,7 @@ class SchedulePolicy:
         return {
             "update_interval": self.schedule.update_interval,
             "publish_lag": self.schedule.publish_lag,
+            "tail": self.tail,
             "max_interval_by_gradients": self._max_interval,
             "strikes": self._strikes,
             "calm": self._calm,
@@ -163,6 +203,8 @@ class SchedulePolicy:
         if schedule not in self._candidates:
             return
         self.schedule, self._max_interval = schedule, state["max_interval_by_gradients"]
+        # Missing in checkpoints of versions without it.
+        self.tail = state.get("tail", 0.0)
         self._strikes, self._calm = state["strikes"], state["calm"]
         self._patience, self._probation = state["patience"], state["probation"]
 
@@ -180,40 +222,46 @@ class SchedulePolicy:
         if self.schedule not in allowed:
             longest = next(c for c in reversed(allowed) if c.publish_lag == self.schedule.publish_lag)
             return Decision(
-                schedule=longest, reason=f"the gradient rule allows windows of {self._bound():g} steps at most"
+                schedule=longest,
+                tail=self.tail,
+                reason=f"the gradient rule allows windows of {self._bound():g} steps at most",
             )
         schedule: UpdateSchedule | None = None
-        if load > self._limit(self.schedule, _STAY):
-            schedule = self._relief(load, allowed)
+        staler = [c for c in allowed if c > self.schedule]
+        hiding = [c for c in staler if self._scaled(load, c) <= self._limit(c, _TURN_TO)]
+        hides = load <= self._limit(self.schedule, _STAY)
+        self._strikes = self._strikes + 1 if stall > _SMALL_STALL else 0
+        reason = f"{stall:.1%} of the time is spent waiting"
+        if not hides:
+            schedule = hiding[0] if hiding else self._cheapest(staler)
             reason = f"the worker needs {load:.2f} of a step"
-        elif stall > _SMALL_STALL and self._strikes + 1 >= _STRIKES:
-            schedule = next((c for c in allowed if c > self.schedule), None)
-            reason = f"{stall:.1%} of the time is spent waiting"
-        else:
-            self._strikes = self._strikes + 1 if stall > _SMALL_STALL else 0
-            if stall <= _SMALL_STALL:
-                schedule = self._less_stale(load, allowed)
+        if schedule is None and self._strikes >= _STRIKES:
+            if self._can_grow_tail(observation.tail):
+                return Decision(schedule=self.schedule, tail=observation.tail, reason=reason)
+            # The work hides, but not all of it in time: a longer window would not change that.
+            later = [c for c in hiding or staler if hides and c.publish_lag > self.schedule.publish_lag]
+            schedule = later[0] if later else None
+        elif hides and stall <= _SMALL_STALL:
+            schedule = self._less_stale(load, allowed)
             reason = f"the worker needs {load:.2f} of a step only"
         if schedule is None:
             return None
         if schedule > self.schedule and self._probation > 0:
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
-        return Decision(schedule=schedule, reason=reason)
+        return Decision(schedule=schedule, tail=self.tail, reason=reason)
 
-    def _relief(self, load: float, allowed: Sequence[UpdateSchedule]) -> UpdateSchedule | None:
-        """The least stale schedule under which the worker's time hides, or else the cheapest one for the worker."""
-        staler = [c for c in allowed if c > self.schedule]
-        for schedule in staler:
-            if self._scaled(load, schedule) <= self._limit(schedule, _TURN_TO):
-                return schedule
+    def _can_grow_tail(self, tail: float) -> bool:
+        in_backward = self._hides_in_backward and self.schedule.publish_lag == 0
+        return self._allows_tail and in_backward and self.tail < tail <= LARGEST_TAIL
+
+    def _cheapest(self, staler: Sequence[UpdateSchedule]) -> UpdateSchedule | None:
+        """The cheapest one of some schedules for the worker, with a lag where that is allowed; None if all cost what this one does."""
+        present = self.schedule
         # A larger lag alone gives the worker no more time.
-        longer = [
-            c for c in staler if c.update_interval > self.schedule.update_interval or self.schedule.publish_lag == 0
-        ]
-        if not longer:
-            return None
-        longest = [c for c in longer if c.update_interval == longer[-1].update_interval]
-        return next((c for c in longest if c.publish_lag > 0), longest[-1])
+        cheaper = [c for c in staler if c.update_interval > present.update_interval or present.publish_lag == 0]
+        longest = max((c.update_interval for c in cheaper), default=0)
+        of_longest = [c for c in cheaper if c.update_interval == longest]
+        return next((c for c in of_longest if c.publish_lag > 0), of_longest[-1] if of_longest else None)
 
     def _less_stale(self, load: float, allowed: Sequence[UpdateSchedule]) -> UpdateSchedule | None:
         """The least stale schedule that hides with a margin, after as many such observations as the patience."""

@@ -7,20 +7,38 @@ step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the
 The step number alone determines all of this, so that runs repeat bit for bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import total_ordering
 
 from typing_extensions import Self
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@total_ordering
+@dataclass(frozen=True, kw_only=True)
 class UpdateSchedule:
-    """S and d; ordered by staleness."""
+    """S and d; ordered by staleness.
+
+    The forward passes that see a window's weights lack d, ..., d + S - 1 gradients. Less stale is the smaller mean, d + (S - 1) / 2; among
+    equal means, the smaller maximum.
+    """
 
     update_interval: int
     """S, in steps."""
     publish_lag: int
     """d, in steps."""
+
+    def __lt__(self, other: "UpdateSchedule") -> bool:
+        return self._staleness < other._staleness
+
+    @property
+    def _staleness(self) -> tuple[int, int]:
+        return self.update_interval - 1 + 2 * self.publish_lag, self.update_interval
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether every step ends with weights that have all of its gradients: S = 1, d = 0."""
+        return self.update_interval == 1 and self.publish_lag == 0
 
     @property
     def kept_share(self) -> float:
@@ -46,6 +64,10 @@ def blocks_wanted(update_intervals: Sequence[int], *, in_backward: bool) -> int:
     return max(*update_intervals, _BLOCKS_IN_BACKWARD if in_backward else 1)
 
 
+_SLOTS_AT_ONCE, _BUFFERS_AT_ONCE = (4, 3), (8, 2)
+"""Where blocks are submitted in backward: there are slots for one in 4 of the jobs that a step submits, at least for 3, beside those that
+are held between steps, and buffers for one in 8, at least 2. A block takes its slot with its first gradient, its buffer with the last."""
+
 _BUCKETS = 32
 """Per step. Gradients leave the device bucket by bucket; with few buckets, copies that could hide behind backward wait for its end."""
 
@@ -68,42 +90,91 @@ class StaggeredSchedule:
     publish_lag: int
     """d, in steps."""
     in_backward: bool = False
-    """Whether blocks are submitted in backward where d = 0: the last gradient of a window then keeps its slot until the next job commits
-    it."""
+    """Whether blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
+    it, and slots and publish buffers are freed block by block."""
+    tail: frozenset[int] = frozenset()
+    """Blocks whose gradients arrive too late in backward to hide their updates there. Where d = 0, they are submitted at the end of the
+    step and published one step later."""
 
     @classmethod
-    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False) -> Self:
+    def of(
+        cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, tail: Set[int] = frozenset()
+    ) -> Self:
         """The staggered schedule of given S and d."""
         s, d = schedule.update_interval, schedule.publish_lag
-        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward)
+        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward, tail=frozenset(tail))
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""
         return range(step % self.update_interval, self.n_blocks, self.update_interval)
 
-    def publish_step(self, step: int) -> int:
-        """Step at whose end a job submitted at the end of `step` is published."""
-        return step + self.publish_lag
+    def of_block(self, block: int) -> UpdateSchedule:
+        """S and d of one block."""
+        lag = max(1, self.publish_lag) if block in self.tail else self.publish_lag
+        return UpdateSchedule(update_interval=self.update_interval, publish_lag=lag)
+
+    def publish_step(self, step: int, block: int) -> int:
+        """Step at whose end a job of a block submitted at the end of `step` is published."""
+        return step + self.of_block(block).publish_lag
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether every step ends with weights that have all of its gradients."""
+        return self.update_interval == 1 and self.publish_lag == 0 and not self.tail
+
+    @property
+    def kept_share(self) -> float:
+        """Gradients kept to be reapplied after a publish, in sizes of the model, see `UpdateSchedule.kept_share`."""
+        of_all = UpdateSchedule(update_interval=self.update_interval, publish_lag=self.publish_lag).kept_share
+        return of_all if self.publish_lag > 0 else len(self.tail) / max(1, self.n_blocks) / self.update_interval
 
     @property
     def n_slots(self) -> int:
         """Largest number of gradient slots in use; a slot holds the gradient of one block and step.
 
         Of S blocks with different phases, the open windows hold at most 1 + 2 + ... + S slots, and d jobs of at most S slots each are
-        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter. With
-        submission in backward, each window begins with a gradient that the last job has shown, or, with a lag, the first windows after
-        a change of the schedule do.
+        in flight while the next step's gradients arrive. Windows that follow a simultaneous close of all blocks are shorter.
+
+        Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
+        with a gradient that the last job has shown. Beside them there is room for a few jobs (`_at_once`) and their new gradients;
+        more of them wait (`JobQueue`, backpressure). Jobs of the tail are in flight besides.
         """
         s, d = self.update_interval, self.publish_lag
-        shown = 0 if not self.in_backward else s if d == 0 else 1
-        return -(-self.n_blocks // s) * (s * (s + 1) // 2 + s * d + shown)
+        in_backward = self._at_once(*_SLOTS_AT_ONCE) + self._n_late
+        jobs = in_backward if self._frees_in_backward else d * self._n_closing
+        return self._n_closing * s * (s + 1) // 2 + s * jobs
 
     @property
     def n_publish_buffers(self) -> int:
-        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps."""
-        return -(-self.n_blocks // self.update_interval) * (self.publish_lag + 1)
+        """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps.
+
+        In backward a buffer is used again as soon as its weights are on their way up, but for the tail: the jobs of two steps. One more is
+        for jobs whose weights nobody reads.
+        """
+        in_backward = self._at_once(*_BUFFERS_AT_ONCE) + 2 * self._n_late
+        jobs = in_backward if self._frees_in_backward else self._n_closing * (self.publish_lag + 1)
+        return jobs + (self.in_backward and self.n_blocks > 0)
+
+    @property
+    def _frees_in_backward(self) -> bool:
+        return self.in_backward and self.publish_lag == 0
+
+    @property
+    def _n_closing(self) -> int:
+        """Windows that close in a step, at most."""
+        return -(-self.n_blocks // self.update_interval)
+
+    @property
+    def _n_late(self) -> int:
+        """Blocks of the tail that close in a step, at most."""
+        phases = [block % self.update_interval for block in self.tail]
+        return max(map(phases.count, phases), default=0)
+
+    def _at_once(self, share: int, least: int) -> int:
+        """Jobs in flight at once in backward: one in `share` of those that a step submits, at least `least` of them."""
+        return min(self._n_closing, max(least, -(-self._n_closing // share)))
 
     @property
     def n_step_records(self) -> int:
         """Number of step records to keep: a job reaches back S + 1 steps, and its block may close up to S steps later."""
-        return 2 * self.update_interval + self.publish_lag + 3
+        return 2 * self.update_interval + max(1, self.publish_lag) + 3

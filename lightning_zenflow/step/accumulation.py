@@ -62,8 +62,7 @@ class HostSums(Sums):
 
     The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
 
-    Args:
-        slots: gradient slots, prepared for the step.
+    A block takes its slot at the first micro-batch then, before phase *open* of `JobQueue`.
     """
 
     def __init__(self, rank: RankState, slots: SlotPool) -> None:
@@ -113,7 +112,6 @@ class Accumulation:
             slice_index: index into `Partition.slices`.
             gradient: [slice.numel], model dtype, on the device; may be changed in place.
         """
-        self._slots.prepare()
         if self._sums is None:
             self._sums = self._new_sums()
         if slice_index in self._pending:
@@ -121,6 +119,13 @@ class Accumulation:
         else:
             self._sums.store(slice_index, gradient)
             self._pending.add(slice_index)
+
+    def peek(self, slice_index: int) -> Tensor | None:
+        """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
+        if slice_index not in self._pending:
+            return None
+        assert self._sums is not None
+        return self._sums.load(slice_index)
 
     def total(self, slice_index: int, gradient: Tensor) -> Tensor:
         """Gradient of the whole step: that of the last micro-batch, changed in place, plus the sum of those before it."""
@@ -131,6 +136,10 @@ class Accumulation:
         assert self._sums is not None
         self._pending.discard(slice_index)
         return self._sums.load(slice_index)
+
+    def clear(self) -> None:
+        """Drops all sums that have not been taken."""
+        self._pending.clear()
 
     def _new_sums(self) -> Sums:
         where = self._where

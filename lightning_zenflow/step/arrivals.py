@@ -1,6 +1,6 @@
 """Arrival of a step's gradients: slices, blocks and their squared norms."""
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Sequence, Set
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ class Arrivals:
         for number, slices in enumerate(blocks):
             for index in slices:
                 self._blocks_of_slice[index].append(number)
+        self._complete: list[int] = []
         self.squared_norms: list[Tensor] = []
         """`SquaredNorms.parts` of the rank's gradients so far."""
 
@@ -28,6 +29,15 @@ class Arrivals:
     def arrived(self) -> Set[int]:
         """Slices whose gradient of the whole step has been routed."""
         return self._arrived
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the partition."""
+        return len(self._slices_of_block)
+
+    def in_order_of_arrival(self) -> Sequence[int]:
+        """Blocks in the order in which they were complete in the present or last step."""
+        return self._complete
 
     @property
     def missing(self) -> list[int]:
@@ -42,6 +52,7 @@ class Arrivals:
         """Begins a step."""
         self._arrived.clear()
         self._new.clear()
+        self._complete.clear()
         self.squared_norms.clear()
         self._missing = [slices & self._trained for slices in self._slices_of_block]
 
@@ -58,6 +69,7 @@ class Arrivals:
             self._missing[block].discard(index)
             if not self._missing[block]:
                 complete.append(block)
+        self._complete += complete
         return complete
 
     def take_new(self) -> Set[int]:

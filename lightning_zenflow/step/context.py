@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.topk.selector import ColumnSquaredNorms
 
 
@@ -34,8 +34,8 @@ class StepContext:
     plan: StepPlan
     groups: Sequence[GroupHyperparameters]
     """Hyperparameters of each parameter group, read during backward; `ZenFlowStep.step` reads them again."""
-    schedule: UpdateSchedule
-    """S and d."""
+    schedule: StaggeredSchedule
+    """S and d of each block."""
     loss_scale: float
     """Factor that the loss was multiplied by before backward."""
     max_norm: float

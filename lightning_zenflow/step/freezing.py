@@ -31,6 +31,10 @@ class Freezing:
         """Whether steps leave a slice alone, as of the last `update`."""
         return not self._trained[self._partition.slices[slice_index].parameter]
 
+    def parameter_of(self, slice_index: int) -> Tensor:
+        """The parameter that a slice is a part of."""
+        return self._parameters[self._partition.slices[slice_index].parameter]
+
     def trained_slices(self) -> list[int]:
         """Slices that are not frozen, ascending."""
         return [index for index in range(len(self._partition.slices)) if not self.is_frozen(index)]
@@ -39,6 +43,10 @@ class Freezing:
         """Partition with the ranges of trained parameters only."""
         trained = [self._partition.slices[index] for index in self.trained_slices()]
         return dataclasses.replace(self._partition, ranges=tuple(merge_ranges(trained)))
+
+    def all_columns(self) -> list[Columns | None]:
+        """As `of_slices`, for all columns of every parameter."""
+        return self.of_slices([None] * len(self._parameters))
 
     def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, Tile, tiles_of_slice
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
@@ -89,6 +90,20 @@ class GradientRouter:
         if context.plan.submits_in_backward:
             self.in_backward.submit(complete, context)
 
+    def gradient(self, index: int) -> Tensor:
+        """A slice's gradient of the open step, zero if none has been routed; waits for the device.
+
+        Returns:
+            [slice.numel], model dtype, on the device or the host.
+        """
+        if index not in self.arrivals.arrived:
+            return self._zeros.expand(self._rank.partition.slices[index].numel)
+        if index in self._vectors:
+            return self._vectors.gradient(index)
+        # The copies to the slots.
+        runtime_of(self._rank.device).synchronize()
+        return torch.cat([slot for _, slot in self._slots.of_slice(index)])
+
     def finish(self, context: StepContext, accumulation: Accumulation) -> Tensor:
         """Routes the gradients of parameters that the last micro-batch did not use, after backward.
 
@@ -123,25 +138,33 @@ class GradientRouter:
         """Copies one rectangle to its destinations, measures it and updates its weights provisionally."""
         s, tile = self._rank.partition.slices[index], rectangle.tile
         column_norms = context.column_norms if s.is_matrix else None
-        provisional = not context.plan.shows_exact_weights and tile.rows > 1 and self._provisional.applies_to(index)
+        late = self._late_parts(context, rectangle) if tile.rows > 1 and self._provisional.applies_to(index) else []
         # Most slices are one rectangle.
         part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
         matrix = part.view(tile.rows, tile.width)
         destinations = self._destinations(rectangle)
-        per_axis = column_norms is not None or provisional
+        per_axis = column_norms is not None or bool(late)
         norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
         self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
         self.arrivals.squared_norms.append(norms.parts)
         if column_norms is not None:
             column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
-        if provisional:
+        if late:
             factors = self._provisional.measure(index, norms, context.groups[s.param_group])
-            tiles = [
-                self._tile_gradient(*of_part, context.number)
-                for of_part in zip(rectangle.parts, destinations, strict=True)
-            ]
+            tiles = [self._tile_gradient(rectangle.parts[i], destinations[i], context.number) for i in late]
             with self._rank.telemetry.tracer.span("provisional update"):
                 self._provisional.gradient(context.number, factors, matrix, tiles, context.schedule)
+
+    def _late_parts(self, context: StepContext, rectangle: _Rectangle) -> list[int]:
+        """Parts of a rectangle whose weights will lack a gradient in some forward pass, as indexes into `rectangle.parts`."""
+        if context.plan.shows_exact_weights:
+            return []
+        blocks = (self._rank.partition.block_of_tile[part] for part in rectangle.parts)
+        return [
+            index
+            for index, block in enumerate(blocks)
+            if not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
+        ]
 
     def _route_zeros(self, index: int) -> None:
         """A slice without any gradient in the step."""

@@ -43,6 +43,11 @@ class Planner:
         """Whether S or d is chosen while training goes on."""
         return self._control is not None
 
+    @property
+    def owns_tail(self) -> bool:
+        """Whether the device owns the weights of the tail."""
+        return self._control is not None and self._control.owns_tail
+
     def start_over(self, step: int, count: int) -> None:
         """Makes the next steps synchronous until columns are selected: the rest of the warm-up, or the next step alone.
 
@@ -69,7 +74,7 @@ class Planner:
         self._selector.load_state_dict(state["selector"])
         if self._control is not None and state["schedule"] is not None:
             self._control.load_state_dict(state["schedule"])
-            self._jobs.set_schedule(self._control.schedule)
+            self._jobs.set_schedule(self._control.schedule, self._control.tail)
 
     def plan(self, step: int) -> StepPlan:
         """Plan of the next step."""
@@ -84,7 +89,7 @@ class Planner:
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,
-            shows_exact_weights=synchronous or self._jobs.publishes_at_once,
+            shows_exact_weights=synchronous or self._jobs.staggered.is_immediate,
             # In a step that selects, windows must end after the selection.
             submits_in_backward=in_backward and not (synchronous or selects),
             measures=selects or (selects_any and observes),
@@ -92,7 +97,7 @@ class Planner:
         )
 
     def selected(self, step: int) -> None:
-        """Notes a selection in `step`: blocks change their columns from now on, each with its own next window."""
+        """Notes a selection or a change of the tail in `step`: blocks change their columns from now on, each with its own next window."""
         self._changing_until = step + self._jobs.age
 
     def interrupt(self) -> None:
@@ -100,26 +105,37 @@ class Planner:
         if self._control is not None:
             self._control.interrupt()
 
-    def end_step(self, step: int, plan: StepPlan, max_interval_by_gradients: Tensor | None) -> None:
-        """Changes the schedule where that is due, and logs the change.
+    def end_step(self, step: int, plan: StepPlan, max_interval_by_gradients: Tensor | None) -> bool:
+        """Changes the schedule or the tail where that is due, and logs the change.
 
         Args:
             step: step that has ended.
             plan: plan of the step.
             max_interval_by_gradients: result of the gradient rule in the step (`importance.max_interval_by_gradients`), if it was measured.
+
+        Returns:
+            Whether the tail has changed, on any rank.
         """
         if self._control is None:
-            return
-        if plan.synchronous:
-            self._control.interrupt()
-            return
-        before = self._control.schedule
+            return False
+        before, tail_before = self._control.schedule, self._control.tail_share
         decision = self._control.end_step(
-            step, max_interval_by_gradients=max_interval_by_gradients, may_change=step >= self._changing_until
+            step, plan, max_interval_by_gradients=max_interval_by_gradients, may_change=step >= self._changing_until
         )
-        if decision is not None:
-            self._jobs.set_schedule(decision.schedule)
+        if decision is None:
+            return False
+        schedule, tail = decision.schedule, self._control.tail
+        self._jobs.set_schedule(schedule, tail)
+        if decision.tail != tail_before:
+            where = "are updated by the device" if self.owns_tail else "take a lag of one step"
             rank_zero_info(
-                f"ZenFlow: from step {step + 1} on update_interval={decision.schedule.update_interval},"
-                f" publish_lag={decision.schedule.publish_lag} (before: {before.update_interval}, {before.publish_lag}): {decision.reason}"
+                f"ZenFlow: from step {step + 1} on the last {len(tail)} of {self._jobs.staggered.n_blocks} blocks of this rank"
+                f" ({decision.tail:.0%} of all weights) {where}: {decision.reason}"
             )
+            self.selected(step)
+            return True
+        rank_zero_info(
+            f"ZenFlow: from step {step + 1} on update_interval={schedule.update_interval},"
+            f" publish_lag={schedule.publish_lag} (before: {before.update_interval}, {before.publish_lag}): {decision.reason}"
+        )
+        return False

@@ -47,7 +47,7 @@ class CounterReader:
         """
         self._read_device_values()
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
-        counts, schedule = self._jobs.counts, self._jobs.schedule
+        counts, schedule, tail = self._jobs.counts, self._jobs.schedule, self._jobs.staggered.tail
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,
@@ -65,6 +65,8 @@ class CounterReader:
             age_steps=counts.age_steps,
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
+            tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks) if schedule.publish_lag == 0 else 0.0,
+            owns_tail=any(map(self._ownership.owns_entirely, tail)),
             prediction_steps=self._jobs.prediction_steps,
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
             owned_norm_share=self._owned_share,

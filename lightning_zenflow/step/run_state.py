@@ -13,11 +13,13 @@ Layout 3, of plain numbers, lists and CPU tensors::
         of_block        [block] index into `selections`, None before the first selection
         selected        index of the newest selection
         waiting         blocks that have not changed to it
+        owned_entirely  blocks of which the device owns all entries, or will with their next window
+        entire          index of their selection
     planner
         synchronous_until, changing_until
         selector        current, check_interval, misses (in a row), next, epoch, n_selections
         schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
-                        strikes, calm, patience, probation
+                        strikes, calm, patience, probation, tail (share of all ranks' blocks), tail_blocks (the rank's own), owns_tail
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without
         factor          step scale of the last step

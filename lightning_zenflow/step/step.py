@@ -65,8 +65,12 @@ class ZenFlowStep:
         self._accumulation = Accumulation(rank, parts.slots, where=config.accumulate_on)
         self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.skipped = parts.skipped
+        self._micro_batches = 0
+        self._is_complete = False
+        self._squared_norm: Tensor | None = None
         self._number = self._flushed_number = 0
         self._context: StepContext | None = None
+        self._state_written = False
         self.start_over(count=0)
 
     @property
@@ -78,6 +82,25 @@ class ZenFlowStep:
     def is_exact(self) -> bool:
         """Whether the arena is the exact state of all steps so far."""
         return self._flushed_number == self._number and not self._jobs.submitted_in_backward
+
+    @property
+    def micro_batches(self) -> int:
+        """Backward passes since the last step."""
+        return self._micro_batches
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last micro-batch of a step has begun its backward pass, so that only `step` is missing; the same on every rank."""
+        return self._is_complete
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Counts a backward pass, before its first gradient.
+
+        Args:
+            last: whether this is the step's last micro-batch.
+        """
+        self._micro_batches += 1
+        self._is_complete = last
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
@@ -97,11 +120,50 @@ class ZenFlowStep:
         context = self._context or self._open()
         self._router.route(context, slice_index, self._accumulation.total(slice_index, gradient))
 
+    def end_backward(self) -> None:
+        """Ends the backward pass of the step's last micro-batch, which may have had no gradient on this rank."""
+        if self._context is None:
+            self._open()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the last micro-batch of a step is over, or under way, and the step is not."""
+        return self._context is not None
+
+    def gradient(self, slice_index: int) -> Tensor:
+        """Gradient of one slice in the step that is next, where `has_gradients`; waits for the device.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+
+        Returns:
+            [slice.numel], model dtype, on the device or the host; to be read before the step.
+        """
+        pending = self._accumulation.peek(slice_index)
+        return self._router.gradient(slice_index) if pending is None else pending
+
+    def unused_parameters(self) -> list[Tensor]:
+        """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
+        unused = set(self._router.arrivals.missing) - set(self._accumulation.pending)
+        return [self._freezing.parameter_of(index) for index in sorted(unused)]
+
+    def state_written(self) -> None:
+        """Notes that the arena's exact state has been changed from outside, right after a flush."""
+        self._state_written = True
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """Norm of the step's whole gradient, without loss scale and before clipping: 0-D float32 on the device.
+
+        Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
+        """
+        context = self._context or self._open()
+        return step_scale(self._reduce(context), max_norm=0, loss_scale=context.loss_scale, count=self.count).norm
+
     @torch.no_grad()
     def step(self) -> StepScale:
         """One optimizer step; the phases are those of the class docstring."""
         context = self._context or self._open()
-        self._context = None
         number, plan = context.number, context.plan
         self._number = number
         # Read again: a hook may have changed them after backward.
@@ -109,8 +171,8 @@ class ZenFlowStep:
         self._rank.arena.write_hyperparameters(number, groups)
 
         # reduce
-        squared_norm = self._router.finish(context, self._accumulation)
-        self._add_over_ranks(squared_norm)
+        squared_norm = self._reduce(context)
+        self._end_micro_batches()
         # clip
         scale = step_scale(
             squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
@@ -144,7 +206,8 @@ class ZenFlowStep:
         self._environment.gather_weights()
 
         self._telemetry.stalls.steps += 1
-        self._planner.end_step(number, plan, max_interval)
+        if self._planner.end_step(number, plan, max_interval):
+            self._own_tail()
         self._begin_trace()
         return scale
 
@@ -162,10 +225,25 @@ class ZenFlowStep:
         self.start_over(int(self.count))
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops a step whose backward pass was interrupted."""
-        if self.is_exact:
-            return
-        self._context = None
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted."""
+        if self._is_complete:
+            self.drop_gradients()
+        elif not self.is_exact:
+            self._flush()
+
+    def drop_gradients(self) -> None:
+        """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
+        complete = self._is_complete
+        self._accumulation.clear()
+        self._end_micro_batches()
+        if complete:
+            self._flush()
+
+    def _end_micro_batches(self) -> None:
+        self._context = self._squared_norm = None
+        self._micro_batches, self._is_complete = 0, False
+
+    def _flush(self) -> None:
         with torch.no_grad():
             self._jobs.flush(self._number)
             self._provisional.reapply.clear()
@@ -181,6 +259,7 @@ class ZenFlowStep:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
         self._planner.start_over(self._number, count)
         self._ownership.clear()
+        self._own_tail()
         self._begin_trace()
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,21 +287,37 @@ class ZenFlowStep:
             self._parts.run_state.load_state_dict(saved)
         return difference
 
+    def _reduce(self, context: StepContext) -> Tensor:
+        """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
+        if self._squared_norm is None:
+            self._squared_norm = self._router.finish(context, self._accumulation)
+            self._add_over_ranks(self._squared_norm)
+        return self._squared_norm
+
     def _open(self) -> StepContext:
         """Fixes the inputs of the next step, when the first gradient of its last micro-batch arrives."""
+        if self._state_written:
+            self._state_written = False
+            with torch.no_grad():
+                self._ownership.reload()
         number = self._number + 1
         plan = self._planner.plan(number)
         self._context = StepContext(
             number=number,
             plan=plan,
             groups=self._environment.read_hyperparameters(),
-            schedule=self._jobs.schedule,
+            schedule=self._jobs.staggered,
             loss_scale=self._environment.loss_scale,
             max_norm=self._environment.max_norm,
             column_norms=self._selector.new_column_norms() if plan.measures else None,
         )
         self._router.open(self._context)
         return self._context
+
+    def _own_tail(self) -> None:
+        """Makes the tail's blocks change to device-owned weights with their next windows, where that was decided."""
+        if self._planner.owns_tail:
+            self._ownership.own_entirely(self._jobs.staggered.tail, self._freezing.all_columns())
 
     def _begin_trace(self) -> None:
         tracer = self._telemetry.tracer

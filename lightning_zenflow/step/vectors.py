@@ -73,6 +73,10 @@ class VectorGradients:
         """
         self._of_slice[slice_index].copy_(gradient)
 
+    def gradient(self, slice_index: int) -> Tensor:
+        """The gradient that `keep` was called with for a contained slice."""
+        return self._of_slice[slice_index]
+
     def fill(self, arrived: Set[int], *, block: int) -> Sequence[Tensor]:
         """Phase *fill* of one block, which is submitted next.
 

@@ -12,10 +12,13 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.tracing import Tracer
 
-Cause = Literal["publish_wait", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale", "timeline"]
+Cause = Literal[
+    "publish_wait", "slot", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale", "timeline"
+]
 """Cause of a wait of the training thread:
 
 * "publish_wait": a job that is due is not done;
+* "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
 * "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
 * "flush": all open windows are completed, and the state of the device-owned columns is exported;

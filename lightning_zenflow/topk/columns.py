@@ -20,7 +20,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.topk.state_export import ExportedTile, ExportRegion
+from lightning_zenflow.topk.state_export import ExportedTile, StateSource
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -28,13 +28,13 @@ class ColumnState(ABC):
     """Master weights and moments of n entries: [3, n] float32. Both kinds give the same bits.
 
     Args:
-        exported: the state as the worker exports it, [3, n] in host memory (page-locked for a CUDA device).
-        region: memory that it is part of.
+        exported: the state as its source gives it, [3, n]: in host memory (page-locked for a CUDA device), or on the device.
+        region: source that it is part of.
         device: the training device.
         traffic: counter of copied bytes.
     """
 
-    def __init__(self, exported: Tensor, region: ExportRegion, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, exported: Tensor, region: StateSource, device: torch.device, traffic: Traffic) -> None:
         self._exported = exported
         self._region = region
         self._device = device
@@ -61,7 +61,7 @@ class ColumnState(ABC):
 class ResidentState(ColumnState):
     """State in device memory: 12 bytes an entry."""
 
-    def __init__(self, exported: Tensor, region: ExportRegion, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, exported: Tensor, region: StateSource, device: torch.device, traffic: Traffic) -> None:
         super().__init__(exported, region, device, traffic)
         self._values = torch.empty_like(exported, device=device)
 
@@ -113,7 +113,23 @@ class OffloadedState(ColumnState):
         return torch.empty_like(values, device=self._device).copy_(values, non_blocking=True)
 
 
-NewState = Callable[[Tensor, ExportRegion, torch.device, Traffic], ColumnState]
+class PlacedState(ColumnState):
+    """State in device memory that its source writes there itself (`BlockStates`)."""
+
+    @override
+    def load(self) -> None:
+        """Nothing to do."""
+
+    @override
+    def on_device(self) -> AbstractContextManager[Tensor]:
+        return nullcontext(self._exported)
+
+    @override
+    def master_on_device(self) -> Tensor:
+        return self._exported[0]
+
+
+NewState = Callable[[Tensor, StateSource, torch.device, Traffic], ColumnState]
 """Constructor of a `ColumnState`."""
 
 
@@ -163,7 +179,7 @@ class DeviceColumns:
     Args:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
-        region: memory that the worker exports their state to.
+        region: where their state comes from.
         new_state: `ResidentState` or `OffloadedState`.
     """
 
@@ -172,7 +188,7 @@ class DeviceColumns:
         rank: RankState,
         block: int,
         columns: Sequence[Columns | None],
-        region: ExportRegion,
+        region: StateSource,
         *,
         new_state: NewState,
     ) -> None:

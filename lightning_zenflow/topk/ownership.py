@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.topk.columns import Columns, DeviceColumns, OffloadedState, ResidentState
-from lightning_zenflow.topk.state_export import ExportSection
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, OffloadedState, PlacedState, ResidentState
+from lightning_zenflow.topk.state_export import BlockStates, ExportSection
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -44,6 +44,8 @@ class Ownership:
 
     Nothing is reset, dropped or applied twice.
 
+    Blocks of the tail may be owned entirely, with 14 bytes of device memory an entry (16 in fp32). They change once, in these two phases.
+
     Args:
         worker: exports exact state.
         topk_ratio: largest share of the columns that is selected.
@@ -60,6 +62,8 @@ class Ownership:
         self._selected: Sequence[Columns | None] = ()
         self._selection_of_block: list[Sequence[Columns | None] | None] = [None] * n_blocks
         self._waiting: set[int] = set()
+        self._entire: Sequence[Columns | None] = ()  # the selection of blocks that are owned entirely
+        self._owned_entirely: set[int] = set()
 
     @property
     def numel(self) -> int:
@@ -83,11 +87,32 @@ class Ownership:
             columns: for each slice, columns over the whole row; None: all.
         """
         self._selected = columns
-        self._waiting = set(range(len(self._rank.partition.blocks)))
+        blocks = range(len(self._rank.partition.blocks))
+        self._waiting = {block for block in blocks if not self._has_entire(block)}
+
+    def own_entirely(self, blocks: Set[int], columns: Sequence[Columns | None]) -> None:
+        """Makes some blocks change at their next window boundary to all of their entries, for good.
+
+        Args:
+            blocks: indexes into `Partition.blocks`.
+            columns: for each slice None, or no columns where it is frozen; the same in every call until `clear`.
+        """
+        self._entire = self._entire or columns
+        self._owned_entirely.update(blocks)
+        self._waiting.update(block for block in blocks if not self._has_entire(block))
+
+    def owns_entirely(self, block: int) -> bool:
+        """Whether a block's weights are the device's own, all of them."""
+        return self._has_entire(block) and self._incoming[block] is None and self._current[block] is not None
+
+    def _has_entire(self, block: int) -> bool:
+        return block in self._owned_entirely and self._selection_of_block[block] is self._entire
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
         self._waiting.clear()
+        self._owned_entirely.clear()
+        self._entire = ()
         for block in range(len(self._rank.partition.blocks)):
             self._current[block] = self._incoming[block] = None
             self._selection_of_block[block] = None
@@ -95,10 +120,11 @@ class Ownership:
     def submitted(self, blocks: Iterable[int]) -> None:
         """Phase *submit* for blocks whose window has just closed."""
         for block in self._waiting.intersection(blocks):
-            columns = self._columns_of(block, self._selected)
+            selection = self._entire if block in self._owned_entirely else self._selected
+            columns = self._columns_of(block, selection)
             columns.request("select")
             self._incoming[block] = _Incoming(columns=columns)
-            self._selection_of_block[block] = self._selected
+            self._selection_of_block[block] = selection
             self._waiting.discard(block)
 
     def published(self, blocks: Iterable[int]) -> None:
@@ -154,8 +180,10 @@ class Ownership:
             return len(selections) - 1
 
         of_block = [None if selection is None else number(selection) for selection in self._selection_of_block]
-        selected = number(self._selected)
+        selected, entire = number(self._selected), number(self._entire)
         return {
+            "entire": entire,
+            "owned_entirely": sorted(self._owned_entirely),
             "of_block": of_block,
             "selected": selected,
             "waiting": sorted(self._waiting),
@@ -169,6 +197,9 @@ class Ownership:
             for selection in state["selections"]
         ]
         self._selected = selections[state["selected"]]
+        # Missing in checkpoints of versions without it.
+        self._entire = selections[state["entire"]] if "entire" in state else ()
+        self._owned_entirely = set(state.get("owned_entirely", ()))
         self._waiting = set(state["waiting"])
         for block, number in enumerate(state["of_block"]):
             self._selection_of_block[block] = selection = None if number is None else selections[number]
@@ -185,5 +216,7 @@ class Ownership:
             columns.load("flush")
 
     def _columns_of(self, block: int, selection: Sequence[Columns | None]) -> DeviceColumns:
+        if selection is self._entire:
+            return DeviceColumns(self._rank, block, selection, BlockStates(self._rank), new_state=PlacedState)
         region = self._exports.next_region(block)
         return DeviceColumns(self._rank, block, selection, region, new_state=self._new_state)

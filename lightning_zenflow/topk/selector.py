@@ -20,7 +20,8 @@ from lightning_zenflow.topk.importance import (
 
 _SHORTEST_CHECK = 8
 
-_LONGEST_CHECK = 512
+LONGEST_CHECK = 512
+"""The longest interval, in steps, at which `select_interval: auto` looks whether its choice still fits."""
 
 _SMALLEST_OVERLAP = 0.7
 """`select_interval: auto` selects anew when a smaller share of the fresh top-k columns is already owned."""
@@ -222,7 +223,7 @@ class Selector:
         self._misses = 0 if fits else self._misses + 1
         longer, shorter = 2 * self._check_interval, self._check_interval // 2
         lengthens = fits or self._misses > _MISSES_IN_A_ROW
-        self._check_interval = min(longer, _LONGEST_CHECK) if lengthens else max(shorter, _SHORTEST_CHECK)
+        self._check_interval = min(longer, LONGEST_CHECK) if lengthens else max(shorter, _SHORTEST_CHECK)
         return fits
 
     def _schedule_next(self, step: int) -> None:

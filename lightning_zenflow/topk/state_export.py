@@ -11,6 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class ExportedTile:
     columns: Tensor | None
     """[k] int64 on the CPU, ascending, relative to the tile's first column; None: all of them."""
     target: Tensor
-    """[3, rows * k] float32, strided: the place of their state, a view of `ExportRegion.state`."""
+    """[3, rows * k] float32, strided: the place of their state, a view of a part of `StateSource.state`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +81,58 @@ def export_bytes(partition: Partition, topk_ratio: float, *, offload: bool) -> i
         return 0
     blocks = range(len(partition.blocks))
     return (1 + offload) * sum(RegionSize.of_block(partition, block, topk_ratio).n_bytes for block in blocks)
+
+
+class StateSource(Protocol):
+    """Source of the exact state of one block's entries."""
+
+    def state(self, numel: Sequence[int]) -> list[Tensor]:
+        """Places for the state of some groups of entries, [3, n] float32 each, contiguous."""
+
+    def request(self, tiles: Sequence[ExportedTile], cause: Cause) -> None:
+        """Asks for the state of the tiles' entries as it is after all jobs submitted so far; their targets are in these places."""
+
+    def wait(self, cause: Cause) -> None:
+        """Returns when the requested state, if any, is in its places, in stream order."""
+
+    def used(self) -> None:
+        """Notes that the device uses the places until the present end of the current stream."""
+
+
+class BlockStates:
+    """State of whole blocks, which the training thread copies to the device straight from the arena.
+
+    For a tail that the device owns: exporting all of a block would take as much host memory again. The arena must be the trainer's when
+    `wait` is called: no job of the block in flight.
+    """
+
+    def __init__(self, rank: RankState) -> None:
+        self._rank = rank
+        self._requested: Sequence[ExportedTile] = ()
+
+    def state(self, numel: Sequence[int]) -> list[Tensor]:
+        """See `StateSource`; in device memory."""
+        return [torch.zeros(3, n, device=self._rank.device) for n in numel]
+
+    def request(self, tiles: Sequence[ExportedTile], cause: Cause) -> None:
+        """See `StateSource`."""
+        self._requested = tiles
+
+    def wait(self, cause: Cause) -> None:
+        """See `StateSource`. Waits for the copies, because the arena's states are not page-locked."""
+        requested, self._requested = self._requested, ()
+        arena = self._rank.arena
+        with self._rank.telemetry.stalls.measure(cause):
+            for exported in requested:
+                tile = exported.tile
+                for target, values in zip(
+                    exported.target, (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True
+                ):
+                    target.copy_(values.narrow(0, tile.begin, tile.numel))
+                self._rank.telemetry.traffic.h2d_bytes += exported.target.nbytes
+
+    def used(self) -> None:
+        """See `StateSource`; nothing else writes there."""
 
 
 class ExportRegion:

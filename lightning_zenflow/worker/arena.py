@@ -6,6 +6,7 @@ its last file descriptor and mapping.
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ class ArenaSizes:
     n_publish_buffers: int
     dtype: torch.dtype
     """Element type of gradients and published weights: the model's."""
+    moments_dtype: torch.dtype = torch.float32
+    """Element type of both moments: float32 or bfloat16."""
     n_threads: int = 1
     """Of the worker; each has a journal entry."""
     export_bytes: int = 0
@@ -57,8 +60,8 @@ class Arena:
 
     Attributes:
         master: [partition.numel] float32, the exact weights.
-        exp_avg: [partition.numel] float32, first moments.
-        exp_avg_sq: [partition.numel] float32, second moments.
+        exp_avg: [partition.numel] `moments_dtype`, first moments.
+        exp_avg_sq: [partition.numel] `moments_dtype`, second moments.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
         export: [export_bytes] uint8; the export section.
@@ -73,8 +76,10 @@ class Arena:
     ) -> None:
         self._sizes = sizes
         header = _layout(partition, sizes)
-        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, header.total_bytes)
+        # Who inherits it can neither take more memory nor cut off what others have mapped. Memory is still freed, by holes in the file.
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self._fd, header.total_bytes)
         # Forked dataloader workers must neither keep nor copy the optimizer states.
         self._memory.madvise(mmap.MADV_DONTFORK)
@@ -87,8 +92,8 @@ class Arena:
             block_entry.begin, block_entry.end = block.begin, block.end
 
         self.master = self._tensor(torch.float32, header.master_offset, header.numel)
-        self.exp_avg = self._tensor(torch.float32, header.exp_avg_offset, header.numel)
-        self.exp_avg_sq = self._tensor(torch.float32, header.exp_avg_sq_offset, header.numel)
+        self.exp_avg = self._tensor(sizes.moments_dtype, header.exp_avg_offset, header.numel)
+        self.exp_avg_sq = self._tensor(sizes.moments_dtype, header.exp_avg_sq_offset, header.numel)
         shape = (sizes.n_slots, header.slot_numel)
         self.slots = self._tensor(sizes.dtype, header.slots_offset, shape[0] * shape[1]).view(shape)
         shape = (sizes.n_publish_buffers, header.slot_numel)
@@ -263,6 +268,7 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
         version=protocol.VERSION,
         gradient_dtype=protocol.DATA_TYPES[sizes.dtype],
         weight_dtype=protocol.DATA_TYPES[sizes.dtype],
+        moments_dtype=protocol.DATA_TYPES[sizes.moments_dtype],
         numel=partition.numel,
         n_ranges=len(partition.ranges),
         n_blocks=len(partition.blocks),
@@ -292,8 +298,8 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     header.block_words_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.StepWord))
     header.journal_offset = reserve(header.n_journal_entries * ctypes.sizeof(protocol.JournalEntry))
     header.master_offset = reserve(4 * header.numel)
-    header.exp_avg_offset = reserve(4 * header.numel)
-    header.exp_avg_sq_offset = reserve(4 * header.numel)
+    header.exp_avg_offset = reserve(sizes.moments_dtype.itemsize * header.numel)
+    header.exp_avg_sq_offset = reserve(sizes.moments_dtype.itemsize * header.numel)
     header.slots_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.slot_numel)
     header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.slot_numel)
     header.export_offset = reserve(sizes.export_bytes)

@@ -68,7 +68,8 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
 
     Args:
         first: bytes of one rank's arena at the start.
-        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it is needed.
+        largest: bytes with the largest S and d of "auto", and while a checkpoint is saved; the difference to `first` is allocated when it
+            is needed.
         ranks: number of ranks on this host.
         keys: keys that determine the sizes, with their values, for messages.
         root: folder with ``proc`` and ``sys``; None for "/".
@@ -84,7 +85,8 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
         return None
     available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
     advice = (
-        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, or more hosts;"
+        f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, 8 with"
+        " moments_dtype='bfloat16', or more hosts;"
         f" where the kernel is wrong, as on virtual machines that grow with use, {HOST_MEMORY} says how much there is"
     )
     if ranks * first > free.n_bytes:

@@ -29,6 +29,7 @@ from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import RunState
+from lightning_zenflow.step.tail import TailCandidates
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
@@ -41,7 +42,7 @@ from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.worker.topology import numa_nodes
 from lightning_zenflow.zero.environment import RankResources
-from lightning_zenflow.zero.host_state import HostState
+from lightning_zenflow.zero.host_state import HostState, saving_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,12 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
     """
     device = zero.weights[0].device
-    policy = SchedulePolicy(config.update_intervals, config.publish_lags, hides_in_backward=config.submits_in_backward)
+    policy = SchedulePolicy(
+        config.update_intervals,
+        config.publish_lags,
+        hides_in_backward=config.submits_in_backward,
+        allows_tail=config.allows_tail,
+    )
     n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward)
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
     sizes = _arena_sizes(config, zero, partition, policy.schedule, resources)
@@ -150,13 +156,19 @@ def _build_step(
         interval=config.select_interval,
         device=rank.device,
     )
-    control = None
-    if len(config.update_intervals) * len(config.publish_lags) > 1:
-        control = ScheduleControl(policy, stalls=rank.telemetry.stalls, group=zero.group, device=rank.device)
-    planner = Planner(config, jobs, control, selector)
     ownership = Ownership(rank, worker, topk_ratio=config.topk_ratio, offload=config.offload)
     provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
+    control = None
+    if config.measures:
+        control = ScheduleControl(
+            policy,
+            stalls=rank.telemetry.stalls,
+            group=zero.group,
+            device=rank.device,
+            blocks=TailCandidates(config, rank, router.arrivals),
+        )
+    planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(
         rank=rank,
@@ -195,9 +207,12 @@ def _arena_sizes(
         MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
     """
 
-    def sizes(*schedules: UpdateSchedule) -> ArenaSizes:
+    def sizes(*schedules: UpdateSchedule, n_late: int = 0) -> ArenaSizes:
+        n_blocks = len(partition.blocks)
         staggered = [
-            StaggeredSchedule.of(schedule, n_blocks=len(partition.blocks), in_backward=config.submits_in_backward)
+            StaggeredSchedule.of(
+                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=frozenset(range(n_late))
+            )
             for schedule in schedules
         ]
         return ArenaSizes(
@@ -206,6 +221,7 @@ def _arena_sizes(
             n_slots=max(s.n_slots for s in staggered),
             n_publish_buffers=max(s.n_publish_buffers for s in staggered),
             dtype=zero.weights[0].dtype,
+            moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=len(resources.cores.cores),
             export_bytes=export_bytes(partition, config.topk_ratio, offload=config.offload),
         )
@@ -216,12 +232,14 @@ def _arena_sizes(
             UpdateSchedule(update_interval=s, publish_lag=d)
             for s in config.update_intervals
             for d in config.publish_lags
-        )
+        ),
+        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
+        n_late=len(partition.blocks) if config.allows_tail else 0,
     )
     used = dataclasses.replace(largest, n_slots=at_start.n_slots, n_publish_buffers=at_start.n_publish_buffers)
     problem = check_host_memory(
         first=arena_bytes(partition, used),
-        largest=arena_bytes(partition, largest),
+        largest=arena_bytes(partition, largest) + saving_bytes(partition, largest),
         ranks=resources.ranks_on_host,
         keys=", ".join(
             f"{key}={getattr(config, key)!r}"

@@ -4,6 +4,7 @@ Written against DeepSpeed 0.19.8.
 """
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -44,7 +45,7 @@ _MAPPINGS = (
 )
 
 _MASTER_WEIGHTS = "master weights are in float32"
-_MOMENTS = "moments are in float32"
+_MOMENTS = "ZenFlow's key moments_dtype decides"
 
 # Keys that must have this value if present, with the reason.
 _REQUIRED: dict[str, tuple[object, str]] = {
@@ -67,6 +68,19 @@ _REQUIRED: dict[str, tuple[object, str]] = {
     "optimizer.params.differentiable": (False, "the worker's update has no graph"),
     "optimizer.params.bias_correction": (True, "the worker's update corrects the bias of the moments"),
     "optimizer.params.fp32_optimizer_states": (True, _MOMENTS),
+}
+
+_NO_DISK = "the states are in host memory"
+
+# Keywords of Lightning's `DeepSpeedStrategy` that must have this value if given, with the reason.
+_REQUIRED_OPTIONS: dict[str, tuple[object, str]] = {
+    "zero_optimization": (True, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
+    "offload_optimizer": (True, f"{_NO_DISK}; use DeepSpeedStrategy(stage=2) to keep them on the device"),
+    "offload_optimizer_device": ("cpu", _NO_DISK),
+    "offload_parameters": (False, "stage 2 does not offload parameters"),
+    "offload_params_device": ("cpu", "stage 2 does not offload parameters"),
+    "remote_device": (None, "only stage 3 makes modules on another device"),
+    "load_full_weights": (False, "only stage 3 loads weights from a single file"),
 }
 
 _OPTIMIZERS = ("AdamW", "Adam")
@@ -104,6 +118,7 @@ def prepare_deepspeed_config(
     *,
     accumulate_grad_batches: int | None = None,
     gradient_clip_val: float | None = None,
+    precision: str | None = None,
 ) -> dict[str, Any]:
     """A new DeepSpeed config with ZeRO stage 2, offload to the CPU and an optimizer without compiled kernels. Idempotent.
 
@@ -111,6 +126,7 @@ def prepare_deepspeed_config(
         config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
         accumulate_grad_batches: the Trainer's, if known; the config must agree with it.
         gradient_clip_val: the Trainer's, if known; the config must agree with it.
+        precision: the Trainer's, such as "bf16-mixed", if known; the config must agree with it.
 
     Raises:
         MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
@@ -127,6 +143,8 @@ def prepare_deepspeed_config(
     _prepare_what_lightning_sets(result, accumulate_grad_batches, gradient_clip_val)
     _refuse_auto(result)
     _check_gradient_dtype(result)
+    if precision is not None:
+        _check_precision(result, precision)
     result.pop("sparse_gradients", None)  # DeepSpeed refuses the key even if it is false
     _prepare_zero_optimization(result)
     if "optimizer" in result:
@@ -137,6 +155,36 @@ def prepare_deepspeed_config(
     # DeepSpeed's throughput log would synchronise with the device twice a step.
     result.setdefault("timers", {}).setdefault("throughput", {}).setdefault("synchronized", False)
     return result
+
+
+def refuse_options(options: Mapping[str, Any], base: type) -> None:
+    """Refuses keywords of Lightning's strategy that ask for another place of the states than host memory; Lightning would ignore some.
+
+    Args:
+        options: the keywords.
+        base: Lightning's strategy.
+
+    Raises:
+        MisconfigurationException: names the keyword.
+    """
+    defaults = {name: parameter.default for name, parameter in inspect.signature(base).parameters.items()}
+    # A parser such as LightningCLI's gives every keyword: the defaults are not the user's choice there.
+    is_parsed = options.keys() >= defaults.keys() - {"config"}
+    for key, (allowed, reason) in _REQUIRED_OPTIONS.items():
+        if is_parsed and options[key] == defaults[key]:
+            continue
+        if key in options and options[key] != allowed:
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {key} must be {allowed!r} or absent, got {options[key]!r}: {reason}"
+            )
+
+
+def says_nothing_of_clipping(config: Mapping[str, Any] | None, gradient_clip_val: float | None) -> bool:
+    """Whether a user's DeepSpeed config, if any, and the Trainer leave clipping to a default.
+
+    Plain DeepSpeed clips by a norm of 1.0 then, since 0.19.3; Lightning sets 0, for no clipping.
+    """
+    return config is not None and config.get("gradient_clipping") is None and gradient_clip_val is None
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:
@@ -234,6 +282,21 @@ def _check_gradient_dtype(config: Mapping[str, Any]) -> None:
         raise _refusal("data_types.grad_accum_dtype", value, allowed)
     if value not in _GRADIENT_DTYPES[model]:
         raise _refusal("data_types.grad_accum_dtype", value, f"null or {model!r}, the model's data type")
+
+
+def _check_precision(config: Mapping[str, Any], precision: str) -> None:
+    for key, of_trainer in (("fp16", "16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
+        enabled = _get(config, f"{key}.enabled")
+        wanted = precision.partition("-")[0] == of_trainer
+        # Lightning's plugins convert the inputs, DeepSpeed the weights.
+        if enabled is not None and bool(enabled) != wanted:
+            allowed = f"{wanted!r} or absent, as with the Trainer's precision={precision!r}"
+            instead = (
+                f"`Trainer(precision='{of_trainer}-mixed')` or '{of_trainer}-true'"
+                if enabled
+                else "precision='32-true'"
+            )
+            raise _refusal(f"{key}.enabled", enabled, f"{allowed} (or set {instead})")
 
 
 def _prepare_zero_optimization(config: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import deepspeed
 import deepspeed.runtime.engine as engine_module
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.nn import Module
 
+from lightning_zenflow.zero.broadcast_layout import BroadcastLayout
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 _OVERRIDDEN = tuple(
@@ -20,8 +22,12 @@ _OVERRIDDEN = tuple(
 
 
 @contextmanager
-def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[None]:
+def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Module) -> Iterator[None]:
     """Makes ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in the context destroys the optimizer.
+
+    Args:
+        factory: makes the optimizer, with DeepSpeed's arguments.
+        module: the model that DeepSpeed initialises in this context.
 
     Private: the engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other
     extension point. The name is replaced inside this context only.
@@ -36,7 +42,10 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
         )
     built: list[ZenFlowZeroOptimizer] = []
 
+    layout = BroadcastLayout(module)
+
     def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
+        layout.restore()
         built.append(factory(*args, **kwargs))
         return built[-1]
 
@@ -50,6 +59,7 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer]) -> Iterator[
             unused.close(keep_state=False)
         raise
     finally:
+        layout.restore()
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
 
 

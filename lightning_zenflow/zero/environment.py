@@ -1,6 +1,7 @@
 """Environment of a rank: accelerator, devices, cores, and the variables by which ranks find each other."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,11 @@ def use_deepspeed_on_cpu() -> None:
     """Selects the CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
     if not isinstance(get_accelerator(), CpuAccelerator):
         set_accelerator(CpuAccelerator())
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or Python's prompt, as Lightning recognises it."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def with_local_ranks(devices: Sequence[torch.device]) -> list[torch.device]:

@@ -1,18 +1,22 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.arena import Arena, ArenaSizes
 
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
+
+    DeepSpeed's checkpoints hold moments in float32. Where the arena has them in bfloat16, `float32_moments` shows copies while a checkpoint
+    is written, and `take_back` rounds loaded ones to nearest, which is exact for values that were bfloat16 before.
 
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
@@ -54,6 +58,20 @@ class HostState:
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = torch.tensor(float(count)) if is_tensor else count
 
+    @contextmanager
+    def float32_moments(self) -> Generator[None]:
+        """Shows the moments as float32. Copies of bfloat16 ones live as long as what has been read meanwhile."""
+        views = {flat: self._optimizer.state[flat] for flat in self._flats}
+        for flat, state in views.items():
+            # Another dict: `Optimizer.state_dict` returns the dicts themselves. `float` copies nothing where there is nothing to convert.
+            self._optimizer.state[flat] = {
+                key: value.float() if key in self._moments[0] else value for key, value in state.items()
+            }
+        try:
+            yield
+        finally:
+            self._optimizer.state.update(views)
+
     def clear(self) -> None:
         """Removes weights and state from the user's optimizer, before their memory is released."""
         for flat in self._flats:
@@ -63,6 +81,8 @@ class HostState:
 
     def take_back(self) -> int:
         """Copies tensors that loading has put in place of the arena's into the arena, and links the arena's again.
+
+        Both moments of another type are rounded to nearest. That happens once, so no bias can grow as it would with every window.
 
         Returns:
             Loaded number of applied steps.
@@ -78,3 +98,8 @@ class HostState:
         # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count
+
+
+def saving_bytes(partition: Partition, sizes: ArenaSizes) -> int:
+    """Bytes of host memory that a rank takes beside its arena while it saves: float32 copies of moments that are not."""
+    return 0 if sizes.moments_dtype == torch.float32 else 2 * torch.float32.itemsize * partition.numel

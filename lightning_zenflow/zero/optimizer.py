@@ -27,8 +27,9 @@ from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
+from lightning_zenflow.zero.full_state import FullState
 from lightning_zenflow.zero.slices import parameters_in_order, read_slices
-from lightning_zenflow.zero.supported import refuse_unsupported
+from lightning_zenflow.zero.supported import refuse_unsupported, refuse_unused
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 
 
@@ -100,8 +101,23 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
         freezing = Freezing(self._rank.partition, parameters)
         self.zenflow_step = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
+        self._full_state = FullState(
+            self.zenflow_step,
+            self._rank.arena,
+            self._rank.partition.slices,
+            parameters,
+            zero.names,
+            self.dp_process_group,
+            flush=self.flush,
+        )
         rank_zero_info(parts.description)
         forget_start_up_peak(parts.step.rank.device)
+
+    @override
+    def _link_all_hp_params(self) -> None:
+        # Private: adds to each parameter what `deepspeed.utils.safe_get_full_fp32_param` and the like call.
+        super()._link_all_hp_params()
+        self._full_state.attach()
 
     @override
     def copy_grads_in_partition(self, param: Tensor, group_idx: int | None = None) -> None:
@@ -121,7 +137,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
         DeepSpeed orders the stream that fills a bucket again behind the stream of the reduction.
         """
-        super().reduce_ipg_grads(comm_dtype)
+        if all(bucket.buffer for bucket in self.ipg_buckets.values()):
+            # DeepSpeed makes the buffers at a backward pass' first gradient; without any there is nothing to reduce.
+            super().reduce_ipg_grads(comm_dtype)
         runtime = runtime_of(self._rank.device)
         with runtime.on(self.reduction_stream) if self.overlap_comm and self.reduction_stream else nullcontext():
             self._rank.d2h.join()
@@ -138,10 +156,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             super().independent_gradient_partition_epilogue()
         finally:
             self.overlap_comm = overlap_comm
+        if self.is_gradient_accumulation_boundary():
+            self.zenflow_step.end_backward()
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it."""
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
+
+        Raises:
+            MisconfigurationException: the step did not use a parameter, and `ignore_unused_parameters` is false.
+        """
+        if not self.ignore_unused_parameters:
+            refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale = self.zenflow_step.step()
         self._global_grad_norm = scale.norm
         if self.loss_scaler.dynamic:
@@ -152,10 +178,36 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True
 
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DeepSpeed's, and drops the gradients that no step has used."""
+        self.zenflow_step.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Default hyperparameters of the user's optimizer; Lightning's `LearningRateMonitor` reads them, as from torch's."""
+        return dict(self.optimizer.defaults)
+
     @property
     def max_norm(self) -> float:
         """Largest norm of the whole gradient after clipping; 0: no clipping."""
         return float(self.clip_grad)
+
+    def clip_to(self, max_norm: float) -> None:
+        """Clips the next steps; a step that is complete already is clipped so as well.
+
+        Args:
+            max_norm: largest norm of the whole gradient after clipping; 0: no clipping. Infinity: no clipping, which backward passes do not
+                rely on.
+        """
+        self.clip_grad = max_norm
+
+    def take_weights(self) -> None:
+        """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
+        # Private: DeepSpeed's own way to do the same with its buffers.
+        self._restore_from_bit16_weights()
+        self.zenflow_step.start_over(int(self.zenflow_step.count))
 
     def read_hyperparameters(self) -> list[GroupHyperparameters]:
         """Present hyperparameters of each parameter group."""
@@ -242,7 +294,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        state: dict[str, Any] = super().state_dict()
+        with self._host_state.float32_moments():
+            state: dict[str, Any] = super().state_dict()
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 

@@ -5,8 +5,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+from lightning_zenflow.core.distributed import raise_together
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
@@ -28,6 +33,23 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
     for feature, present in refused.items():
         if present:
             raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}; turn it off")
+
+
+def refuse_unused(names: Iterable[str]) -> None:
+    """Refuses a step that did not use all parameters, where DeepSpeed's `ignore_unused_parameters` is false. A collective.
+
+    Args:
+        names: of the parameters without a gradient that this rank holds a part of.
+
+    Raises:
+        MisconfigurationException: names them.
+    """
+    listed = ", ".join(names)
+    message = (
+        f"the loss of a step must depend on every trained parameter, got none of {listed}: freeze them, or set DeepSpeed's"
+        " zero_optimization.ignore_unused_parameters to true"
+    )
+    raise_together(MisconfigurationException(message) if listed else None, MisconfigurationException)
 
 
 def frozen_parameters(
@@ -60,26 +82,57 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_unsupported_module(module: pl.LightningModule) -> None:
-    """Refuses manual optimization, sparse gradients and 0-D parameters, before anything is set up for the module.
+def refuse_manual_optimization(module: pl.LightningModule) -> None:
+    """Refuses manual optimization, before anything is set up for the module.
 
     Raises:
-        MisconfigurationException: names the attribute, the submodule or the parameter.
+        MisconfigurationException: names the attribute.
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
             " deferred updates could be submitted"
         )
+
+
+def refuse_unsupported_module(module: Module) -> None:
+    """Refuses sparse gradients, and weights that cannot be converted, before anything is set up for the module.
+
+    Raises:
+        MisconfigurationException: names the submodule, the parameter or the buffer.
+    """
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
             raise MisconfigurationException(
                 f"ZenFlowStrategy: {name or type(part).__name__}.sparse must be False, got True: gradients must be dense"
             )
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            found = "an uninitialized one: run the module on one batch before, which gives its lazy layers their shapes"
+        # Lightning's precision plugin for DeepSpeed would convert these without a word.
+        elif tensor.is_complex():
+            found = f"{tensor.dtype}: its imaginary part would be lost; keep it as `torch.view_as_real(...)`"
+        elif tensor.dtype == torch.float64 and isinstance(tensor, torch.nn.Parameter):
+            found = f"{tensor.dtype}: call `module.float()`"
+        else:
+            continue
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: {name} must be a real tensor of at most 32 bits, got {found}"
+        )
+
+
+def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
+
+    Raises:
+        MisconfigurationException: names the callback and what to do.
+    """
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder):
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must have at least one dimension, such as (1,), got shape (): DeepSpeed cannot send it"
+                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer,"
+                " which DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
+                " Trainer(strategy='auto')"
             )
 
 
@@ -122,4 +175,17 @@ def several_optimizers() -> MisconfigurationException:
     """The error for several optimizers; Lightning's own advises manual optimization, which is not supported either."""
     return MisconfigurationException(
         "ZenFlowStrategy: configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
+    )
+
+
+def several_devices_in_notebook(devices: int) -> MisconfigurationException:
+    """The error for several devices in a notebook or at Python's prompt; Lightning's own advises a strategy that does not offload.
+
+    Args:
+        devices: their number, over all nodes.
+    """
+    return MisconfigurationException(
+        f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {devices}, since the other processes would run the"
+        " program's file, and there is none; use devices=1, or write the training to a file (`%%writefile train.py`) and run that"
+        " (`!python train.py`)"
     )

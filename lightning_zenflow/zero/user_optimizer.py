@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from lightning.pytorch.core.optimizer import _MockOptimizer  # private: what Lightning puts in the place of None
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
@@ -28,6 +30,11 @@ def validate_optimizer(optimizer: Optimizer) -> None:
         ValueError: a hyperparameter is out of range.
     """
     kind = type(optimizer)
+    if isinstance(optimizer, _MockOptimizer):
+        raise MisconfigurationException(
+            "configure_optimizers must return an optimizer, got None: ZenFlowStrategy has nothing to offload then; use"
+            " `Trainer(strategy='auto')`, or `validate`, `test` and `predict`"
+        )
     if kind not in _SUPPORTED:
         supported = ", ".join(_SUPPORTED.values())
         raise MisconfigurationException(
@@ -56,8 +63,9 @@ def refuse_groups_without_training(optimizer: Optimizer, *, scheduled: bool) -> 
         MisconfigurationException: names the group.
     """
     for index, group in enumerate(optimizer.param_groups):
-        if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
-            found = f"{len(group['params'])} frozen parameters; remove the group: DeepSpeed trains no group that is frozen at setup"
+        if group["params"] and not any(p.requires_grad and p.numel() > 0 for p in group["params"]):
+            what = "frozen parameters" if any(p.numel() > 0 for p in group["params"]) else "parameters without elements"
+            found = f"{len(group['params'])} {what}; remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
             allowed = "a list with a trainable parameter"
             raise MisconfigurationException(_message(type(optimizer), index, "params", found, allowed))
         if scheduled and not group["params"]:
@@ -65,6 +73,22 @@ def refuse_groups_without_training(optimizer: Optimizer, *, scheduled: bool) -> 
             raise MisconfigurationException(
                 _message(type(optimizer), index, "params", found, "a list with a parameter")
             )
+
+
+def refuse_parameters_of_no_module(optimizer: Optimizer, module: Module) -> None:
+    """Refuses parameters that are not the model's, since checkpoints have no name for them.
+
+    Raises:
+        MisconfigurationException: names the parameter's place in the optimizer and its shape.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                found = f"one of shape {list(parameter.shape)} at place {place}; make it an attribute of the module"
+                raise MisconfigurationException(
+                    _message(type(optimizer), index, "params", found, "parameters of the module")
+                )
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:

@@ -16,6 +16,8 @@ SHOWN = {
     "convergence.__main__ --report-only": "convergence.md",
     "step_time.__main__ --report-only --name cpu_150M_1x16": "performance.md",
     "step_time.__main__ --report-only --name simulated_151M_1x16": "performance.md",
+    "step_time.__main__ --report-only --name embedding_151M": "performance.md",
+    "step_time.__main__ --report-only --name memory_50M": "performance.md",
     "step_time.bookkeeping --report-only": "performance.md",
     "kernel.__main__ --report-only": "performance.md",
     "monitor.__main__ --report-only": "metrics.md",

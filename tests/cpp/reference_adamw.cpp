@@ -72,8 +72,7 @@ void round_moments(State& state, int64_t step, size_t begin, size_t end) {
         state.exp_avg[i] = to_float(from_float<BFloat16>(state.exp_avg[i]));
         float& v = state.exp_avg_sq[i];
         if (std::isnan(v)) continue;
-        auto noise = static_cast<uint32_t>(i) ^ static_cast<uint32_t>(seed);
-        noise *= 0x9e3779b1u;
+        auto noise = static_cast<uint32_t>(i) * 0x9e3779b1u + static_cast<uint32_t>(seed);
         noise ^= noise >> 15;
         noise *= 0x85ebca77u;
         // The upper neighbour if the noise and the fraction that is cut off reach the next unit.

@@ -27,8 +27,10 @@ TEST(stochastic_rounding, each_value_is_rounded_up_by_as_much_noise_as_it_is_abo
     }
     const float infinity = std::numeric_limits<float>::infinity();
     CHECK_EQ(to_float(round_stochastically(infinity, 65535)), infinity);
-    for (const uint32_t bits : {0x7f800001u, 0x7fffffffu, 0xffffffffu}) {
-        CHECK(std::isnan(to_float(round_stochastically(float_from_bits(bits), 65535))));
+    for (const uint32_t bits : {0x7fc00001u, 0x7fffffffu, 0xffc00000u, 0xffffffffu}) {
+        for (const uint32_t noise : {0u, 65535u}) {
+            CHECK(std::isnan(to_float(round_stochastically(float_from_bits(bits), noise))));
+        }
     }
 }
 
@@ -53,10 +55,10 @@ TEST(stochastic_rounding, noise_is_uniform_and_uncorrelated) {
     };
     for (const uint64_t step : {1, 2, 1000, 1000000}) {
         const uint32_t seed = noise_seed(step);
-        check([seed](size_t i) { return noise_of(seed, static_cast<uint32_t>(i)); });
+        check([seed](size_t i) { return noise_of(noise_counter(seed, static_cast<uint32_t>(i))); });
     }
     for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
-        check([element](size_t i) { return noise_of(noise_seed(i), element); });
+        check([element](size_t i) { return noise_of(noise_counter(noise_seed(i), element)); });
     }
 }
 

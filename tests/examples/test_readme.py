@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from docs import draw_pictures, quote_tables
+from docs import draw_pictures, quote_tables, versions
 from example_runs import ROOT
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import main
@@ -35,9 +35,14 @@ RUN_ELSEWHERE = {
     "scripts/test -m browser --screenshot=docs/images/dashboard.png": (".ci/run", '"$root/scripts/test" -m browser'),
     "scripts/check": (".ci/run", '"$root/scripts/check" --ci'),
     "scripts/docs": (".ci/run", '"$root/scripts/docs" ||'),
+    "scripts/smoke": (".ci/run", '"$root/scripts/smoke" ||'),
+    "python -m docs.versions": ("tests/examples/test_readme.py", "versions.with_table"),
+    "pip wheel --no-deps --wheel-dir dist .": ("scripts/smoke", "--no-deps --wheel-dir"),
+    "lightning-zenflow doctor": ("tests/unit/doctor/test_doctor.py", 'main(["doctor"'),
     "scripts/setup": ("scripts/test", '"$root/scripts/setup"'),
     ".ci/run": (".ci/run", "scripts/test"),
     "python examples/glue.py fit --config conf/glue.yaml": ("scripts/train_glue", "fit --config conf/glue.yaml"),
+    "python examples/fabric_loop.py": ("tests/fabric/test_example.py", 'run_example(tmp_path, "fabric_loop.py"'),
     "tensorboard --logdir logs": ("tests/training/test_tensorboard.py", '"tensorboard.main", "--logdir", "logs"'),
     "lightning-zenflow timeline logs/timeline.json --png timeline.png": (
         "tests/training/test_timeline.py",
@@ -51,9 +56,17 @@ RUN_ELSEWHERE = {
         "tests/unit/estimate/test_estimate.py",
         'run_module("benchmarks.estimate.predictions"',
     ),
+    "python -m benchmarks.modules > docs/modules.md": (
+        "tests/benchmarks/test_modules_benchmark.py",
+        "table(list(ZOO))",
+    ),
     "python -m docs.configuration": ("tests/unit/config/test_config.py", "with_table(text) == text"),
     "python -m docs.quote_tables": ("tests/examples/test_readme.py", "quote_tables.with_quotes"),
     "python -m docs.draw_pictures": ("tests/examples/test_readme.py", "draw_pictures.main"),
+    "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=8 --master-addr=10.0.0.1 --master-port=29500 train.py": (
+        "tests/examples/test_recipes.py",
+        '"torch.distributed.run"',
+    ),
     # CI has no GPU; tiny cases run on a CPU.
     **{
         f"scripts/gpu {what}": ("tests/benchmarks/test_gpu_benchmark.py", text)
@@ -75,7 +88,7 @@ MEASURED_BY = {
 """Module in the command of a measured table, as it was then -> its present name."""
 
 COMMAND = re.compile(
-    r"(PYTHON=\S+ )?(python |pytest |pip install \S|scripts/\w|\.ci/\w|tensorboard |lightning-zenflow [a-z]+ )"
+    r"(PYTHON=\S+ )?(python |pytest |torchrun |mkdocs |pip (?:install|wheel) \S|scripts/\w|\.ci/\w|tensorboard |lightning-zenflow [a-z]+ )"
 )
 
 
@@ -140,18 +153,20 @@ def parse_only(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatc
 
 
 def check_pip(words: list[str]) -> None:
-    """An installation's files and extras exist."""
+    """An installation's files and extras exist, and it is pinned; scripts/smoke runs it."""
     extras = [extra for word in words for extra in re.findall(r"\[(\w+)\]", word)]
-    assert extras
     for extra in extras:
         assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
-    assert all((ROOT / file).is_file() for option, file in pairwise(words) if option == "--constraint")
+    files = [file for option, file in pairwise(words) if option == "--constraint"]
+    assert extras or files
+    assert all((ROOT / file).is_file() for file in files)
+    assert "constraints.txt constraints-lowest.txt" in (ROOT / "scripts" / "smoke").read_text()
 
 
 def test_commands_are_found() -> None:
-    assert {"scripts/train_glue", "scripts/train_alpaca", "scripts/test"} < set(commands(README))
+    assert {"scripts/train_glue", "scripts/train_alpaca"} < set(commands(README))
     assert sum(len(commands(document)) for document in GUIDES) > 30
-    assert len(blocks(README, "python")) == 3
+    assert len(blocks(README, "python")) == 2
 
 
 @pytest.mark.parametrize(("document", "command"), [(short(d), command) for d in GUIDES for command in commands(d)])
@@ -186,8 +201,18 @@ def test_trainings_of_the_readme_run_in_ci() -> None:
         assert f"python examples/{example}.py fit --config conf/{example}.yaml" in script
 
 
+SEVERAL_PROCESSES = "num_nodes="
+"""In snippets that `test_recipes.py` runs."""
+
+
 @pytest.mark.parametrize(
-    ("document", "number"), [(short(d), number) for d in GUIDES for number in range(len(blocks(d, "python")))]
+    ("document", "number"),
+    [
+        (short(d), number)
+        for d in GUIDES
+        for number, snippet in enumerate(blocks(d, "python"))
+        if SEVERAL_PROCESSES not in snippet
+    ],
 )
 def test_snippet(document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -226,8 +251,19 @@ def test_layers_are_those_of_the_import_contract() -> None:
     checked = [
         set(re.findall(r"\w+", line)) for line in contract.splitlines() if '"' in line and "__main__" not in line
     ]
-    drawn = [block for block in blocks(ROOT / "docs" / "architecture.md", "") if block.startswith("7  ")]
+    drawn = [block for block in blocks(ROOT / "docs" / "architecture.md", "") if re.match(r"\d  ", block)]
     assert [set(re.findall(r"[a-z]\w+", line.replace(".py", ""))) for line in drawn[0].splitlines()] == checked
+
+
+def test_the_table_of_versions_is_what_ci_runs() -> None:
+    assert versions.with_table(README.read_text()) == README.read_text(), "run `python -m docs.versions`"
+    lowest = {line for line in (ROOT / "constraints-lowest.txt").read_text().splitlines() if "==" in line}
+    metadata = (ROOT / "pyproject.toml").read_text().partition("dependencies = [")[2].partition("]")[0]
+    for name, bound in re.findall(r'"([\w-]+)>=([\d.]+)', metadata):
+        found = [line for line in lowest if line.lower().startswith(f"{name.lower()}==")]
+        assert name == "typing-extensions" or (found and bound in found[0]), (
+            f"{name}>={bound} is not what scripts/smoke installs"
+        )
 
 
 def test_quoted_tables_are_those_of_the_documents() -> None:
@@ -252,7 +288,7 @@ def test_paths(document: Path) -> None:
     """Every source file and folder that a document names exists: below the root, the package, the tests or the document's own folder."""
     places = [ROOT, ROOT / "lightning_zenflow", document.parent, ROOT / "tests", ROOT / "tests" / "training"]
     places += list(document.parent.glob("*_task"))
-    of_others = {"zero_to_fp32.py"}
+    of_others = {"zero_to_fp32.py", "train.py"}
     for name in code_in_prose(document):
         if re.fullmatch(r"[\w./-]+(/|\.(py|h|cpp|txt|md|yaml))", name) and name not in of_others:
             assert any((place / name).exists() for place in places), name

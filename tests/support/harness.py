@@ -19,9 +19,10 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from models import OptimizerOptions, TestModule
 from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
-from scripted_schedule import scripted
+from scripted_schedule import Entry, scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
@@ -57,8 +58,9 @@ class Case:
     """Step, counted from 1, after which `checkpoint` is written; 0: none."""
     checkpoint: str | None = None
     """Where a checkpoint is written, or, where `save_at` is 0, read."""
-    schedules: tuple[tuple[int, int, int], ...] = ()
-    """(step, S, d): what `auto` decides on; for it `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
+    schedules: tuple[Entry, ...] = ()
+    """(step, S, d), perhaps with a tail (`scripted_schedule.Entry`): what `auto` decides on; for it
+    `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """One of them only in each process: DeepSpeed keeps to the first."""
@@ -66,6 +68,8 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
+    loop: Literal["trainer", "fabric"] = "trainer"
+    """Who runs the steps: Lightning's Trainer, or a loop of `fabric_runs` under Fabric, which does the same in plain Python."""
     fails: bool = False
     """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
@@ -99,21 +103,23 @@ class Case:
 
     def make_strategy(self) -> ZenFlowStrategy:
         """The strategy with this case's keys."""
-        return ZenFlowStrategy(
-            topk_ratio=self.topk_ratio,
-            full_warm_up_rounds=self.warm_up,
-            worker_timeout=250,  # only so that a hang ends before the test runner does
+        return ZenFlowStrategy(**self.keys())
+
+    def keys(self) -> dict[str, Any]:
+        """This case's keys of the strategy."""
+        return {
+            "topk_ratio": self.topk_ratio,
+            "full_warm_up_rounds": self.warm_up,
+            "worker_timeout": 250,  # only so that a hang ends before the test runner does
+            "update_interval": self.update_interval,
+            "publish_lag": self.publish_lag,
             # Off, so that the model shows the exact weights of some step; tests switch on what they are about.
-            **{
-                "update_interval": self.update_interval,
-                "publish_lag": self.publish_lag,
-                "weight_prediction": 0,
-                "provisional_scale": 0,
-                "select_interval": 0,
-                "worker_cores": 1,
-                **self.strategy_options,
-            },
-        )
+            "weight_prediction": 0,
+            "provisional_scale": 0,
+            "select_interval": 0,
+            "worker_cores": 1,
+            **self.strategy_options,
+        }
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
@@ -156,6 +162,8 @@ class Run:
 
     losses: list[list[float]] = field(default_factory=list)
     """[step][micro-batch], of one rank."""
+    factors: list[float] = field(default_factory=list)
+    """[step]: of clipping and loss scale; NaN for a step that changed nothing. Where steps are read in time, as on a CPU."""
     shown: list[list[Tensor]] = field(default_factory=list)
     """[step][parameter]: the weights that the model showed during each step."""
     weights: list[Tensor] = field(default_factory=list)
@@ -196,6 +204,9 @@ class Recorder(pl.Callback):
         if optimizer is not None and optimizer.parts.planner.changes_schedule:
             schedule = optimizer.schedule
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
+        if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
+            arena = optimizer.parts.rank.arena
+            self._run.factors.append(float(arena.clip[optimizer.zenflow_step.number % arena.n_step_records]))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
@@ -285,6 +296,10 @@ def run_case(
     Returns:
         What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
     """
+    if case.loop == "fabric":
+        import fabric_runs  # which imports this module
+
+        return fabric_runs.run_case(case, devices=devices)
     run = Run()
     model = case.make_model()
     all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *case.callbacks, *callbacks]
@@ -306,16 +321,20 @@ def run_case(
         trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
     run.weights = snapshot(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
-    optimizer = trainer.strategy.zenflow_optimizer
+    return run, read_state(run, trainer.strategy.zenflow_optimizer)
+
+
+def read_state(run: Run, optimizer: ZenFlowZeroOptimizer | None) -> list[list[Tensor]]:
+    """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group."""
     if optimizer is None:
-        return run, []
+        return []
     run.skipped = int(optimizer.skipped)
     partitions = []
     for flat in optimizer.single_partition_of_fp32_groups:
         state = optimizer.optimizer.state[flat]
         run.counts.append(float(state["step"]))
         partitions.append([flat.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
-    return run, partitions
+    return partitions
 
 
 def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:

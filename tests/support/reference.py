@@ -98,11 +98,18 @@ def adamw_reference(
 
 
 def blocks_of_elements(groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int) -> list[Tensor]:
-    """For each parameter, over all groups, the number of the block that each element is in, counted by the rank that holds it.
+    """For each parameter, over all groups, the number of the block that each element is in, counted by the rank that holds it."""
+    return places_of_elements(groups, n_blocks, world_size)[0]
+
+
+def places_of_elements(
+    groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it.
 
     ZeRO-2 lays a parameter group's tensors end to end, pads the run to a multiple of 2 x ranks and gives each rank an equal part of it.
     """
-    blocks = [torch.full((p.numel(),), -1) for parameters in groups for p in parameters]
+    blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
     sizes = [-(-sum(p.numel() for p in parameters) // (2 * world_size)) * 2 for parameters in groups]
     for rank in range(world_size):
         slices, first, number = [], 0, 0
@@ -126,15 +133,18 @@ def blocks_of_elements(groups: Sequence[Sequence[Tensor]], n_blocks: int, world_
                 offset += p.numel()
                 number += 1
             first = align(first + size)
+        for s in slices:
+            indices[s.parameter][s.start : s.start + s.numel] = torch.arange(s.begin, s.begin + s.numel)
         partition = build_partition(slices, sizes, n_blocks)
         for number, block in enumerate(partition.blocks):
             for s in slices:
                 begin, end = max(block.begin, s.begin), min(block.end, s.end)
                 if begin < end:
                     blocks[s.parameter][s.start + begin - s.begin : s.start + end - s.begin] = number
-    assert all((b >= 0).all() for b in blocks)
+    assert all((places >= 0).all() for places in (*blocks, *indices))
     shapes = [p.shape for parameters in groups for p in parameters]
-    return [b.view(shape) for b, shape in zip(blocks, shapes, strict=True)]
+    of_blocks, of_indices = ([x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices))
+    return of_blocks, of_indices
 
 
 def owned_elements(gradient: Tensor, topk_ratio: float) -> Tensor:

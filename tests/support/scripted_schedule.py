@@ -7,20 +7,26 @@ from unittest import mock
 
 from torch import Tensor
 
+from lightning_zenflow.schedule.auto_control import StepKind
 from lightning_zenflow.schedule.auto_policy import Decision, SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+
+Entry = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...], bool]
+"""Step, S and d; and perhaps the blocks of the tail, and whether the device owns it."""
 
 
 class ScriptedSchedule:
     """Stands in for `ScheduleControl`; changes to each schedule as soon as allowed from its step on.
 
     Args:
-        script: (step, S, d), ascending.
+        script: ascending.
         auto: gives the first schedule.
     """
 
-    def __init__(self, script: Sequence[tuple[int, int, int]], auto: SchedulePolicy) -> None:
+    def __init__(self, script: Sequence[Entry], auto: SchedulePolicy) -> None:
         self._script = list(script)
+        self.tail: frozenset[int] = frozenset()
+        self.owns_tail = False
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
@@ -29,29 +35,40 @@ class ScriptedSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
-        return {"update_interval": self.schedule.update_interval, "publish_lag": self.schedule.publish_lag}
+        schedule = {"update_interval": self.schedule.update_interval, "publish_lag": self.schedule.publish_lag}
+        return {"schedule": schedule, "tail": sorted(self.tail), "owns_tail": self.owns_tail}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `ScheduleControl.load_state_dict`."""
-        self.schedule = UpdateSchedule(**state)
+        self.schedule = UpdateSchedule(**state["schedule"])
+        self.tail, self.owns_tail = frozenset(state["tail"]), state["owns_tail"]
+
+    @property
+    def tail_share(self) -> float:
+        """As `ScheduleControl.tail_share`, for 16 blocks."""
+        return len(self.tail) / 16
 
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
-    def end_step(self, step: int, *, max_interval_by_gradients: Tensor | None, may_change: bool) -> Decision | None:
+    def end_step(
+        self, step: int, plan: StepKind, *, max_interval_by_gradients: Tensor | None, may_change: bool
+    ) -> Decision | None:
         """As `ScheduleControl.end_step`."""
         due = bool(self._script) and step >= self._script[0][0]
         self.waits = due and not may_change
         if not due or self.waits:
             return None
-        _, update_interval, publish_lag = self._script.pop(0)
+        _, update_interval, publish_lag, *tail = self._script.pop(0)
+        if tail:
+            self.tail, self.owns_tail = frozenset(tail[0]), tail[1]
         self.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
         self.changes.append((step, self.schedule))
-        return Decision(schedule=self.schedule, reason="the script says so")
+        return Decision(schedule=self.schedule, tail=self.tail_share, reason="the script says so")
 
 
 @contextmanager
-def scripted(script: Sequence[tuple[int, int, int]]) -> Iterator[list[ScriptedSchedule]]:
+def scripted(script: Sequence[Entry]) -> Iterator[list[ScriptedSchedule]]:
     """Optimizers that are built inside follow the script; their schedules are appended to the list."""
     built: list[ScriptedSchedule] = []
 

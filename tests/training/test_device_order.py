@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.recorded_device.clocks import Operation
-from benchmarks.recorded_device.device import RecordedDevice, RecordedRuntime, RecordedStream
+from benchmarks.recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime, RecordedStream
 from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES
@@ -46,6 +46,14 @@ CASES = {
     "changes of schedule": replace(
         NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)), strategy_options={**NETWORK.strategy_options, **AUTO}
     ),
+    **{
+        f"a tail, {name}": replace(
+            NETWORK,
+            schedules=((3, 1, 0, (0, 1, 2), on_device), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3), on_device)),
+            strategy_options={**NETWORK.strategy_options, **AUTO},
+        )
+        for name, on_device in (("late", False), ("on the device", True))
+    },
     "frozen layers": replace(
         FIXED,
         model="FreezingModule",
@@ -191,19 +199,24 @@ def word_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """Factor and sequence number are written on a stream that is not behind the gradients."""
     write = JobQueue._write_word
 
-    def planted(self: JobQueue, *args: Any) -> None:
+    def planted(self: JobQueue, *args: Any, **kwargs: Any) -> None:
         side = self._rank.d2h
         runtime = side._runtime
         with runtime.on(runtime.new_stream()), pytest.MonkeyPatch.context() as inner:
             inner.setattr(SideStream, "behind", lambda *_, **__: nullcontext())
-            write(self, *args)
+            write(self, *args, **kwargs)
 
     patch.setattr(JobQueue, "_write_word", planted)
 
 
 def buffer_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     """A publish buffer is given to the worker while the device still reads it."""
-    patch.setattr(RecordedStream, "synchronize", lambda self: None)
+    patch.setattr(RecordedEvent, "synchronize", lambda self: None)
+
+
+def word_before_the_buffer_is_read(patch: pytest.MonkeyPatch) -> None:
+    """A publish buffer is used again in backward, and its job's word does not wait for the copies from it."""
+    patch.setattr(SideStream, "wait_for", lambda *_: None)
 
 
 def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
@@ -219,6 +232,7 @@ PLANTED = {
     "no wait for copies from the host": (no_join("h2d"), NETWORK),
     "weights overwritten too early": (weights_too_early, NETWORK),
     "the word on another stream": (word_elsewhere, FIXED),
+    "a buffer reused too early in backward": (word_before_the_buffer_is_read, CASES["submitted in backward"]),
     "a buffer reused too early": (buffer_is_not_waited_for, replace(NETWORK, flush_after=(5, 6))),
     "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
 }

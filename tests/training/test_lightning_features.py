@@ -187,13 +187,6 @@ def test_a_compiled_module_is_refused() -> None:
         fit(torch.compile(Net(), backend="eager"))
 
 
-def test_a_parameter_without_dimensions_is_refused() -> None:
-    model = Net()
-    model.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(MisconfigurationException, match=r"temperature must have at least one dimension"):
-        fit(model)
-
-
 class Grouped(Net):
     """Two parameter groups, and one more.
 

@@ -218,12 +218,12 @@ class TestMessages:
     def test_the_start_and_the_end(self, caplog: pytest.LogCaptureFixture) -> None:
         start, end = self.messages(caplog)
         pattern = (
-            r"ZenFlow: [\d,]+ parameters on this rank in \d+ blocks; update_interval=4 \(auto, to begin with\), publish_lag=1;"
+            r"ZenFlow: [\d,]+ parameters on this rank in \d+ blocks; update_interval=1 \(auto, to begin with\), publish_lag=1;"
             r" topk_ratio=0.05; worker on cores \[\d+\](?: of NUMA node \d+)? \(number given by worker_cores\),"
             r" training with \d+ threads; \d+\.\d\d GiB of shared host memory"
         )
         assert re.fullmatch(pattern, start)
-        assert end.startswith("ZenFlow: 5 steps\n")
+        assert end.startswith("ZenFlow: 6 steps; the averages leave out the first one")
 
     def test_without_a_summary(self, caplog: pytest.LogCaptureFixture) -> None:
         assert len(self.messages(caplog, callbacks=[StallMonitor(summary=False)])) == 1

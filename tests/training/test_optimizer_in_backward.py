@@ -15,6 +15,7 @@ from typing_extensions import override
 from harness import APPROXIMATE, AUTO, RESELECTING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from lightning_zenflow.zero import build
 from networks import SmallNet
@@ -77,8 +78,13 @@ def run_watched(case: Case, **options: Any) -> tuple[Run, list[Submission]]:
 
 
 def run_at_the_end(case: Case) -> Run:
-    """The case with the same blocks, all submitted at the end of their steps."""
+    """The case with the same blocks and the same first schedule, all submitted at the end of their steps."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            build,
+            "SchedulePolicy",
+            lambda *args, **options: SchedulePolicy(*args, **{**options, "hides_in_backward": True}),
+        )
         patch.setattr(build, "blocks_wanted", lambda intervals, **_: blocks_wanted(intervals, in_backward=True))
         run, submissions = run_watched(case.with_keys(optimizer_in_backward=False))
     assert not submissions

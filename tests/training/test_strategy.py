@@ -1,12 +1,16 @@
 """The public interface: what users write, and what they are told at setup."""
 
 import json
+import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch import nn
@@ -15,7 +19,7 @@ from typing_extensions import override
 from harness import fit
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.config import KEYS
-from lightning_zenflow.strategy import register
+from lightning_zenflow.registration import register
 from models import TINY, LinearLossModule
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -31,6 +35,27 @@ def test_by_name() -> None:
     assert trainer.strategy.zenflow_config == ZenFlowConfig()
 
 
+@pytest.mark.parametrize("strategy", ["zenflow", ZenFlowStrategy()], ids=["name", "class"])
+def test_a_trainer_of_pytorch_lightning_is_told(strategy: Any) -> None:
+    """Both are installed: the package lightning depends on it."""
+    import pytorch_lightning
+
+    with pytest.raises(
+        MisconfigurationException, match="must be of the package lightning.*`import lightning.pytorch as pl`"
+    ):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
+
+
+def test_the_name_whatever_is_imported_first() -> None:
+    code = (
+        "import sys, lightning_zenflow; assert 'lightning' not in sys.modules;"
+        "from lightning.pytorch import Trainer; assert 'deepspeed' not in sys.modules;"
+        "print(type(Trainer(strategy='zenflow', accelerator='cpu', devices=1, logger=False).strategy).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == "ZenFlowStrategy\n"
+
+
 def test_registration_happens_once() -> None:
     register()
     register()
@@ -44,11 +69,13 @@ VALUES: dict[str, Any] = {
     "max_update_interval": 5,
     "publish_lag": 2,
     "optimizer_in_backward": False,
+    "tail": "none",
     "full_warm_up_rounds": 4,
     "overlap_step": False,
     "weight_prediction": 0.0,
     "provisional_scale": 0.0,
     "auto_ratio": 0.5,
+    "moments_dtype": "bfloat16",
     "offload": False,
     "accumulate_on": "device",
     "worker_cores": 1,
@@ -162,11 +189,41 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "stage 3": (lambda: fit(linear(), ZenFlowStrategy(stage=3)), r"zero_optimization.stage must be 2 .*, got 3"),
     "offloaded parameters": (
         lambda: fit(linear(), ZenFlowStrategy(offload_parameters=True)),
-        r"offload_param.device must be 'none'",
+        r"offload_parameters must be False or absent, got True: stage 2",
     ),
     "NVMe": (
         lambda: fit(linear(), ZenFlowStrategy(offload_optimizer=True, offload_optimizer_device="nvme")),
-        r"offload_optimizer.device must be 'cpu', got 'nvme'",
+        r"offload_optimizer_device must be 'cpu' or absent, got 'nvme': the states are in host memory",
+    ),
+    "NVMe without offload": (
+        lambda: ZenFlowStrategy(offload_optimizer_device="nvme"),
+        r"offload_optimizer_device must be 'cpu' or absent, got 'nvme'",
+    ),
+    "the model on NVMe": (
+        lambda: ZenFlowStrategy(remote_device="nvme"),
+        r"remote_device must be None or absent, got 'nvme': only stage 3",
+    ),
+    "no offload": (
+        lambda: ZenFlowStrategy(offload_optimizer=False),
+        r"offload_optimizer must be True or absent, got False: .* use DeepSpeedStrategy\(stage=2\)",
+    ),
+    "no ZeRO": (lambda: ZenFlowStrategy(zero_optimization=False), r"zero_optimization must be True or absent"),
+    "a DeepSpeed config in bf16": (
+        lambda: fit(linear(), ZenFlowStrategy(config={"bf16": {"enabled": True}})),
+        r"bf16.enabled must be False or absent, as with the Trainer's precision='32-true' \(or set `Trainer\(precision='bf16-mixed'\)` or"
+        r" 'bf16-true'\), got True",
+    ),
+    "a DeepSpeed config in fp16": (
+        lambda: fit(linear(), ZenFlowStrategy(config={"fp16": {"enabled": True}}), precision="bf16-mixed"),
+        r"fp16.enabled must be False or absent, as with the Trainer's precision='bf16-mixed'",
+    ),
+    "a DeepSpeed config without bf16": (
+        lambda: fit(linear(), ZenFlowStrategy(config={"bf16": {"enabled": False}}), precision="bf16-true"),
+        r"bf16.enabled must be True or absent, .* \(or set precision='32-true'\), got False",
+    ),
+    "lr_find": (
+        lambda: fit(linear(), callbacks=[LearningRateFinder()]),
+        r"`Tuner.lr_find` put a scheduler of their own on a torch optimizer, .*: find the learning rate with another strategy",
     ),
     "AMSGrad": (
         lambda: fit(with_optimizer(lambda ps: torch.optim.AdamW(ps, amsgrad=True))),
@@ -194,7 +251,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fit(linear(), gradient_clip_val=1.0, gradient_clip_algorithm="value"),
         r"clipping gradients by value",
     ),
-    "no optimizer": (lambda: fit(with_optimizer(lambda ps: None)), r"optimizer"),
+    "no optimizer": (
+        lambda: fit(with_optimizer(lambda ps: None)),
+        r"configure_optimizers must return an optimizer, got None",
+    ),
+    "a group without elements": (
+        lambda: fit(
+            with_optimizer(lambda ps: torch.optim.AdamW([{"params": ps}, {"params": [nn.Parameter(ps[0][:0])]}]))
+        ),
+        r"parameter group 1: params must be a list with a trainable parameter, got 1 parameters without elements; remove",
+    ),
 }
 
 
@@ -203,6 +269,23 @@ def test_refused_at_setup(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(MisconfigurationException, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("config", "clip", "said"),
+    [
+        ({"bf16": {}}, None, True),
+        ({"bf16": {}}, 0.5, False),
+        ({"gradient_clipping": 0}, None, False),
+        (None, None, False),
+    ],
+)
+def test_clipping_that_plain_deepspeed_would_do_is_mentioned(
+    config: Any, clip: float | None, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    fit(linear(), ZenFlowStrategy(config=config), gradient_clip_val=clip, steps=1)
+    assert ("set gradient_clipping to 1.0 for the same, to 0 for none" in caplog.text) == said
 
 
 def test_a_core_that_is_not_there() -> None:

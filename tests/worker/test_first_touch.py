@@ -16,16 +16,21 @@ def provided_bytes(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def test_states_are_there_before_the_trainer_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype, n_bytes", [("float32", 12), ("bfloat16", 8)])
+def test_states_are_there_before_the_trainer_writes(dtype: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     class LooksFirst(HostState):
         def __init__(self, *args, arena, **kwargs) -> None:  # type: ignore[no-untyped-def]
-            seen.append((provided_bytes(arena.fd), 12 * arena.master.numel(), os.fstat(arena.fd).st_size))
+            seen.append((provided_bytes(arena.fd), n_bytes * arena.master.numel(), os.fstat(arena.fd).st_size))
             super().__init__(*args, arena=arena, **kwargs)
 
     monkeypatch.setattr(assembly, "HostState", LooksFirst)
-    fit(OneGroup(length=2, shapes=[[512, 512]]), ZenFlowStrategy(worker_cores=1, publish_lag=1), steps=1)
+    fit(
+        OneGroup(length=2, shapes=[[512, 512]]),
+        ZenFlowStrategy(worker_cores=1, publish_lag=1, moments_dtype=dtype),
+        steps=1,
+    )
     [(provided, states, everything)] = seen
     # Header and tables are the trainer's.
     assert states <= provided < states + 10 * 4096 < everything

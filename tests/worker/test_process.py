@@ -254,3 +254,22 @@ def test_slots_and_buffers_are_reserved_as_needed(arena: Arena) -> None:
     assert sizes[0] == sizes[1] == sizes[2]
     assert 4 * row_bytes <= sizes[0] < 4 * row_bytes + 2 * 4096
     assert arena.reserved_bytes == os.fstat(arena.fd).st_size, "each byte once"
+
+
+def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
+    """Whoever has the descriptor can neither take more memory nor cut off what others have mapped."""
+    size = os.fstat(arena.fd).st_size
+    for other in (2 * size, 0):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, other)
+
+
+def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
+    """No new privileges; only the standard descriptors, the arena and its socket, which no program that it starts would inherit."""
+    process = Path(f"/proc/{worker.pid}")
+    assert "NoNewPrivs:\t1" in (process / "status").read_text()
+    shared = [fd.name for fd in (process / "fd").iterdir() if int(fd.name) > 2]
+    assert len(shared) == 2
+    for fd in shared:
+        flags = next(line for line in (process / "fdinfo" / fd).read_text().splitlines() if line.startswith("flags:"))
+        assert int(flags.split()[1], 8) & os.O_CLOEXEC

@@ -33,10 +33,12 @@ REFUSED: dict[str, list[Any]] = {
     "update_interval": [0, 1025],
     "max_update_interval": [0, 1025, "auto"],
     "publish_lag": [1025],
+    "tail": ["Lag", "late", "gpu", 0.15],
     "full_warm_up_rounds": ["auto"],
     "weight_prediction": [-0.5, 2e6],
     "provisional_scale": [-0.5, 2e6],
     "auto_ratio": [-0.01, 1.01],
+    "moments_dtype": ["fp32", "bf16", "float16", "auto", 16],
     "accumulate_on": ["cpu", "Host", ["host"]],
     "worker_cores": [0, 1.0, "2", "all", [], [0, 0], [-1], [True], [1.0], ["1"]],
     "pt_reserved_cores_perc": [-0.01, 1.01],
@@ -53,10 +55,12 @@ ACCEPTED: dict[str, list[Any]] = {
     "update_interval": ["auto", 1, 16],
     "max_update_interval": [1, 1024],
     "publish_lag": ["auto", 0, 1024],
+    "tail": ["auto", "none", "lag", "device"],
     "full_warm_up_rounds": [0, 10],
     "weight_prediction": ["auto", 0, 4, 1e6],
     "provisional_scale": ["auto", 0, 0.3, 1e6],
     "auto_ratio": [0, 1],
+    "moments_dtype": ["float32", "bfloat16"],
     "accumulate_on": ["auto", "device", "host"],
     "worker_cores": ["auto", 3, [4, 0]],
     "pt_reserved_cores_perc": [0, 1],
@@ -66,6 +70,26 @@ ACCEPTED: dict[str, list[Any]] = {
     "timeline_steps": ["auto", [2, 2], [5, 9]],
     **{key: [True, False] for key in BOOLEANS},
 }
+
+
+def test_offloaded_states_are_no_tail_on_the_device() -> None:
+    with pytest.raises(ConfigValueError, match="tail must be 'auto', 'none' or 'lag' with offload=True, got 'device'"):
+        ZenFlowConfig(tail="device", offload=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "allowed"),
+    [
+        ({}, True),
+        ({"update_interval": 1, "publish_lag": 0}, False),  # asked for: AdamW itself
+        ({"update_interval": 1, "publish_lag": 0, "tail": "lag"}, True),
+        ({"tail": "none"}, False),
+        ({"publish_lag": 1, "tail": "device"}, False),
+        ({"optimizer_in_backward": False}, False),
+    ],
+)
+def test_where_a_tail_is_allowed(keys: dict[str, Any], allowed: bool) -> None:
+    assert ZenFlowConfig(**keys).allows_tail == allowed
 
 
 def test_every_key_is_in_the_tables_of_this_file() -> None:

@@ -10,12 +10,13 @@ from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, Til
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
-from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.counters import Traffic
 from rank_states import make_rank_state
 
 HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
 SCHEDULE = UpdateSchedule(update_interval=4, publish_lag=1)
+OF_BLOCKS = StaggeredSchedule.of(SCHEDULE, n_blocks=4)
 COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
 
 
@@ -109,11 +110,11 @@ def test_gradients_that_come_back_are_counted(
     slot = torch.randn(6, 4).bfloat16()
     factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
     tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
-    provisional.reapply.keep(5, factors, slot.clone(), tile, SCHEDULE)
+    provisional.reapply.keep(5, factors, slot.clone(), tile, OF_BLOCKS)
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
     for in_flight in (True, False, True):
-        provisional.reapply.published({0: 4}, SCHEDULE, overwrites=lambda *_, answer=in_flight: answer)
+        provisional.reapply.published({0: 4}, OF_BLOCKS, overwrites=lambda *_, answer=in_flight: answer)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
     assert torch.equal(weights.view(6, 4).sign(), -slot.sign())

@@ -22,7 +22,7 @@ def test_names_have_a_group_and_a_unit_or_are_counts() -> None:
 
 
 def test_charts_show_metrics() -> None:
-    names = [f"zenflow/{name}" for charts in CHARTS.values() for names in charts.values() for name in names]
+    names = [f"zenflow/{name}" for charts in CHARTS.values() for name in charts.values()]
     assert set(names) <= set(METRICS)
     assert len(names) == len(set(names))
 

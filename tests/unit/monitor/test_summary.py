@@ -13,6 +13,8 @@ from lightning_zenflow.schedule.staggered import UpdateSchedule
 AUTO = ZenFlowConfig()
 FIXED = ZenFlowConfig(update_interval=4, publish_lag=1)
 CALM = Situation(
+    steps=200,
+    selections=4,
     config=FIXED,
     schedule=UpdateSchedule(update_interval=4, publish_lag=1),
     step_s=1.0,
@@ -62,6 +64,16 @@ class TestAdvice:
             "29% of the time is spent waiting for the CPU, since overlap_step is false: set it to true."
         )
 
+    def test_late_blocks(self) -> None:
+        late = replace(
+            SLOW, late_share=0.2, config=replace(FIXED, publish_lag=0), schedule=replace(SLOW.schedule, publish_lag=0)
+        )
+        start = (
+            "29% of the time is spent waiting for the CPU: 20% of the blocks were not updated when backward ended. Set "
+        )
+        assert advice(late) == start + "tail to lag or device, or publish_lag to 1 or auto."
+        assert advice(replace(late, config=replace(late.config, tail="lag"))) == start + "publish_lag to 1 or auto."
+
     def test_late_although_fast(self) -> None:
         jitter = replace(SLOW, worker_busy_s=0.6)
         assert advice(jitter) == (
@@ -71,12 +83,31 @@ class TestAdvice:
 
     @pytest.mark.parametrize(
         ("cause", "remedy"),
-        [("publish_buffer", "full_warm_up_rounds"), ("select", "select_interval"), ("flush", "checkpoints")],
+        [("publish_buffer", "full_warm_up_rounds"), ("flush", "checkpoints")],
     )
     def test_other_causes(self, cause: str, remedy: str) -> None:
         sentence = advice(replace(CALM, stall_s={"publish_wait": 0.1, cause: 0.2}))
         assert sentence is not None
         assert sentence.startswith("20% of the time") and remedy in sentence
+
+    def test_selections(self) -> None:
+        """Advised only where the cost of selections is known and will stay."""
+        fixed = replace(CALM, config=replace(FIXED, select_interval=50), stall_s={"select": 0.1})
+        # 50 steps between selections take 10 % of the time, so 250 take the negligible 2 %.
+        assert advice(fixed) == "10% of the time is spent selecting columns: raise select_interval to 250."
+        assert advice(replace(fixed, selections=2)) is None
+        automatic = replace(fixed, config=FIXED)
+        assert advice(automatic) is None
+        assert advice(replace(automatic, steps=1024, selections=32)) == (
+            "10% of the time is spent selecting columns: raise select_interval to 160."
+        )
+
+    def test_the_next_cause_where_nothing_can_be_done_about_the_largest(self) -> None:
+        sentence = advice(
+            replace(CALM, stall_s={"reserve": 0.3, "select": 0.2, "flush": 0.1, "publish_wait": 0.01}, selections=1)
+        )
+        assert sentence is not None and sentence.startswith("10% of the time is spent completing updates")
+        assert advice(replace(CALM, stall_s={"reserve": 0.3, "flush": 0.01})) is None
 
     def test_skipped_steps_come_first(self) -> None:
         sentence = advice(replace(SLOW, skipped_share=0.5))
@@ -85,7 +116,7 @@ class TestAdvice:
 
 class TestSummary:
     TRAINING = Training(
-        step_s=[0.5, 0.5, 0.5, 2.5],
+        step_s=[9.0, 0.5, 0.5, 0.5, 2.5],
         config=FIXED,
         worker_cores=2,
         dtype_bytes=2,
@@ -105,7 +136,7 @@ class TestSummary:
 
     def test_by_hand(self) -> None:
         assert summary(self.TRAINING, reading(steps=1), self.NOW).splitlines() == [
-            "ZenFlow: 4 steps",
+            "ZenFlow: 5 steps; the averages leave out the first one, which is synchronous",
             "step, median and p99  500 and 2500 ms",
             "waits                 device 1.0%, training thread 5.0% of the time",
             "CPU work              500 ms a step, 98.0% hidden",

@@ -12,6 +12,7 @@ class TestObserver:
     def test_medians_and_the_share_of_waiting(self) -> None:
         observer = ScheduleObserver(UpdateSchedule(update_interval=2, publish_lag=1))
         assert self.observe(observer, 4, device_s=100.0) == [], "left out"
+        assert self.observe(observer, 4, worker_s=2.0) == [(2.0, 0.0)], "the first one is short"
         assert self.observe(observer, 8) == []
         assert self.observe(observer, 1, device_s=50.0, stall_s=2.0, worker_s=9.0) == []
         assert self.observe(observer, 7) == [(0.5, 2.0 / 67.0)]
@@ -24,7 +25,7 @@ class TestObserver:
 
     def test_starts_anew_after_a_change(self) -> None:
         observer = ScheduleObserver(UpdateSchedule(update_interval=4, publish_lag=1))
-        self.observe(observer, 15)
+        self.observe(observer, 4 + 1 + 4 + 1 + 15)
         observer.restart(
             UpdateSchedule(update_interval=4, publish_lag=1), UpdateSchedule(update_interval=16, publish_lag=2)
         )

@@ -1,5 +1,6 @@
 """Closing and publish steps, and the numbers of slots, buffers and records, against a simulation of training."""
 
+import dataclasses
 import random
 from collections import deque
 
@@ -26,7 +27,22 @@ def test_steps_are_equally_heavy(update_interval: int) -> None:
 @pytest.mark.parametrize("publish_lag", [0, 1, 3])
 def test_jobs_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
     schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=publish_lag)
-    assert [schedule.publish_step(step) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
+    assert [schedule.publish_step(step, 0) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
+
+
+@pytest.mark.parametrize(("publish_lag", "expected"), [(0, 1), (1, 1), (2, 2)])
+def test_only_the_tail_has_a_lag_of_its_own(publish_lag: int, expected: int) -> None:
+    schedule = StaggeredSchedule(n_blocks=4, update_interval=1, publish_lag=publish_lag, tail=frozenset({0, 3}))
+    assert [schedule.publish_step(9, block) - 9 for block in range(4)] == [expected, publish_lag, publish_lag, expected]
+
+
+def test_memory_of_a_tail() -> None:
+    """Beside what others need: a job in flight for each late block that closes in a step, and the buffers of two such steps."""
+    for update_interval, n_late in ((1, 3), (2, 2), (4, 1)):
+        plain = StaggeredSchedule(n_blocks=16, update_interval=update_interval, publish_lag=0, in_backward=True)
+        late = dataclasses.replace(plain, tail=frozenset({0, 1, 2}))
+        assert late.n_slots - plain.n_slots == update_interval * n_late
+        assert late.n_publish_buffers - plain.n_publish_buffers == 2 * n_late
 
 
 @pytest.mark.parametrize("update_interval", [1, 2, 4, 8])
@@ -62,7 +78,7 @@ def simulate(
             records = max(records, step - min(held) + 1)
         is_synchronous = step <= synchronous
         for block in range(schedule.n_blocks) if is_synchronous else schedule.closing_blocks(step):
-            jobs.append((step if is_synchronous else schedule.publish_step(step), windows[block]))
+            jobs.append((step if is_synchronous else schedule.publish_step(step, block), windows[block]))
             windows[block] = []
         if not is_synchronous:
             buffers = max(buffers, len(jobs))

@@ -25,6 +25,28 @@ def arena_for(device: str) -> tuple[Arena, Partition]:
     return Arena(partition, sizes, device=torch.device(device)), partition
 
 
+@pytest.mark.parametrize("dtype, n_bytes", [(torch.float32, 12), (torch.bfloat16, 8)])
+def test_bytes_of_the_states(dtype: torch.dtype, n_bytes: int) -> None:
+    partition = make_partition()
+    sizes = ArenaSizes(
+        n_param_groups=len(GROUPS),
+        n_step_records=16,
+        n_slots=6,
+        n_publish_buffers=4,
+        dtype=torch.bfloat16,
+        moments_dtype=dtype,
+    )
+    arena = Arena(partition, sizes, device=torch.device("cpu"))
+    states = (arena.master, arena.exp_avg, arena.exp_avg_sq)
+    assert [state.dtype for state in states] == [torch.float32, dtype, dtype]
+    assert sum(state.nbytes for state in states) == n_bytes * partition.numel
+    begins = [bytes_of(arena, state)[0] for state in states]
+    assert (
+        begins == sorted(begins) and bytes_of(arena, arena.slots)[0] - begins[0] < n_bytes * partition.numel + 3 * 4096
+    )
+    arena.close(keep_state=False)
+
+
 def bytes_of(arena: Arena, tensor: Tensor) -> tuple[int, int]:
     """Bytes of the arena from a tensor's first to its last element."""
     span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,0 +1,1 @@
+"""Do modules of other libraries train as under Lightning's own strategy?"""

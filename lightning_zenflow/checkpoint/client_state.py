@@ -1,0 +1,63 @@
+"""What Lightning puts into a checkpoint beside the weights and states that DeepSpeed saves: DeepSpeed's client state."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+
+AVERAGED = "averaged_state_dict"
+"""Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
+
+_SHARED = "shared_params"
+
+
+def to_save(checkpoint: Mapping[str, Any], engine: Any) -> dict[str, Any]:
+    """The client state to save.
+
+    `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
+    the model's at "current_model_state".
+
+    Args:
+        checkpoint: as Lightning made it.
+        engine: DeepSpeed's engine.
+    """
+    client_state = dict(checkpoint)
+    if "current_model_state" in client_state:
+        # The model's are the engine's, and need not be saved twice.
+        client_state["current_model_state"] = None
+        client_state[AVERAGED] = client_state["state_dict"]
+    client_state[_SHARED] = _shared_parameters(engine)
+    return client_state
+
+
+def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
+
+    Args:
+        client_state: as loaded.
+        module: the model.
+    """
+    checkpoint = dict(client_state)
+    weights = module.state_dict()
+    checkpoint["state_dict"] = checkpoint.pop(AVERAGED, weights)
+    if "current_model_state" in checkpoint:
+        checkpoint["current_model_state"] = weights
+    return checkpoint
+
+
+def load_averaged(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
+    """As `as_lightning_saved`, for evaluation: the model gets the averaged weights, if there are any, as from Lightning's checkpoints."""
+    if AVERAGED in client_state:
+        module.load_state_dict(client_state[AVERAGED], strict=module.strict_loading)
+    return as_lightning_saved(client_state, module)
+
+
+def _shared_parameters(engine: Any) -> dict[str, str]:
+    """Names of shared parameters, each with the name under which it is saved.
+
+    Private: DeepSpeed's `_get_shared_params` compares addresses, which all parameters without elements have in common; `zero_to_fp32` would
+    give them one shape. The engine saves what it returns as "shared_params", unless the client state has that key.
+    """
+    shared: dict[str, str] = engine._get_shared_params()
+    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+    return {name: other for name, other in shared.items() if parameters[name].numel() > 0}

@@ -1,0 +1,10 @@
+"""The strategy for `lightning.fabric.Fabric`. Importing it registers ``Fabric(strategy="zenflow")``.
+
+What Fabric and the Trainer do alike is in `lightning_zenflow.session`; only Fabric's hooks may enter.
+"""
+
+from lightning_zenflow.fabric.strategy import ZenFlowStrategy, register
+
+__all__ = ["ZenFlowStrategy"]
+
+register()

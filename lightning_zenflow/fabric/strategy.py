@@ -1,0 +1,470 @@
+"""The strategy for `lightning.fabric.Fabric`: the user's own training loop, on the same session as the Trainer's strategy."""
+
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
+from lightning.fabric.utilities.load import _move_state_into
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
+from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
+from lightning_zenflow.monitor.step_meter import StepMeter
+from lightning_zenflow.monitor.timeline import TimelineFile
+from lightning_zenflow.session import Session
+from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.zero.config import prepare_deepspeed_config
+from lightning_zenflow.zero.environment import RankVariables, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.zero.inference import inference_engine
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
+from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
+
+_BELONGS_TO_THE_LOOP = {
+    "optimizer": "give it to `fabric.setup(model, optimizer)`",
+    "scheduler": "call its `step()` in the loop",
+    "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
+}
+
+
+class ZenFlowStrategy(DeepSpeedStrategy):
+    """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
+
+    ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
+
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        for batch in fabric.setup_dataloaders(loader):
+            fabric.backward(model(batch))
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    All micro-batches of a step but the last run under `fabric.no_backward_sync(model)`. Weights are exact after `fabric.save`,
+    `model.state_dict()`, `optimizer.state_dict()`, a forward pass in evaluation mode and `flush`, which all ranks call together.
+
+    Args:
+        config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
+            configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
+        **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
+
+    Raises:
+        ConfigValueError: a key has a value that is not allowed.
+        MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
+    """
+
+    def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
+        given = {key: options.pop(key) for key in KEYS if key in options}
+        self._session = Session(
+            config, {key: value for key, value in given.items() if value is not None}, options, DeepSpeedStrategy
+        )
+        self.zenflow_config = self._session.config
+        self._rank_variables = RankVariables()
+        self._micro_batches = MicroBatches()
+        self._norm = MaxNorm()
+        self._engine: Any = None
+        self._forward = ExitStack()
+        self._meter: StepMeter | None = None
+        self._timeline: TimelineFile | None = None
+        self._accumulated = 1
+        # Fabric tears nothing down.
+        weakref.finalize(self, self._session.close)
+        self._was_interrupted = False
+        super().__init__(config=self._session.deepspeed_config, **options)
+        assert isinstance(self.config, dict), "Lightning's constructor reads files and makes a default"
+        for key, instead in _BELONGS_TO_THE_LOOP.items():
+            if self.config.get(key) not in (None, "auto", 1):
+                raise MisconfigurationException(
+                    f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
+                )
+        # DeepSpeed clips to 1 where nothing is said.
+        self.config = {"gradient_clipping": 0.0, **prepare_deepspeed_config(self.config)}
+        # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
+        self._backward_sync_control = self._micro_batches
+
+    @property
+    def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
+        """The optimizer of `fabric.setup`; None before."""
+        return self._session.optimizer
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this host's ranks, in order of local rank."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._parallel_devices = None if devices is None else with_local_ranks(devices)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
+        device = super().root_device
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The launcher runs before all other hooks and is the first to change them.
+        self._rank_variables = RankVariables()
+        # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if isinstance(self.accelerator, CPUAccelerator):
+            use_deepspeed_on_cpu()
+            # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
+            super(DeepSpeedStrategy, self).setup_environment()
+        else:
+            super().setup_environment()
+
+    @override
+    def setup_module(self, module: Module) -> Any:
+        """Sets up a further model, for inference only."""
+        assert isinstance(self.config, dict)
+        refuse_unsupported_precision(self.precision.precision)
+        return inference_engine(module, self.config, self.root_device)
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Any], Any]:
+        """Sets up the model that is trained.
+
+        Args:
+            module: the model.
+            optimizers: one, AdamW or Adam, with any number of parameter groups.
+            scheduler: is returned as it is: the loop calls its `step()`, as under Fabric's other strategies.
+
+        Raises:
+            MisconfigurationException: ZenFlow does not support the model or the optimizer, or there are several.
+        """
+        if len(optimizers) != 1:
+            raise MisconfigurationException(
+                f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}; put the parameters into its parameter"
+                " groups"
+            )
+        if self._session.optimizer is not None:
+            raise MisconfigurationException(
+                "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one; set up models that are not trained"
+                " with `fabric.setup_module(model)`, and train another one with another Fabric and ZenFlowStrategy"
+            )
+        (user_optimizer,) = optimizers
+        refuse_unsupported_module(module)
+        refuse_unsupported_precision(self.precision.precision)
+        validate_optimizer(user_optimizer)
+        refuse_groups_without_training(user_optimizer, scheduled=True)
+        assert isinstance(self.config, dict)
+        self._deepspeed_engine, *_ = self._session.set_up(
+            partial(self._initialize_engine, module, user_optimizer),
+            model=module,
+            optimizer=user_optimizer,
+            deepspeed_config=self.config,
+            device=self.root_device,
+            ranks_on_host=self.num_processes,
+        )
+        # Fabric writes to the other one where the loop names the model in `fabric.backward`.
+        self._engine = engine = self._deepspeed_engine
+        self._set_deepspeed_activation_checkpointing()
+        optimizer = self._trained("fabric.setup")
+        self._norm = MaxNorm(of_config=optimizer.max_norm)
+        optimizer.clip_to(self._norm.expected)
+        self._meter = StepMeter(optimizer)
+        self._meter.sample_copies(skip=1)
+        # Until the first forward pass.
+        self._meter.pause()
+        if self.zenflow_config.timeline is not None and self.is_global_zero:
+            first, last = self.zenflow_config.timeline_range
+            self._timeline = TimelineFile(Path(self.zenflow_config.timeline), optimizer, first=first, last=last)
+        # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
+        engine.register_forward_pre_hook(_weak(self._begin_forward))
+        engine.register_forward_hook(_weak(self._end_forward), always_call=True)
+        module.register_state_dict_pre_hook(_weak(self._before_state_dict))  # type: ignore[no-untyped-call]
+        return engine, [optimizer], scheduler
+
+    @override
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward pass of a micro-batch; the last of a step is the one outside of `fabric.no_backward_sync`.
+
+        Raises:
+            RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
+                one was interrupted by an error.
+        """
+        optimizer = self._trained("fabric.backward")
+        is_other = module is not self._engine
+        if is_other:
+            raise RuntimeError("fabric.backward: model must be the one that was set up with the optimizer, got another")
+        if self._was_interrupted:
+            raise RuntimeError(
+                "fabric.backward: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start"
+                " again from a checkpoint"
+            )
+        if optimizer.zenflow_step.is_complete:
+            raise RuntimeError(
+                "fabric.backward was called twice in a step: call `optimizer.step()` between them, or run all micro-batches of a step but"
+                " the last under `fabric.no_backward_sync(model)`"
+            )
+        self._engine.set_gradient_accumulation_boundary(not self._micro_batches.more_to_come)
+        self._was_interrupted = True
+        with self._session.backward():
+            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
+        self._was_interrupted = False
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips this step's gradients by the norm of the whole gradient. Backward passes of later steps predict the clip factor with
+        the norm that was given last.
+
+        Args:
+            module: the model.
+            optimizer: its optimizer.
+            max_norm: largest norm, > 0; infinity: no clipping.
+            norm_type: 2.
+            error_if_nonfinite: has no effect: the device would have to be waited for. A step whose norm is not finite changes nothing.
+
+        Returns:
+            Norm before clipping, of the gradients of all ranks: 0-D float32 on the device.
+
+        Raises:
+            MisconfigurationException: `max_norm` or `norm_type` has a value that is not allowed.
+            RuntimeError: no backward pass was before.
+        """
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+            raise MisconfigurationException(f"fabric.clip_gradients: max_norm must be a number > 0, got {max_norm!r}")
+        if float(norm_type) != 2.0:
+            raise MisconfigurationException(
+                f"fabric.clip_gradients: norm_type must be 2 under ZenFlow, got {norm_type!r}"
+            )
+        step = self._after_backward("fabric.clip_gradients")
+        self._norm.give(float(max_norm))
+        return step.gradient_norm()
+
+    @override
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        raise MisconfigurationException(
+            f"fabric.clip_gradients: clip_val must be absent under ZenFlow, got {clip_val!r}: it clips by norm only, with max_norm"
+        )
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """The step; a learning rate scheduler steps in the loop.
+
+        Raises:
+            MisconfigurationException: there is a closure.
+            RuntimeError: no backward pass was before.
+        """
+        if kwargs:
+            raise MisconfigurationException(
+                f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `fabric.backward` before it"
+            )
+        self._accumulated = self._after_backward("optimizer.step").micro_batches
+        self._trained("optimizer.step").clip_to(self._norm.take())
+        self._engine.set_gradient_accumulation_boundary(True)
+        output = super().optimizer_step(self._engine)
+        assert self._meter is not None
+        self._meter.end_step()
+        if self._timeline is not None:
+            self._timeline.end_step()
+        return output
+
+    def metrics(self) -> dict[str, float]:
+        """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
+
+        Time from a forward pass in evaluation mode to the next one in training is not part of a step.
+
+        Returns:
+            Values by the names of docs/metrics.md; none before the first step, and none between two calls without a step.
+        """
+        if self._meter is None:
+            return {}
+        metrics = self._meter.metrics()
+        self._meter.sample_copies(skip=0)
+        return metrics
+
+    def summary(self) -> str | None:
+        """Table of step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
+        if self._meter is None:
+            return None
+        return self._meter.summary(self.zenflow_config, accumulate_grad_batches=self._accumulated)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to; needed for ``select_strategy="epoch"`` only.
+
+        Args:
+            epoch: counted from 0.
+        """
+        self._session.start_epoch(epoch)
+
+    def flush(self) -> None:
+        """Makes weights and optimizer states exact; all ranks call it together, between two steps.
+
+        Raises:
+            RuntimeError: a step has its gradients and has not been done.
+        """
+        optimizer = self._session.optimizer
+        if optimizer is not None and optimizer.zenflow_step.is_complete and not self._was_interrupted:
+            raise RuntimeError(
+                "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
+                " drop the gradients"
+            )
+        self._session.flush()
+
+    @override
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Saves the exact state after the last step, atomically, as a folder that the Trainer's strategy and DeepSpeed read as well.
+
+        Raises:
+            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
+        """
+        self.flush()
+
+        def write(folder: Path) -> None:
+            super(ZenFlowStrategy, self).save_checkpoint(folder, state, storage_options, filter)
+
+        # Without a trailing slash, as the name of a file.
+        path = Path(self.broadcast(os.path.normpath(path)))
+        self._session.save(path, write, is_global_zero=self.is_global_zero)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO stage 1 or 2.
+
+        Args:
+            path: folder of the checkpoint; for `fabric.load_raw` a file with a state dict.
+            state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
+                For `fabric.load_raw` the model.
+            strict: whether the model must have exactly the saved weights and buffers.
+            weights_only: see `torch.load`; for `fabric.load_raw` only.
+
+        Returns:
+            Everything else in the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or of another model.
+        """
+        optimizer = self._session.optimizer
+        if isinstance(state, (Optimizer, ZenFlowZeroOptimizer)):
+            raise MisconfigurationException(
+                "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
+            )
+        if isinstance(state, Module):
+            # DeepSpeed's engine names its parameters "module.NAME".
+            self.flush()
+            super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
+            if optimizer is not None and state is self._engine:
+                optimizer.take_weights()
+            return {}
+        items = list((state or {}).values())
+        if not state or optimizer is None or not any(item is self._engine for item in items):
+            open_together(Path(path))
+            with refusing_other_models(Path(path)):
+                return super().load_checkpoint(path, state, strict, weights_only)
+        has_optimizer = any(item is optimizer for item in items)
+        client_state = self._session.load(self._engine, Path(path), strict=strict, optimizer_states=has_optimizer)
+        ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
+        # Private: what Lightning's own strategies load further objects with.
+        _move_state_into(client_state, state, keys=set(state) - ours)
+        return client_state
+
+    @override
+    def teardown(self) -> None:
+        """Ends the worker and releases the shared memory. Weights stay as they are; `flush` or `fabric.save` comes before.
+
+        Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to model, optimizer and Fabric any
+        more; a LightningModule refers to its Fabric.
+        """
+        if self._timeline is not None:
+            self._timeline.close()
+        self._session.close()
+        super().teardown()
+        if self.num_nodes * self.num_processes == 1:
+            self._rank_variables.restore()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("zenflow", cls, description="ZeRO-2 offload without stalls (ZenFlow)")
+
+    def _trained(self, what: str) -> ZenFlowZeroOptimizer:
+        optimizer = self._session.optimizer
+        if optimizer is None or optimizer.closed:
+            ended = "training has ended" if optimizer is not None else "no model has been set up"
+            raise RuntimeError(f"{what}: {ended}; call `model, optimizer = fabric.setup(model, optimizer)` before")
+        return optimizer
+
+    def _after_backward(self, what: str) -> ZenFlowStep:
+        step = self._trained(what).zenflow_step
+        if step.micro_batches == 0:
+            raise RuntimeError(
+                f"{what} must come after `fabric.backward(loss)`, got no backward pass since the last step"
+            )
+        return step
+
+    def _begin_forward(self, engine: Any, args: Any) -> None:
+        if not engine.module.training:
+            if self._meter is not None:
+                self._meter.pause()
+            self.flush()
+        elif torch.is_grad_enabled():
+            if self._meter is not None:
+                self._meter.resume()
+            self._session.begin_micro_batch()
+            self._forward.enter_context(self._session.span("forward"))
+
+    def _end_forward(self, engine: Any, args: Any, output: Any) -> None:
+        self._forward.close()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.flush()
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method for as long as its object is alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def register() -> None:
+    """Registers ``Fabric(strategy="zenflow")`` with Lightning; idempotent."""
+    if "zenflow" not in STRATEGY_REGISTRY:
+        ZenFlowStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -1,0 +1,114 @@
+"""Times of a training's steps, and the metrics and the summary that follow from them, whoever runs the loop."""
+
+import time
+from array import array
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.deferred.publish import EXPOSED_COPIES
+from lightning_zenflow.monitor.interface import MonitoredOptimizer
+from lightning_zenflow.monitor.metrics import CopySample, interval_metrics
+from lightning_zenflow.monitor.summary import Training, summary
+from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.tracing import Recording
+
+
+class StepMeter:
+    """Measures the steps of a training, from its own construction on. It never synchronises the device.
+
+    Args:
+        optimizer: source of the counters.
+
+    Attributes:
+        step_s: duration of each step so far: waits included, pauses excluded.
+        end_ns: end of the last step.
+    """
+
+    def __init__(self, optimizer: MonitoredOptimizer) -> None:
+        self.step_s = array("d")
+        self._optimizer = optimizer
+        self._n_read = 0
+        self._last_read = self._before = self._read()
+        self._recording: Recording | None = None
+        self._copies: CopySample | None = None
+        self._pause_ns: int | None = None
+        self._waited_s = 0.0
+        self.end_ns = time.perf_counter_ns()
+
+    @property
+    def recording(self) -> Recording | None:
+        """The step whose copies are being recorded."""
+        return self._recording
+
+    def end_step(self) -> None:
+        """Takes the time of a step."""
+        self.resume()
+        now_ns = time.perf_counter_ns()
+        self.step_s.append(1e-9 * (now_ns - self.end_ns))
+        self.end_ns = now_ns
+        if len(self.step_s) == 1:
+            # The summary averages over the steps behind the first.
+            self._before = self._read()
+
+    def pause(self) -> None:
+        """Excludes what follows, such as validation, from the step that is being measured."""
+        if self._pause_ns is None:
+            self._pause_ns = time.perf_counter_ns()
+            self._waited_s = self._waits_s()
+
+    def resume(self) -> None:
+        """Ends a pause, if there is one."""
+        if self._pause_ns is not None:
+            # The flush before validation is a stall of training.
+            waited_s = self._waits_s() - self._waited_s
+            self.end_ns += time.perf_counter_ns() - self._pause_ns - round(1e9 * waited_s)
+            self._pause_ns = None
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the steps since the last call, by name in `METRICS`; none if no step has ended since."""
+        if self._n_read == len(self.step_s):
+            return {}
+        before, self._last_read = self._last_read, self._read()
+        if self._recording is not None and self._recording.complete:
+            trace = self._recording.steps[0]
+            self._copies = CopySample(
+                d2h=trace.copied("d2h copies"),
+                h2d=trace.copied("h2d copies"),
+                exposed_h2d_s=trace.copied("h2d copies", EXPOSED_COPIES)[1],
+            )
+            self._recording = None
+        seconds = sum(self.step_s[self._n_read :])
+        self._n_read = len(self.step_s)
+        return interval_metrics(before, self._last_read, seconds=seconds, copies=self._copies)
+
+    def sample_copies(self, *, skip: int) -> None:
+        """Requests a recording of a step's copies for the next metrics, unless the last recording is incomplete.
+
+        Args:
+            skip: steps before it that are not recorded.
+        """
+        if self._recording is None:
+            self._recording = self._optimizer.telemetry.tracer.record(skip=skip, steps=1)
+
+    def summary(self, config: ZenFlowConfig, *, accumulate_grad_batches: int) -> str | None:
+        """Table and advice; None before the second step.
+
+        Args:
+            config: the training's.
+            accumulate_grad_batches: micro-batches of a step.
+        """
+        if len(self.step_s) < 2:
+            return None
+        training = Training(
+            step_s=self.step_s,
+            config=config,
+            worker_cores=len(self._optimizer.worker_cores),
+            dtype_bytes=self._optimizer.dtype.itemsize,
+            accumulate_grad_batches=accumulate_grad_batches,
+        )
+        return summary(training, self._before, self._read())
+
+    def _read(self) -> Reading:
+        return self._optimizer.counters.read(worker_pid=self._optimizer.worker_pid)
+
+    def _waits_s(self) -> float:
+        return sum(self._optimizer.telemetry.stalls.seconds.values())

@@ -1,0 +1,158 @@
+"""Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.worker.arena import Arena
+
+_WHERE = "call it between steps, such as in `on_train_batch_start` or `on_train_batch_end`"
+
+
+class FullState:
+    """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
+
+    DeepSpeed's functions call methods that it adds to each parameter. Its own read views of the arena, which may be some updates behind,
+    and become None when the optimizer is destroyed; `attach` replaces them.
+
+    Args:
+        step: the rank's step; its gradients are read.
+        arena: its states are read and written.
+        slices: of the rank's partition.
+        parameters: trained parameters, in the order in which `Slice.parameter` counts them.
+        names: of the parameters.
+        group: data-parallel ranks.
+        flush: makes the arena exact; raises an error if the exact state is lost.
+    """
+
+    def __init__(
+        self,
+        step: ZenFlowStep,
+        arena: Arena,
+        slices: Sequence[Slice],
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        flush: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._states = {None: arena.master, "exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
+        self._slices = {s.parameter: (index, s) for index, s in enumerate(slices)}
+        self._parameters = parameters
+        self._names = names
+        self._group = group
+        self._flush = flush
+
+    def attach(self) -> None:
+        """Replaces the methods that DeepSpeed has added to the parameters.
+
+        Private: `deepspeed.utils.tensor_fragment` calls these four by name.
+        """
+        for number, parameter in enumerate(self._parameters):
+            added: Any = parameter
+            added.get_full_hp_param = partial(self.read, number)
+            added.set_full_hp_param = partial(self.write, number)
+            added.get_full_hp_grad = partial(self.gradient, number)
+            added.set_full_hp_grad = partial(self.refuse_gradient, number)
+
+    def read(self, number: int, optim_state_key: str | None = None) -> Tensor:
+        """Exact state of a parameter after the last step; waits for updates that are pending.
+
+        Args:
+            number: of the parameter.
+            optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
+
+        Returns:
+            [*parameter.shape] float32, on the parameter's device.
+
+        Raises:
+            ValueError: there is no state of this name.
+            RuntimeError: the next step has begun.
+            WorkerError: training was interrupted, and the exact state is lost.
+        """
+        self._complete(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        state = self._state(optim_state_key)
+        return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
+
+    def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces the state of a parameter after the last step; the model shows it from the next step on.
+
+        Args:
+            number: of the parameter.
+            value: [*parameter.shape], any dtype and device.
+            optim_state_key: as for `read`.
+
+        Raises:
+            ValueError, RuntimeError, WorkerError: as for `read`; `value` has another shape.
+        """
+        self._complete(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        state, shape = self._state(optim_state_key), self._parameters[number].shape
+        if value.shape != shape:
+            raise ValueError(
+                f"the new value of {self._names[number]} must have the shape {list(shape)}, got {list(value.shape)}"
+            )
+        if number in self._slices:
+            _, s = self._slices[number]
+            state.narrow(0, s.begin, s.numel).copy_(value.detach().reshape(-1).narrow(0, s.start, s.numel))
+        self._step.state_written()
+
+    def gradient(self, number: int) -> Tensor:
+        """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
+
+        Args:
+            number: of the parameter.
+
+        Returns:
+            [*parameter.shape] float32, on the parameter's device; zero where the step did not use the parameter.
+
+        Raises:
+            ValueError: there is no gradient at this time.
+        """
+        if not self._step.has_gradients:
+            raise ValueError(
+                f"safe_get_full_grad({self._names[number]}): gradients are there after the backward pass of a step's last micro-batch and"
+                " before the step: call it in `on_before_optimizer_step`"
+            )
+        return self._whole(number, lambda index, _: self._step.gradient(index))
+
+    def refuse_gradient(self, number: int, value: Tensor) -> None:
+        """Refuses to replace a gradient.
+
+        Raises:
+            RuntimeError: says where gradients can be changed.
+        """
+        raise RuntimeError(
+            f"safe_set_full_grad({self._names[number]}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
+            " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
+        )
+
+    def _complete(self, number: int, caller: str) -> None:
+        """Makes the arena exact."""
+        if self._step.has_gradients and not self._step.is_exact:
+            # A flush would drop the step.
+            raise RuntimeError(
+                f"{caller}({self._names[number]}): updates are pending between backward and the optimizer step; {_WHERE}"
+            )
+        self._flush()
+
+    def _state(self, key: str | None) -> Tensor:
+        if key not in self._states:
+            raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
+        return self._states[key]
+
+    def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
+        """Puts together what the ranks hold of a parameter."""
+        parameter = self._parameters[number]
+        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if number in self._slices:
+            index, s = self._slices[number]
+            flat.narrow(0, s.start, s.numel).copy_(part(index, s))
+        dist.all_reduce(flat, group=self._group)
+        return flat.view(parameter.shape)

@@ -1,0 +1,108 @@
+"""The worker's AdamW in torch, with the same bits: each operation rounded once to float32, moments rounded as the arena holds them.
+
+`csrc/replay/replay_adamw.h` has the operations, `csrc/replay/stochastic_rounding.h` the noise.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference import Group
+
+_MASK = 0xFFFFFFFF
+
+
+def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """a * b + c of float32 values, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, 2008), after which rounding to float32 is right.
+    """
+    product, addend = a.double() * _float32(b).double(), _float32(c).double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    towards = torch.copysign(torch.full_like(error, math.inf), error)
+    is_even = total.view(torch.int64) & 1 == 0
+    return torch.where((error != 0) & is_even, torch.nextafter(total, towards), total).float()
+
+
+def noise_seed(step: int) -> int:
+    """The low half of splitmix64's output for a step."""
+    x = step * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) & _MASK
+
+
+def noise_of(seed: int, element: Tensor) -> Tensor:
+    """Uniform in 0 to 65535; int64 like `element`, the index in the partition."""
+    # Products wrap around modulo 2^64, of which the low half counts.
+    x = (element * 0x9E3779B1 + seed) & _MASK
+    return ((x ^ (x >> 15)) * 0x85EBCA77 & _MASK) >> 16
+
+
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """Finite float32 values that bfloat16 has, from float32 ones that are not negative."""
+    bits = values.view(torch.int32).long() + noise
+    return (bits >> 16 << 16).int().view(torch.float32)
+
+
+@dataclass(kw_only=True)
+class ReplayedAdamW:
+    """The arena's state, one tensor a parameter, all float32.
+
+    Args:
+        master: initial weights.
+        elements: index in the partition of each weight, int64.
+    """
+
+    master: list[Tensor]
+    elements: Sequence[Tensor]
+    exp_avg: list[Tensor] = field(init=False)
+    exp_avg_sq: list[Tensor] = field(init=False)
+    count: int = 0
+    """Steps that were applied."""
+
+    def __post_init__(self) -> None:
+        self.master = [w.detach().float() for w in self.master]
+        self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(w) for w in self.master] for _ in range(2))
+
+    def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], factor: float) -> None:
+        """Applies one gradient and one group a parameter, in 32 bits; nothing, if `factor` is not finite."""
+        if not math.isfinite(factor):
+            return
+        self.count += 1
+        for i, (gradient, h) in enumerate(zip(gradients, groups, strict=True)):
+            w = self.master[i]
+            step_size = -h.lr / (1 - h.beta1**self.count)
+            inv_sqrt = 1 / math.sqrt(1 - h.beta2**self.count)
+            g = gradient.float() * _float32(factor)
+            if h.weight_decay and not h.decoupled:
+                g = fma(w, h.weight_decay, g)
+            m = fma(g, 1 - h.beta1, self.exp_avg[i] * _float32(h.beta1))
+            v = fma(g * g, 1 - h.beta2, self.exp_avg_sq[i] * _float32(h.beta2))
+            # torch's vectorised root of float32 is not always rounded right.
+            u = m / fma(v.double().sqrt().float(), inv_sqrt, h.eps)
+            if h.weight_decay and h.decoupled:
+                w = fma(w, -h.lr * h.weight_decay, w)
+            self.master[i], self.exp_avg[i], self.exp_avg_sq[i] = fma(u, step_size, w), m, v
+
+    def close_windows(self, closing: Sequence[Tensor], last_step: int) -> None:
+        """Rounds the moments to bfloat16, as the worker does at the end of a window.
+
+        Args:
+            closing: for each parameter, which elements are in a block whose window ends with `last_step`, bool.
+            last_step: counted from 1, skipped ones included.
+        """
+        seed = noise_seed(last_step)
+        for i, (of_parameter, element) in enumerate(zip(closing, self.elements, strict=True)):
+            m, v = self.exp_avg[i], self.exp_avg_sq[i]
+            self.exp_avg[i] = torch.where(of_parameter, m.bfloat16().float(), m)
+            self.exp_avg_sq[i] = torch.where(of_parameter, round_stochastically(v, noise_of(seed, element)), v)
+
+
+def _float32(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64).float()

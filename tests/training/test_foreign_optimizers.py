@@ -1,0 +1,63 @@
+"""torch's own list of optimizer inputs: each of Adam and AdamW trains as torch's optimizer, or is refused by the option's name."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from harness import fit
+from lightning_zenflow import ZenFlowStrategy
+from models import TINY, LinearLossModule
+from side_by_side import NOTHING_LATE
+
+pytest.importorskip("expecttest", reason="torch's list of optimizers needs it; the extra `test` has it")
+from torch.testing._internal.common_optimizers import optim_db
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+REFUSED = ("amsgrad", "maximize", "differentiable")
+
+INPUTS = [
+    pytest.param(info.optim_cls, entry, id=f"{info.optim_cls.__name__}, {entry.desc}")
+    for info in optim_db
+    if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)
+    for entry in info.optim_inputs_func("cpu")
+]
+
+
+class Given(LinearLossModule):
+    """With an optimizer of the list; every parameter has a gradient in every step.
+
+    Args:
+        kind: its class.
+        keys: its arguments.
+    """
+
+    def __init__(self, kind: type, keys: dict[str, Any]) -> None:
+        super().__init__(shapes=TINY)
+        self.kind, self.keys = kind, keys
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), **self.keys)
+
+
+@pytest.mark.parametrize(("kind", "entry"), INPUTS)
+def test_an_input_of_torchs_list(kind: type, entry: Any) -> None:
+    keys = entry.kwargs
+    ours, theirs = Given(kind, keys), Given(kind, keys)
+    refused = [key for key in REFUSED if keys.get(key)]
+    if refused:
+        with pytest.raises(MisconfigurationException, match=f"{refused[0]} must be False, got True"):
+            fit(ours, ZenFlowStrategy(**NOTHING_LATE))
+        return
+    fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=5)
+    fit(theirs, "auto", steps=5)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_the_list_has_both_optimizers() -> None:
+    assert len(INPUTS) >= 2 * 5

@@ -1,0 +1,201 @@
+"""Whole fp32 weights, moments and gradients of single parameters, by DeepSpeed's functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor
+from typing_extensions import override
+
+from harness import fit
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.worker.process import WorkerError
+from models import TINY, LinearLossModule
+from reference import adamw_reference
+from side_by_side import NOTHING_LATE
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "full_warm_up_rounds": 0}
+KEYS: dict[str, dict[str, Any]] = {
+    "nothing late": NOTHING_LATE,
+    "late": LATE,
+    "in backward": {"update_interval": 1, "publish_lag": 0},
+}
+
+
+class At(pl.Callback):
+    """Calls a function at one of Lightning's hooks."""
+
+    def __init__(self, hook: str, action: Callable[[pl.LightningModule], None]) -> None:
+        setattr(self, hook, lambda trainer, module, *_: action(module))
+
+
+def linear() -> LinearLossModule:
+    return LinearLossModule(length=200)
+
+
+def read(module: pl.LightningModule) -> list[list[Tensor | None]]:
+    return [
+        [safe_get_full_fp32_param(p), *(safe_get_full_optimizer_state(p, key) for key in ("exp_avg", "exp_avg_sq"))]
+        for p in module.parameters()
+    ]
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients(keys: dict[str, Any], accumulate: int) -> None:
+    """Of the whole step, for every parameter, those included that the last micro-batch or the whole step does not use."""
+    seen: list[list[Tensor | None]] = []
+    model = LinearLossModule(length=200, accumulate=accumulate)
+    peek = At("on_before_optimizer_step", lambda m: seen.append([safe_get_full_grad(p) for p in m.parameters()]))
+    fit(model, ZenFlowStrategy(**keys), steps=6, callbacks=[peek], accumulate_grad_batches=accumulate)
+    for step, gradients in enumerate(seen):
+        for i, gradient in enumerate(gradients):
+            of_micro = [model.gradient(i, step, micro, 0) for micro in range(accumulate)]
+            wanted = sum(g for g in of_micro if g is not None) / accumulate
+            torch.testing.assert_close(gradient, torch.as_tensor(wanted).expand_as(model.weights[i]))
+
+
+def test_gradients_are_there_before_the_step_only() -> None:
+    with pytest.raises(ValueError, match=r"safe_get_full_grad\(weights.0\): .* call it in `on_before_optimizer_step`"):
+        fit(linear(), callbacks=[At("on_train_batch_end", lambda m: safe_get_full_grad(next(m.parameters())))])
+
+
+def test_gradients_cannot_be_replaced() -> None:
+    def replace(module: pl.LightningModule) -> None:
+        for p in module.parameters():
+            safe_set_full_grad(p, torch.zeros_like(p))
+
+    with pytest.raises(RuntimeError, match=r"safe_set_full_grad\(weights.0\): .*`parameter.register_hook"):
+        fit(linear(), callbacks=[At("on_before_optimizer_step", replace)])
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+def test_state_between_steps_and_after_fit_is_exact(keys: dict[str, Any]) -> None:
+    seen: list[list[list[Tensor | None]]] = []
+    model = linear()
+    peek = At("on_train_batch_end", lambda m: seen.append(read(m)) if m.global_step in (3, 7) else None)
+    before = [p.detach().clone() for p in model.parameters()]
+    fit(model, ZenFlowStrategy(**keys), steps=7, callbacks=[peek])
+    gradients = [[model.gradient(i, step, 0, 0) for i in range(len(before))] for step in range(7)]
+    for state, steps in ((seen[0], 3), (seen[1], 7), (read(model), 7)):
+        compare(model, before, gradients[:steps], state)
+
+
+def compare(
+    model: LinearLossModule,
+    before: list[Tensor],
+    gradients: list[list[Tensor | None]],
+    state: list[list[Tensor | None]],
+) -> None:
+    """With AdamW in float64."""
+    groups = model.parameter_groups()
+    number = {id(p): i for i, p in enumerate(model.parameters())}
+    order = [number[id(p)] for group in groups for p in group]
+    options = [
+        [h for h, ps in zip(model.optimizer_options.groups(step), groups, strict=True) for _ in ps]
+        for step in range(len(gradients))
+    ]
+    in_order = [[g[i] if g[i] is not None else torch.zeros_like(before[i]) for i in order] for g in gradients]
+    exact = adamw_reference([before[i] for i in order], in_order, options)
+    for place, i in enumerate(order):
+        for ours, theirs in zip(state[i], (exact.weights, exact.exp_avg, exact.exp_avg_sq), strict=True):
+            assert ours is not None
+            torch.testing.assert_close(ours.double(), theirs[place], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_written_state_is_what_training_goes_on_with(keys: dict[str, Any], accumulate: int) -> None:
+    """Between steps, or before a step's last micro-batch: pending updates do not change it, and device-owned columns follow."""
+    model = LinearLossModule(length=200, accumulate=accumulate)
+    # In one block of columns of any size, and in a vector.
+    value = [torch.full_like(p, 0.25 * i) for i, p in enumerate(model.parameters(), 1)]
+    batches = 0
+
+    def write(module: pl.LightningModule) -> None:
+        nonlocal batches
+        batches += 1
+        if batches == 5 * accumulate + accumulate // 2:
+            for p, v in zip(module.parameters(), value, strict=True):
+                safe_set_full_fp32_param(p, v)
+                safe_set_full_optimizer_state(p, 0 * v, "exp_avg")
+                safe_set_full_optimizer_state(p, v, "exp_avg_sq")
+            for v, state in zip(value, read(module), strict=True):
+                for ours, theirs in zip(state, (v, 0 * v, v), strict=True):
+                    assert ours is not None and torch.equal(ours, theirs)
+
+    fit(
+        model,
+        ZenFlowStrategy(**keys),
+        steps=6,
+        callbacks=[At("on_train_batch_end", write)],
+        accumulate_grad_batches=accumulate,
+    )
+    for i, (v, state) in enumerate(zip(value, read(model), strict=True)):
+        gradient = sum(g for micro in range(accumulate) if (g := model.gradient(i, 5, micro, 0)) is not None)
+        group = model.optimizer_options.groups(5)[0 if v.dim() > 1 else 1]
+        exp_avg = (1 - group.beta1) * torch.as_tensor(gradient) / accumulate
+        exp_avg_sq = group.beta2 * v + (1 - group.beta2) * (torch.as_tensor(gradient) / accumulate) ** 2
+        step_size = group.lr / (1 - group.beta1**6)
+        update = exp_avg / (exp_avg_sq.sqrt() / (1 - group.beta2**6) ** 0.5 + group.eps)
+        weight = v * (1 - group.lr * group.weight_decay) - step_size * update
+        for ours, theirs in zip(state, (weight, exp_avg.expand_as(v), exp_avg_sq), strict=True):
+            assert ours is not None
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]] = {
+    "no such moment": (
+        "on_train_batch_end",
+        lambda p: safe_get_full_optimizer_state(p, "momentum"),
+        ValueError,
+        "optim_state_key must be 'exp_avg' or 'exp_avg_sq', got 'momentum'",
+    ),
+    "another shape": (
+        "on_train_batch_end",
+        lambda p: safe_set_full_fp32_param(p, torch.zeros(3)),
+        ValueError,
+        r"new value of weights.0 must have the shape \[31, 29\], got \[3\]",
+    ),
+    "before the step": (
+        "on_before_optimizer_step",
+        safe_get_full_fp32_param,
+        RuntimeError,
+        "updates are pending between backward and the optimizer step; call it between steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    hook, action, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        fit(linear(), ZenFlowStrategy(**LATE), callbacks=[At(hook, lambda m: action(next(m.parameters())))])
+
+
+class Interrupted(LinearLossModule):
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise KeyError("the user's own mistake")
+        return super().training_step(batch, batch_idx)
+
+
+def test_after_an_interruption_the_state_is_lost() -> None:
+    model = Interrupted(shapes=TINY)
+    with pytest.raises(KeyError, match="the user's own mistake"):
+        fit(model, ZenFlowStrategy(**LATE))
+    with pytest.raises(WorkerError, match="the exact optimizer state is lost"):
+        read(model)

@@ -1,0 +1,129 @@
+"""Slots and publish buffers that are used again within a step: their number is the schedule's, and neither it nor the worker's speed
+changes a bit."""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.schedule.staggered import StaggeredSchedule
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from same_bits import assert_same_run, assert_same_state
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+BUCKETS = {"reduce_bucket_size": 200, "worker_cores": 1}
+CASE = Case(model="TiedNet", steps=9, topk_ratio=0.3, update_interval=1, publish_lag=0, strategy_options=BUCKETS)
+CASES = {
+    "S=1, d=0": CASE,
+    "S=2, d=0": replace(CASE, update_interval=2),
+    "S=4, d=0": replace(CASE, update_interval=4, steps=13),
+    "S=1, d=0, at the end": CASE.with_keys(optimizer_in_backward=False),
+    "S=1, d=1": replace(CASE, publish_lag=1),
+    "S=4, d=1": replace(CASE, update_interval=4, publish_lag=1, steps=13),
+    "S=2, d=3": replace(CASE, update_interval=2, publish_lag=3).with_keys(**APPROXIMATE),
+}
+COMMIT_EARLY = {
+    "accumulation on the host": replace(CASE, accumulate=2).with_keys(accumulate_on="host"),
+    "accumulation on the host, S=4": replace(CASE, update_interval=4, steps=13, accumulate=2).with_keys(
+        accumulate_on="host", **APPROXIMATE
+    ),
+    "reselection": CASE.with_keys(**RESELECTING),
+    "clipped, not finite": replace(
+        CASE, model="LinearLossModule", max_norm=0.5, accumulate=2, model_options={"not_finite": {(4, 0): float("nan")}}
+    ).with_keys(accumulate_on="host"),
+    "flushes": replace(CASE, accumulate=2, flush_after=(3, 4, 7)).with_keys(accumulate_on="host"),
+    "layers that are not used in every step": replace(CASE, model_options={"used_every": 3}),
+}
+"""Steps in which windows hold gradients that are shown already, and more blocks than usual need a slot at once."""
+
+
+@dataclass
+class Watched:
+    """A run, and the memory that it took."""
+
+    run: Run
+    schedule: StaggeredSchedule
+    slots: int
+    """In use at most."""
+    buffers: int
+    causes: Counter[str] = field(default_factory=Counter)
+    """Waits by cause, and early commits."""
+
+
+def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
+    """Runs a case.
+
+    Args:
+        case: the case.
+        answers: what the training thread sees before it waits: that the worker is never, or always, done. None: whether it is.
+        more: slots and buffers beyond the schedule's number.
+    """
+    seen: dict[str, Any] = {"slots": 0, "buffers": 0}
+    causes: Counter[str] = Counter()
+    take, send, commit = SlotPool._slot_of, JobQueue._send, JobQueue._commit_early
+    n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
+    assert n_slots is not None and n_buffers is not None
+
+    def watched_take(self: SlotPool, block: int) -> int:
+        slot = take(self, block)
+        seen["slots"] = max(seen["slots"], self.n_slots - self.n_free)
+        return slot
+
+    def watched_send(self: JobQueue, *args: Any, **kwargs: Any) -> Any:
+        seen["schedule"] = self._staggered
+        seen["buffers"] = max(seen["buffers"], self._n_buffers - len(self._free_buffers))
+        return send(self, *args, **kwargs)
+
+    def watched_commit(self: JobQueue) -> None:
+        causes["early commit"] += 1
+        commit(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotPool, "_slot_of", watched_take)
+        patch.setattr(JobQueue, "_send", watched_send)
+        patch.setattr(JobQueue, "_commit_early", watched_commit)
+        patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
+        patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))
+        if answers is not None:
+            patch.setattr(SupervisedWorker, "has_answered", lambda self: answers)
+        run = run_here(case)
+    return Watched(run=run, causes=causes, **seen)
+
+
+@functools.cache
+def without_limits(name: str) -> Run:
+    """The run with so many slots and buffers that none is used twice in a step."""
+    watched = watch({**CASES, **COMMIT_EARLY}[name], more=200)
+    assert watched.causes["early commit"] == 0
+    return watched.run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> None:
+    """The worker is never seen to be done before it is waited for, as beside a device that runs behind the host."""
+    watched = watch(CASES[name], answers=False)
+    assert watched.schedule.n_blocks >= CASES[name].update_interval
+    # Where the tests' first step is synchronous and n_blocks no multiple of S, not all are reached.
+    assert watched.schedule.n_slots - watched.schedule.update_interval <= watched.slots <= watched.schedule.n_slots
+    assert watched.buffers == watched.schedule.n_publish_buffers
+    assert watched.causes["early commit"] == 0
+    assert_same_run(watched.run, without_limits(name))
+
+
+@pytest.mark.parametrize("answers", [False, True, None], ids=["late", "early", "as it is"])
+@pytest.mark.parametrize("name", COMMIT_EARLY)
+def test_the_same_bits_where_windows_commit_early(name: str, answers: bool | None) -> None:
+    watched = watch(COMMIT_EARLY[name], answers=answers)
+    assert watched.slots <= watched.schedule.n_slots
+    assert watched.causes["early commit"] > 0
+    if COMMIT_EARLY[name].max_norm:
+        # What is shown has predicted factors; the gradients of this model do not depend on it.
+        assert_same_state(watched.run, without_limits(name))
+    else:
+        assert_same_run(watched.run, without_limits(name))

@@ -1,0 +1,132 @@
+"""Blocks whose gradients come too late in backward: a lag of one step for them alone, or device-owned entirely."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import AUTO, EVERYTHING, Case, Run, run_here
+from rank_processes import run_on_ranks
+from reference import blocks_of_elements
+from same_bits import assert_same_run, assert_same_state, assert_same_tensors
+from worker_killer import KillsWorker
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+N_BLOCKS = 16
+LAST = (0, 1, 2)
+BEGIN = 3
+LAG, DEVICE = (BEGIN, 1, 0, LAST, False), (BEGIN, 1, 0, LAST, True)
+CASE = Case(steps=14, topk_ratio=0.3, schedules=(LAG,), strategy_options={**AUTO, "tail": "lag"})
+CLIPPED = replace(CASE, max_norm=1.0)
+HISTORY = (
+    (BEGIN, 1, 0, LAST[:2], True),
+    (6, 2, 0),
+    (9, 2, 1),
+    (12, 1, 0, (*LAST, 7), True),
+    (16, 4, 0),
+    (21, 1, 0),
+)
+CASES = {
+    "lag": CASE,
+    "lag, clipped": CLIPPED,
+    "device": replace(CASE, schedules=(DEVICE,)),
+    "device, clipped": replace(CLIPPED, schedules=(DEVICE,)),
+    "S=2, lag": replace(CLIPPED, schedules=((BEGIN, 2, 0, LAST, False),)),
+    "S=2, device": replace(CLIPPED, schedules=((BEGIN, 2, 0, LAST, True),)),
+    "nothing else on the device": replace(CLIPPED, topk_ratio=0, schedules=(DEVICE,)),
+    "accumulated": replace(CLIPPED, accumulate=2),
+    "accumulated on the host, device": replace(CLIPPED, accumulate=2, schedules=(DEVICE,)).with_keys(
+        accumulate_on="host"
+    ),
+    "flushes": replace(CLIPPED, flush_after=(4, 5, 9)),
+    "flushes, device": replace(CLIPPED, flush_after=(4, 5, 9), schedules=(DEVICE,)),
+    "bf16": replace(CLIPPED, precision="bf16-true"),
+    "warm-up": replace(CLIPPED, warm_up=5, schedules=(DEVICE,)),
+    "frozen and unfrozen": replace(
+        CLIPPED,
+        model="FreezingModule",
+        model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}},
+        schedules=(DEVICE,),
+    ),
+    "changes, everything": replace(CLIPPED, steps=28, schedules=HISTORY).with_keys(
+        **{**EVERYTHING, "select_interval": 5}
+    ),
+    "every block": replace(CLIPPED, schedules=((BEGIN, 1, 0, tuple(range(N_BLOCKS)), False),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_exact_state_is_adamws(name: str) -> None:
+    run, expected = run_here(CASES[name]), run_here(CASES[name].exact())
+    assert_same_state(run, expected)
+    assert_same_tensors(run.weights, expected.weights, "the weight at the end")
+
+
+def blocks(case: Case, *, world_size: int = 1) -> list[Tensor]:
+    return blocks_of_elements(case.make_model().parameter_groups(), N_BLOCKS, world_size)
+
+
+def assert_shows(run: Run, exact: Run, late: list[Tensor]) -> None:
+    """Shown weights are AdamW's, and where they are late those of a step before."""
+    for step, shown in enumerate(run.shown):
+        for i, weights in enumerate(shown):
+            lag = late[i] & (step > BEGIN)
+            assert torch.equal(weights, torch.where(lag, exact.shown[max(0, step - 1)][i], exact.shown[step][i]))
+
+
+def test_only_the_tail_is_late_and_nothing_is_where_the_device_owns_it() -> None:
+    case = replace(CASE, topk_ratio=0)
+    exact = run_here(case.exact())
+    late = [torch.isin(b, torch.tensor(LAST)) for b in blocks(case)]
+    assert any(of_parameter.any() for of_parameter in late)
+    assert_shows(run_here(case), exact, late)
+    owned = run_here(replace(case, schedules=(DEVICE,)))
+    assert_shows(owned, exact, [torch.zeros_like(of_parameter) for of_parameter in late])
+
+
+def test_provisional_updates_and_weight_prediction_are_the_tails_alone() -> None:
+    """The others still show AdamW's own bits; the tail shows neither those nor the weights of a step before."""
+    case = replace(CASE, topk_ratio=0).with_keys(weight_prediction="auto", provisional_scale="auto")
+    exact, run = run_here(case.exact()), run_here(case)
+    for b, *shown in zip(blocks(case), run.shown[-1], exact.shown[-1], exact.shown[-2], strict=True):
+        ours, now, before = shown
+        late = torch.isin(b, torch.tensor(LAST))
+        assert torch.equal(ours[~late], now[~late])
+        if late.any():
+            assert not torch.equal(ours[late], now[late])
+            assert not torch.equal(ours[late], before[late])
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["lag", "device"])
+def test_a_resumed_run_continues_bit_for_bit(on_device: bool, tmp_path: Path) -> None:
+    case = replace(CLIPPED, model="SmallNet", schedules=((BEGIN, 1, 0, LAST, on_device),)).with_keys(**EVERYTHING)
+    saved = replace(case, save_at=8, checkpoint=str(tmp_path / "8.ckpt"))
+    whole = run_here(saved)
+    rest = run_here(replace(saved, save_at=0, schedules=((100, 1, 0),)))
+    assert len(rest.shown) == case.steps - 8
+    assert_same_state(rest, whole)
+    assert rest.losses == whole.losses[8:]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["lag", "device"])
+def test_a_killed_worker_changes_no_bit(on_device: bool) -> None:
+    case = replace(CLIPPED, model="SmallNet", schedules=((BEGIN, 1, 0, LAST, on_device),)).with_keys(
+        **EVERYTHING, max_worker_restarts=1000
+    )
+    killer = KillsWorker(seed=1)
+    run = run_here(case, callbacks=[killer])
+    assert killer.kills > 0
+    assert_same_run(run, run_here(case))
+
+
+def test_two_ranks() -> None:
+    """Each rank has a tail of its own; on the second one other parameters arrive last."""
+    cases = {name: replace(CLIPPED, schedules=(entry,)) for name, entry in (("lag", LAG), ("device", DEVICE))}
+    runs = run_on_ranks({**cases, "exact": CLIPPED.exact()})
+    for name in cases:
+        for run in runs[name]:
+            assert_same_state(run, runs["exact"][0])
+            assert_same_tensors(run.weights, runs["exact"][0].weights, "the weight at the end")
