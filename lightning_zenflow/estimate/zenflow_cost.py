@@ -1,10 +1,13 @@
 """Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
 
+from collections.abc import Sequence
+
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
-from lightning_zenflow.schedule.auto_policy import SchedulePolicy
+from lightning_zenflow.schedule.auto_policy import LARGEST_TAIL, SchedulePolicy
+from lightning_zenflow.schedule.candidates import candidates_of, that_fit
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 
 BACKWARD_SHARE = 2 / 3
@@ -79,15 +82,18 @@ class ZenFlowCost:
 
     def host_bytes(self) -> float:
         """Host memory of the arena."""
+        return self._arena_bytes(self._schedules, n_late=round(self.tail * self._n_blocks))
+
+    def _arena_bytes(self, schedules: Sequence[UpdateSchedule], *, n_late: int) -> float:
         return arena_bytes_of(
             self._partition,
             n_blocks=self._n_blocks,
-            schedules=self._schedules,
+            schedules=schedules,
             dtype_bytes=self._workload.dtype_bytes,
             owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
             offload=self._config.offload,
             in_backward=self._in_backward,
-            n_late=round(self.tail * self._n_blocks),
+            n_late=n_late,
             moment_bytes=self._moment_bytes,
         )
 
@@ -109,12 +115,7 @@ class ZenFlowCost:
 
     def _simulate(self) -> list[SimulatedStep]:
         workload, config = self._workload, self._config
-        policy = SchedulePolicy(
-            config.update_intervals,
-            config.publish_lags,
-            hides_in_backward=self._in_backward,
-            allows_tail=config.allows_tail,
-        )
+        policy = self._policy()
         return simulate(
             policy,
             n_steps=_SIMULATED_STEPS if config.measures else 2 * _SETTLED_STEPS,
@@ -124,6 +125,23 @@ class ZenFlowCost:
             early_share=self._last_backward_s / workload.step_s if self._in_backward else 0.0,
             # The largest matrix is usually the embedding, whose gradient is the last.
             last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
+        )
+
+    def _policy(self) -> SchedulePolicy:
+        """`auto`, with the schedules that the host has memory for."""
+        config, host_mem = self._config, self._machine.host_mem
+
+        def fits(schedules: Sequence[UpdateSchedule], n_late: int = 0) -> bool:
+            n_bytes = self._arena_bytes(schedules, n_late=n_late) * self._machine.ranks_per_host
+            return host_mem is None or n_bytes <= host_mem * GB
+
+        candidates = candidates_of(config.update_intervals, config.publish_lags)
+        kept = that_fit(candidates, fits)
+        has_room = not kept or fits(kept, n_late=round(LARGEST_TAIL * self._n_blocks))
+        return SchedulePolicy(
+            kept or candidates,
+            hides_in_backward=self._in_backward,
+            allows_tail=config.allows_tail and (has_room or config.tail != "auto"),
         )
 
     def _job_s(self, n_gradients: int, schedule: UpdateSchedule) -> float:

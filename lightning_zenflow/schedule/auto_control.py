@@ -170,8 +170,10 @@ class ScheduleControl:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
         self._auto.load_state_dict(state)
-        # Missing in checkpoints of versions without them.
-        self.tail, self.owns_tail = frozenset(state.get("tail_blocks", ())), state.get("owns_tail", False)
+        # Missing in checkpoints of versions without them; without memory for a tail, the policy has not taken the saved one.
+        has_tail = self._auto.tail > 0
+        self.tail = frozenset(state.get("tail_blocks", ()) if has_tail else ())
+        self.owns_tail = has_tail and state.get("owns_tail", False)
         self._sent = None
         self.waits = False
         self.interrupt()
