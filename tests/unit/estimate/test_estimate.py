@@ -311,5 +311,3 @@ def test_auto_takes_no_schedule_that_the_host_has_no_memory_for() -> None:
     assert short.zenflow.fits_host
     assert short.fastest.fits_host
     assert short.schedule.update_interval > 1
-
-

@@ -47,6 +47,8 @@ def test_what_is_kept_has_room_for_every_change_and_shorter_windows(n: int) -> N
     assert slots(n)(pair)
     for schedule in kept:
         shorter = [
-            c for c in CANDIDATES if c.publish_lag == schedule.publish_lag and c.update_interval < schedule.update_interval
+            c
+            for c in CANDIDATES
+            if c.publish_lag == schedule.publish_lag and c.update_interval < schedule.update_interval
         ]
         assert set(shorter) <= set(kept)
