@@ -69,7 +69,7 @@ SETTINGS = {
         title="examples/glue.py on its bundled sample, from a language model of its sentences",
     ),
     "delay_quick": _delay(
-        "small_gpt", 400, "byte-level GPT from random weights, 2 layers of width 64, 400 steps", lrs=(2e-3, 4e-3)
+        "small_gpt", 400, "byte-level GPT from random weights, 2 layers of width 64, 400 steps", lrs=(1e-3, 2e-3)
     ),
     "delay_small": _delay("small_gpt", 3000, "byte-level GPT from random weights, 2 layers of width 64, 3000 steps"),
     "delay_large": _delay("large_gpt", 3000, "byte-level GPT from random weights, 4 layers of width 128, 3000 steps"),
