@@ -27,8 +27,8 @@ class OutOfMemoryKills:
         for where, count in now.items():
             if count > before.get(where, 0):
                 return (
-                    f"The kernel's out-of-memory killer ended {count - before.get(where, 0)} process(es) meanwhile, says {where}: host memory"
-                    " is too small. Use moments_dtype='bfloat16', smaller values of update_interval, publish_lag or max_update_interval,"
+                    f"The kernel's out-of-memory killer ended {count - before.get(where, 0)} process(es) meanwhile, says {where}: host"
+                    " memory is too small. Use moments_dtype='bfloat16', smaller values of update_interval, publish_lag or max_update_interval,"
                     " fewer processes of data loaders, or give the job more memory"
                 )
         return None

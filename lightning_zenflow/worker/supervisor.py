@@ -202,8 +202,8 @@ class SupervisedWorker:
             self._restart_times.popleft()
         if len(self._restart_times) >= self._max_restarts:
             raise WorkerError(
-                f"{death}{because}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the limit"
-                f" max_worker_restarts={self._max_restarts};"
+                f"{death}{because}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the"
+                f" limit max_worker_restarts={self._max_restarts};"
                 f" {'take less memory' if cause else 'find out what kills it'}, or raise the limit"
             ) from death
         self._restart_times.append(now)

@@ -1,7 +1,7 @@
 """A rank of a training on several nodes; run as a script by torchrun, or as a task of SLURM.
 
 Arguments: a folder, the number of steps, and a checkpoint to continue from or "". Saves ``saved.ckpt`` after `SAVED_AT` steps, then writes
-the number of its process to ``RANK.pid``. Whatever the number of ranks, the gradients are those of one. Rank 0 writes the result at the end.
+the number of its process to ``RANK.pid``. The gradients are those of one rank, whatever their number. Rank 0 writes the result.
 """
 
 import os

@@ -87,7 +87,9 @@ def test_a_worker_that_cannot_run(name: str, arena: Arena, tmp_path: Path, monke
     damage(path)
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(WorkerError, match=rf"{path} cannot run on this machine .*: .*{reason}.*; .* build it here: `pip") as caught:
+    with pytest.raises(
+        WorkerError, match=rf"{path} cannot run on this machine .*: .*{reason}.*; .* build it here: `pip"
+    ) as caught:
         start(arena)
     assert "restarted" not in str(caught.value) and "\n" not in str(caught.value)
     del caught
@@ -132,7 +134,11 @@ def test_the_limit_of_a_control_group_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 V2 = ({"proc/self/cgroup": "0::/job\n"}, "sys/fs/cgroup/job/memory.events", "low 0\noom 3\noom_kill {}\n")
-V1 = ({"proc/self/cgroup": "4:memory:/job\n"}, "sys/fs/cgroup/memory/job/memory.oom_control", "under_oom 0\noom_kill {}\n")
+V1 = (
+    {"proc/self/cgroup": "4:memory:/job\n"},
+    "sys/fs/cgroup/memory/job/memory.oom_control",
+    "under_oom 0\noom_kill {}\n",
+)
 MACHINE = ({}, "proc/vmstat", "nr_free_pages 5\noom_kill {}\n")
 
 
