@@ -2,8 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from lightning_zenflow.zero.config import refuse_options, says_bucket_size, set_
 from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
 from lightning_zenflow.zero.environment import rank_resources
+from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import frozen_parameters, refuse_unfrozen
 from lightning_zenflow.zero.user_optimizer import refuse_parameters_of_no_module
@@ -59,6 +60,7 @@ class Session:
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self.deepspeed_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._torch_threads: int | None = None
+        self._lost_ranks: LostRanks | None = None
 
     def set_up(
         self,
@@ -69,6 +71,7 @@ class Session:
         deepspeed_config: dict[str, Any],
         device: torch.device,
         ranks_on_host: int,
+        node: int,
     ) -> Built:
         """Builds the engine with ZenFlow's optimizer; all ranks call it together.
 
@@ -79,7 +82,9 @@ class Session:
             deepspeed_config: what `initialize` gives to DeepSpeed; the bucket size is set in it.
             device: this rank's.
             ranks_on_host: ranks that share the host's memory.
+            node: number of this rank's node, for messages.
         """
+        self._lost_ranks = LostRanks(node)
         resources = rank_resources(self.config, device, ranks_on_host=ranks_on_host)
         if device.type == "cpu":
             self._torch_threads = torch.get_num_threads()
@@ -137,8 +142,24 @@ class Session:
         self.optimizer.flush()
         return load_together(engine, self.optimizer, path, strict=strict, optimizer_states=optimizer_states)
 
+    def explain(self, error: BaseException) -> None:
+        """Adds to an error of the communication between ranks which ones are lost."""
+        if self._lost_ranks is not None:
+            self._lost_ranks.explain(error)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Context whose errors are explained."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+
     def close(self) -> None:
         """Ends the worker. May be called again."""
+        if self._lost_ranks is not None:
+            self._lost_ranks.close()
         if self.optimizer is not None:
             # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
             self.optimizer.destroy()

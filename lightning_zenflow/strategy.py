@@ -180,6 +180,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
             deepspeed_config=self.config,
             device=self.root_device,
             ranks_on_host=self.num_processes,
+            node=self.node_rank,
         )
 
     @property
@@ -292,6 +293,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._over = True
+        self._session.explain(exception)
         super().on_exception(exception)
 
     @property

@@ -1,8 +1,5 @@
 // The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs in order
 // and exits on request or when the trainer is gone. protocol.h holds the contract.
-#include <fcntl.h>
-#include <sys/prctl.h>
-
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -24,6 +21,7 @@
 #include "worker/export.h"
 #include "worker/first_touch.h"
 #include "worker/layout.h"
+#include "worker/privileges.h"
 #include "worker/step_records.h"
 
 namespace zenflow {
@@ -180,15 +178,9 @@ void serve(const Options& options, Channel& channel) {
     }
 }
 
-// Neither this process nor a child of it can gain privileges, and no program that it would start inherits arena or socket.
-void give_up_privileges(const Options& options) {
-    // Refused only by kernels before 3.5, where the process is no worse off than without.
-    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-    for (const int fd : {options.arena_fd, options.socket_fd}) fcntl(fd, F_SETFD, FD_CLOEXEC);
-}
-
 int run(const Options& options) {
-    give_up_privileges(options);
+    give_up_privileges({options.arena_fd, options.socket_fd});
+    refuse_network_and_programs();
     // A terminal sends these to the whole process group; the trainer handles them, and the socket reports its death.
     std::signal(SIGINT, SIG_IGN);
     std::signal(SIGHUP, SIG_IGN);

@@ -11,10 +11,14 @@ import ctypes
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2(2)."""
+
+
+_PROBE_BYTES = 2**20
 
 
 def begin_save(path: Path) -> None:
@@ -63,6 +67,21 @@ def remove(path: Path) -> None:
 def staging_path(path: Path) -> Path:
     """Directory that is renamed to `path` when the checkpoint is complete."""
     return path.with_name(f".{path.name}.saving")
+
+
+def write_error(path: Path) -> OSError | None:
+    """Why nothing can be written beside or below `path`, which torch's file writer does not say; None if something can.
+
+    Call it before `abandon_save`, which makes room on a full disk.
+    """
+    folder = next(folder for folder in (staging_path(path), *path.parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        # A new one, which refers to no frame, and so to nothing that keeps a file open.
+        return OSError(error.errno, error.strerror)
+    return None
 
 
 def _set_aside(path: Path) -> Path:

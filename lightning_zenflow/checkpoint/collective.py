@@ -1,5 +1,6 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_zenflow.checkpoint.atomic import abandon_save, begin_save, commit_save, staging_path
+from lightning_zenflow.checkpoint.atomic import abandon_save, begin_save, commit_save, staging_path, write_error
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -49,10 +50,25 @@ def _attempt(path: Path, action: Callable[[], None]) -> None:
     try:
         action()
     except (OSError, RuntimeError) as reason:
-        # torch's file writer raises RuntimeError on a full disk.
-        error = OSError(f"checkpoint {path} could not be saved: {reason}; training can continue, save to another path")
-        error.__cause__ = reason
+        error = _failure(path, reason)
     raise_together(error, OSError)
+
+
+def _failure(path: Path, reason: Exception) -> OSError:
+    """An error with the cause and what to do about it."""
+    # torch's file writer raises RuntimeError, without a reason.
+    cause = reason if isinstance(reason, OSError) else write_error(path)
+    says = f"{cause or reason}; save to another path"
+    if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        says = (
+            f"the disk of {path.parent} is full ({cause.strerror}); delete files there, or save to another path. While a checkpoint is"
+            " saved, those before it stay: keep fewer with `ModelCheckpoint(save_top_k=...)`"
+        )
+    error = OSError(f"checkpoint {path} could not be saved: {says}; training can continue")
+    if cause is None:
+        # Not otherwise: its traceback refers to torch's writer, whose open file would take room on the disk when it has been deleted.
+        error.__cause__ = reason
+    return error
 
 
 def open_together(path: Path) -> SavedCheckpoint:

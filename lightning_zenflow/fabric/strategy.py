@@ -139,6 +139,7 @@ class ZenFlowStrategy(CheckpointHooks):
             deepspeed_config=self.config,
             device=self.root_device,
             ranks_on_host=self.num_processes,
+            node=self.node_rank,
         )
         # Fabric writes to the other one where the loop names the model in `fabric.backward`.
         self._engine = engine = self._deepspeed_engine
@@ -183,7 +184,7 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         self._engine.set_gradient_accumulation_boundary(not self._micro_batches.more_to_come)
         self._was_interrupted = True
-        with self._session.backward():
+        with self._session.explained(), self._session.backward():
             super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
         self._was_interrupted = False
 
@@ -244,7 +245,8 @@ class ZenFlowStrategy(CheckpointHooks):
         self._accumulated = self._after_backward("optimizer.step").micro_batches
         self._trained("optimizer.step").clip_to(self._norm.take())
         self._engine.set_gradient_accumulation_boundary(True)
-        output = super().optimizer_step(self._engine)
+        with self._session.explained():
+            output = super().optimizer_step(self._engine)
         assert self._meter is not None
         self._meter.end_step()
         if self._timeline is not None:

@@ -15,7 +15,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, SquaredNorms
 from lightning_zenflow.kernels.factored import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.native import protocol
-from lightning_zenflow.native.paths import device_library
+from lightning_zenflow.native.paths import cannot_run, device_library
 
 _SMALLEST_PART = 1 << 18
 """Elements; fewer do not pay for a thread."""
@@ -109,7 +109,11 @@ class _Columns(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(device_library()))
+    path = device_library()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(cannot_run(path, error)) from error
     library.zenflow_route.argtypes = [ctypes.POINTER(_RouteArgs)]
     library.zenflow_factored_step.argtypes = [ctypes.POINTER(_FactoredStepArgs)]
     library.zenflow_factored_step.restype = ctypes.c_bool

@@ -1,6 +1,7 @@
 """Paths of the compiled files: the worker's executable and the library of CPU kernels."""
 
 import os
+import platform
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -44,6 +45,15 @@ def device_library() -> Path:
             f"The library {path} is missing; it is built together with the worker's executable: reinstall lightning-zenflow"
         )
     return path
+
+
+def cannot_run(path: Path, reason: object) -> str:
+    """The message for a compiled file that this machine cannot run, with what to do."""
+    machine = " ".join(filter(None, (platform.machine(), *platform.libc_ver())))
+    return (
+        f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"
+        " `pip install --force-reinstall --no-deps .` in a clone of the repository, with g++"
+    )
 
 
 def _candidates() -> list[Path]:

@@ -6,6 +6,7 @@ with the worker's last output. `lightning_zenflow.worker.supervisor` then starts
 """
 
 import ctypes
+import errno
 import logging
 import os
 import select
@@ -16,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_zenflow.native import protocol
-from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow.native.paths import cannot_run, worker_executable
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.causes import threads_refused, why_it_cannot_start
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
@@ -143,23 +145,33 @@ class Worker:
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
         # Such a limit is meant for the trainer's libraries; the worker has one thread per core.
         environment.pop("OMP_THREAD_LIMIT", None)
+        self._executable = worker_executable()
+        self._is_ready = False
         command = [
-            str(worker_executable()),
+            str(self._executable),
             "--arena-fd", str(arena.fd),
             "--socket-fd", str(remote.fileno()),
             "--cores", ",".join(map(str, cores)),
             "--word-timeout-ms", str(max(1, round(timeout_s * 1000))),
         ]  # fmt: skip
         with remote:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=(arena.fd, remote.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=self._stderr_fd,
-                stderr=self._stderr_fd,
-                env=environment,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(arena.fd, remote.fileno()),
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stderr_fd,
+                    stderr=self._stderr_fd,
+                    env=environment,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._release()
+                if error.errno == errno.EAGAIN:
+                    message = f"the ZenFlow worker could not be started: {error}{threads_refused(str(error))}"
+                else:
+                    message = cannot_run(self._executable, error.strerror or str(error))
+                raise WorkerError(message) from error
         try:
             ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, _START_TIMEOUT_S))
             if ready.version != protocol.VERSION:
@@ -169,6 +181,7 @@ class Worker:
         except BaseException:
             self.kill()
             raise
+        self._is_ready = True
         _log.debug("worker %d runs on cores %s", self._process.pid, list(cores))
 
     @property
@@ -231,6 +244,9 @@ class Worker:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait(timeout=_DEATH_TIMEOUT_S)
+        self._release()
+
+    def _release(self) -> None:
         self._socket.close()
         if self._stderr_fd >= 0:
             os.close(self._stderr_fd)
@@ -276,14 +292,20 @@ class Worker:
         except subprocess.TimeoutExpired:
             how = "closed its connection but did not exit"
             return WorkerError(f"the ZenFlow worker (process {self.pid}) {how}{self._quoted_stderr()}")
+        name = f"the ZenFlow worker (process {self.pid})"
+        reason = None if self._is_ready else why_it_cannot_start(status, self._last_output())
+        if reason is not None:
+            return WorkerError(cannot_run(self._executable, reason))
         if status < 0:
-            how = f"was killed by signal {-status}"
-            return WorkerKilled(f"the ZenFlow worker (process {self.pid}) {how}{self._quoted_stderr()}")
+            return WorkerKilled(f"{name} was killed by signal {-status}{self._quoted_stderr()}")
         return WorkerError(
-            f"the ZenFlow worker (process {self.pid}) exited with status {status}{self._quoted_stderr()}"
+            f"{name} exited with status {status}{self._quoted_stderr()}{threads_refused(self._last_output())}"
         )
 
     def _quoted_stderr(self) -> str:
-        size = os.fstat(self._stderr_fd).st_size
-        text = os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+        text = self._last_output()
         return f"; its last output:\n{text}" if text else "; it had no output"
+
+    def _last_output(self) -> str:
+        size = os.fstat(self._stderr_fd).st_size
+        return os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()

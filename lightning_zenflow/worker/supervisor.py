@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.worker.causes import OutOfMemoryKills
 from lightning_zenflow.worker.process import (
     ExportMessage,
     JobMessage,
@@ -59,6 +60,7 @@ class SupervisedWorker:
         self._completions: deque[Completion] = deque()  # received, and not yet returned by `wait`
         self._n_requests = self._last_acknowledged = 0
         self._restart_times: deque[float] = deque()
+        self._memory_kills = OutOfMemoryKills()
         self._worker = self._start()
 
     @property
@@ -193,14 +195,17 @@ class SupervisedWorker:
         Raises:
             WorkerError: the limit is exceeded.
         """
+        cause = self._memory_kills.since_last()
+        because = f"\n{cause}" if cause else ""
         now = time.monotonic()
         while self._restart_times and now - self._restart_times[0] > RESTART_WINDOW_S:
             self._restart_times.popleft()
         if len(self._restart_times) >= self._max_restarts:
             raise WorkerError(
-                f"{death}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the limit"
-                f" max_worker_restarts={self._max_restarts}; find out what kills it, or raise the limit"
+                f"{death}{because}\nThe worker was restarted {len(self._restart_times)} times within {RESTART_WINDOW_S / 60:g} minutes, the"
+                f" limit max_worker_restarts={self._max_restarts};"
+                f" {'take less memory' if cause else 'find out what kills it'}, or raise the limit"
             ) from death
         self._restart_times.append(now)
         self._stalls.worker_restarts += 1
-        _log.warning("%s; a new worker continues, nothing is lost", death)
+        _log.warning("%s%s; a new worker continues, nothing is lost", death, because)

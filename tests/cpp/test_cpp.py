@@ -24,6 +24,7 @@ _GROUPS = (
     "cores",
     "export_entries",
     "first_touch",
+    "privileges",
     "step_records",
     "block_replay",
     "worker",

@@ -1,5 +1,6 @@
 """Models whose gradients tests can compute without the trainer. All data is a function of the step, the micro-batch and the rank."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,6 +228,18 @@ class HostileModule(LinearLossModule):
         if gradient is None or (self.hostile_ranks is not None and rank not in self.hostile_ranks):
             return gradient
         return gradient * self.factors.get(step, 1.0)
+
+
+class LeavingModule(LinearLossModule):
+    """As `LinearLossModule`; the process of a rank ends in its third step, as one that the system kills."""
+
+    leaves = 1
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        if (step, rank) == (2, self.leaves):
+            os._exit(1)
+        return super().loss(step, micro, rank)
 
 
 class DeviceLinearLossModule(LinearLossModule):

@@ -265,9 +265,11 @@ def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
 
 
 def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
-    """No new privileges; only the standard descriptors, the arena and its socket, which no program that it starts would inherit."""
+    """No new privileges, sockets or programs; only the standard descriptors, the arena and its socket, which no program would inherit."""
     process = Path(f"/proc/{worker.pid}")
-    assert "NoNewPrivs:\t1" in (process / "status").read_text()
+    status = (process / "status").read_text()
+    assert "NoNewPrivs:\t1" in status
+    assert "Seccomp:\t2" in status, "a filter; csrc/worker/privileges.cpp has what it refuses"
     shared = [fd.name for fd in (process / "fd").iterdir() if int(fd.name) > 2]
     assert len(shared) == 2
     for fd in shared:

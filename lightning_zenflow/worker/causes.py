@@ -1,0 +1,76 @@
+"""Likely causes of a worker's death, and what to do about each; the signal or exit status alone does not say."""
+
+import signal
+from pathlib import Path
+
+from lightning_zenflow.worker.topology import control_groups, read_file
+
+_ROOT = Path("/")
+
+_COUNTERS = {"v2": "memory.events", "v1": "memory.oom_control"}
+"""Files of control groups with a line ``oom_kill N``; v2 counts the kills of descendants too."""
+
+_OF_THE_PROGRAM = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS)
+"""What a program that does not suit the machine, or is incomplete, dies of before it does anything."""
+
+
+class OutOfMemoryKills:
+    """Counts the processes that the kernel's out-of-memory killer has ended, in this process' control groups and on the machine."""
+
+    def __init__(self) -> None:
+        self._seen = _counts(_ROOT)
+
+    def since_last(self) -> str | None:
+        """A sentence if there were any since the last call or the construction: where, and what to do; None if there were none."""
+        now, before = _counts(_ROOT), self._seen
+        self._seen = now
+        for where, count in now.items():
+            if count > before.get(where, 0):
+                return (
+                    f"The kernel's out-of-memory killer ended {count - before.get(where, 0)} process(es) meanwhile, says {where}: host"
+                    " memory is too small. Use moments_dtype='bfloat16', smaller update_interval, publish_lag or max_update_interval,"
+                    " fewer processes of data loaders, or give the job more memory"
+                )
+        return None
+
+
+def why_it_cannot_start(status: int, output: str) -> str | None:
+    """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise.
+
+    Args:
+        status: exit status, negative for a signal.
+        output: its last output.
+    """
+    if status < 0 and -status in _OF_THE_PROGRAM:
+        return f"{signal.Signals(-status).name} at its start, as by an instruction that the CPU lacks, or by an incomplete file"
+    if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
+        return output.splitlines()[0]
+    return None
+
+
+def threads_refused(output: str) -> str:
+    """What to do where the system has refused a thread or process; empty if the output does not say so."""
+    if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
+        return ""
+    limits = [
+        f"{folder / 'pids.max'} is {limit}"
+        for _, folder in control_groups("pids", _ROOT)
+        if (limit := read_file(folder / "pids.max")).isdigit()
+    ]
+    where = f"; {', '.join(limits)}" if limits else ""
+    return (
+        f". The system allows no more threads (`ulimit -u`, or the control group's pids.max{where}): raise the limit, or lower"
+        " worker_cores or the number of data loaders' processes"
+    )
+
+
+def _counts(root: Path) -> dict[str, int]:
+    """Kills so far, by the file that says so: the nearest control group first, the machine last."""
+    files = [folder / _COUNTERS[version] for version, folder in control_groups("memory", root)]
+    counts = {}
+    for path in (*files, root / "proc/vmstat"):
+        for line in read_file(path).splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                counts[str(path)] = int(count)
+    return counts

@@ -1,0 +1,58 @@
+"""A rank of a training on several nodes; run as a script by torchrun, or as a task of SLURM.
+
+Arguments: a folder, the number of steps, and a checkpoint to continue from or "". Saves ``saved.ckpt`` after `SAVED_AT` steps, then writes
+the number of its process to ``RANK.pid``. The gradients are those of one rank, whatever their number. Rank 0 writes the result.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from harness import make_trainer, snapshot
+from lightning_zenflow import ZenFlowStrategy
+from models import LinearLossModule
+
+SAVED_AT = 3
+KEYS: dict[str, Any] = {"update_interval": 2, "publish_lag": 1, "topk_ratio": 0.3, "worker_cores": 1}
+
+
+class Saves(pl.Callback):
+    """Saves after a step, and then says that it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self._folder / "saved.ckpt")
+            (self._folder / f"{trainer.global_rank}.pid").write_text(str(os.getpid()))
+
+
+def main(folder: Path, steps: int, checkpoint: str) -> None:
+    """Trains one rank."""
+    torch.set_num_threads(1)
+    model = LinearLossModule(ranks_differ=False, length=steps)
+    trainer = make_trainer(
+        # A network that says nothing any more ends the run after this time.
+        ZenFlowStrategy(**KEYS, timeout=timedelta(seconds=float(os.environ.get("TIMEOUT_S", "120")))),
+        num_nodes=int(os.environ["NODES"]),
+        devices=int(os.environ["DEVICES"]),
+        max_steps=steps,
+        callbacks=[] if checkpoint else [Saves(folder)],
+    )
+    trainer.fit(model, ckpt_path=checkpoint or None)
+    environment = trainer.strategy.cluster_environment
+    if trainer.is_global_zero:
+        result = (type(environment).__name__, trainer.world_size, trainer.global_step, snapshot(model))
+        torch.save(result, folder / "result.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,179 @@
+"""Why a worker cannot start or dies, in words: it does not suit the machine, threads are refused, memory is short."""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_zenflow.kernels import cpu
+from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.tracing import Tracer
+from lightning_zenflow.worker import causes
+from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.process import Worker, WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.topology import allowed_cores
+from machine_files import write
+from processes import is_alive, wait_for
+from small_arena import make_arena, make_partition
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = make_arena(make_partition())
+    yield arena
+    arena.close(keep_state=False)
+
+
+def start(arena: Arena) -> SupervisedWorker:
+    cpu = torch.device("cpu")
+    return SupervisedWorker(
+        partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
+        max_restarts=1,
+        stalls=StallClock(cpu, Tracer(cpu, worker_threads=1)),
+    )
+
+
+def shortened(share: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(share * path.stat().st_size))
+
+
+def with_bytes(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = path.read_bytes()
+        assert old in content and len(old) == len(new)
+        path.write_bytes(content.replace(old, new))
+
+    return change
+
+
+def of_another_architecture(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(18)  # e_machine
+        file.write((2).to_bytes(2, "little"))  # SPARC
+
+
+def script(text: str) -> Callable[[Path], None]:
+    return lambda path: path.write_text(text) and None
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (shortened(0), "Exec format error"),
+    "cut off after a page": (shortened(0.005), "(Exec format error|at its start)"),
+    "half": (shortened(0.5), "(Exec format error|at its start)"),
+    "another architecture": (of_another_architecture, "Exec format error"),
+    "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), "version `GLIBC_9.34' not found"),
+    "missing library": (with_bytes(b"libc.so.6\0", b"libx.so.6\0"), "libx.so.6: cannot open shared object file"),
+    "missing instruction": (script("#!/bin/sh\nkill -ILL $$\n"), "SIGILL at its start"),
+    "missing interpreter": (script("#!/no/such/interpreter\n"), "No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_worker_that_cannot_run(name: str, arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage, reason = DAMAGE[name]
+    path = tmp_path / "zenflow-worker"
+    shutil.copy(worker_executable(), path)
+    damage(path)
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(
+        WorkerError, match=rf"{path} cannot run on this machine .*: .*{reason}.*; .* build it here: `pip"
+    ) as caught:
+        start(arena)
+    assert "restarted" not in str(caught.value) and "\n" not in str(caught.value)
+    del caught
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("zenflow-worker", "libzenflow-device.so"):
+        shutil.copy(worker_executable().with_name(name), tmp_path)
+    of_another_architecture(tmp_path / "libzenflow-device.so")
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "zenflow-worker"))
+    with pytest.raises(RuntimeError, match="libzenflow-device.so cannot run on this machine .*: .*; install a wheel"):
+        cpu._library.__wrapped__()
+
+
+FEW_THREADS = """#!{python}
+import os, resource, sys
+worker = os.open({worker!r}, os.O_RDONLY)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+if os.geteuid() == 0:  # which has no such limit
+    os.setgid(65534)
+    os.setuid(65534)
+os.execve(worker, sys.argv, os.environ)
+"""
+
+
+def test_threads_that_the_system_refuses(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "worker"
+    path.write_text(FEW_THREADS.format(python=sys.executable, worker=str(worker_executable())))
+    path.chmod(0o755)
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
+    with pytest.raises(WorkerError, match="(?s)allows no more threads .`ulimit -u`.*lower worker_cores"):
+        Worker(arena, cores=allowed_cores()[:2], timeout_s=30)
+
+
+def test_the_limit_of_a_control_group_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/pids.max": "64\n", "sys/fs/cgroup/pids.max": "max\n"}
+    monkeypatch.setattr(causes, "_ROOT", write(tmp_path, files))
+    said = causes.threads_refused("libgomp: Thread creation failed: Resource temporarily unavailable")
+    assert "job/pids.max is 64)" in said
+    assert causes.threads_refused("something else") == ""
+
+
+V2 = ({"proc/self/cgroup": "0::/job\n"}, "sys/fs/cgroup/job/memory.events", "low 0\noom 3\noom_kill {}\n")
+V1 = (
+    {"proc/self/cgroup": "4:memory:/job\n"},
+    "sys/fs/cgroup/memory/job/memory.oom_control",
+    "under_oom 0\noom_kill {}\n",
+)
+MACHINE = ({}, "proc/vmstat", "nr_free_pages 5\noom_kill {}\n")
+
+
+@pytest.mark.parametrize(("files", "counter", "text"), [V2, V1, MACHINE], ids=["v2", "v1", "machine"])
+def test_the_out_of_memory_killer_is_named(
+    files: dict[str, str],
+    counter: str,
+    text: str,
+    arena: Arena,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The counter is the kernel's, of a machine that is not at hand; the kills are real."""
+    monkeypatch.setattr(causes, "_ROOT", write(tmp_path, {**files, counter: text.format(7)}))
+    worker = start(arena)
+
+    def kill() -> None:
+        pid = worker.pid
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not is_alive(pid))
+        worker.touch(arena.export_offset - 4096, 1, 1)
+
+    with caplog.at_level(logging.WARNING):
+        kill()
+    assert "out-of-memory" not in caplog.text, "the counter has not risen"
+    write(tmp_path, {counter: text.format(9)})
+    with pytest.raises(WorkerError) as caught:
+        kill()
+    worker.kill()
+    said = str(caught.value)
+    assert f"out-of-memory killer ended 2 process(es) meanwhile, says {tmp_path / counter}" in said
+    assert "moments_dtype='bfloat16'" in said and "max_worker_restarts=1; take less memory" in said
+
+
+def test_other_kills_are_not_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "_ROOT", tmp_path)
+    assert causes.OutOfMemoryKills().since_last() is None
