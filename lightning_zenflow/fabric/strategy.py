@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.client_state import of_fabric
 from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
 from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
@@ -347,7 +348,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self.flush()
 
         def write(folder: Path) -> None:
-            super(ZenFlowStrategy, self).save_checkpoint(folder, state, storage_options, filter)
+            super(ZenFlowStrategy, self).save_checkpoint(folder, of_fabric(state), storage_options, filter)
 
         # Without a trailing slash, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(path)))

@@ -316,6 +316,10 @@ def _check_precision(config: Mapping[str, Any], precision: str) -> None:
 
 
 def _prepare_zero_optimization(config: dict[str, Any]) -> None:
+    size = _get(config, "zero_optimization.allgather_bucket_size")
+    # DeepSpeed only asserts it, or divides by it; other types are for its own check.
+    if isinstance(size, Real) and (size < 2 or size % 2):
+        raise _refusal("zero_optimization.allgather_bucket_size", size, "an even integer >= 2")
     zero = config.setdefault("zero_optimization", {})
     assert "zenflow" not in zero, "resolve_config removes this block"
     param_device = _get(zero, "offload_param.device")

@@ -27,6 +27,29 @@ writes this file; `scripts/test tests/fuzz` runs a few. No training crashed, hun
 """
 
 
+def report(counts: dict[str, Counter[str]]) -> str:
+    """The document.
+
+    Args:
+        counts: of outcomes, by kind of training.
+    """
+    trained, refused = {}, {}
+    for kind, of_kind in counts.items():
+        trained[kind] = {name: n for name, n in of_kind.items() if not name.startswith("refused: ")}
+        refused[kind] = {name.removeprefix("refused: "): n for name, n in of_kind.items() if name not in trained[kind]}
+    names = ("equal in every step", "exact state equal", "finite")
+    rows = [[name, *(of_kind.get(name, 0) for of_kind in trained.values())] for name in names]
+    rows.append(["refused by name", *(sum(of_kind.values()) for of_kind in refused.values())])
+    rows.append(["all", *(of_kind.total() for of_kind in counts.values())])
+    table = tabulate(rows, ["outcome", *counts], tablefmt="github")
+    lists = [
+        f"## Refused {kind}, by key\n\n"
+        + "\n".join(f"* {name}: {n}" for name, n in sorted(of_kind.items(), key=lambda item: (-item[1], item[0])))
+        for kind, of_kind in refused.items()
+    ]
+    return "\n".join([ABOUT, table, "", "\n\n".join(lists), ""])
+
+
 @pytest.fixture(scope="session")
 def outcomes(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
     """Counts one outcome of one kind of training."""
@@ -34,13 +57,7 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], No
     yield lambda kind, outcome: counts.setdefault(kind, Counter()).update([outcome])
     path = request.config.getoption("--outcomes")
     if path is not None:
-        kinds = sorted(counts)
-        total = sum(counts.values(), Counter())
-        names = sorted(total, key=lambda name: (name.startswith("refused"), -total[name], name))
-        rows = [[name, *(counts[kind][name] for kind in kinds)] for name in names]
-        rows.append(["all", *(counts[kind].total() for kind in kinds)])
-        table = tabulate(rows, ["outcome", *kinds], tablefmt="github")
-        Path(path).write_text(f"{ABOUT}\n{table}\n")
+        Path(path).write_text(report(counts))
 
 
 @pytest.fixture(autouse=True)

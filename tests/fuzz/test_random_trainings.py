@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, seed
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from configurations import examples
@@ -22,7 +22,8 @@ PORTION = 200
 def run(kind: str, n: int, portion: int, count: Count) -> None:
     """Some examples of one kind; another portion has others."""
 
-    @examples(n)
+    # Nothing is shrunk: an example takes a large part of a second.
+    @settings(examples(n), phases=[Phase.generate])
     @seed(portion)
     @given(KINDS[kind]())
     def each(example: Any) -> None:

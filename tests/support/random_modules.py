@@ -173,6 +173,8 @@ LAYERS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], Ou
 }  # fmt: skip
 FLOAT32_ONLY = ("orthogonal",)
 """Layers that torch has no bfloat16 operations for."""
+NO_WIDER_BUFFERS = ("batch norm", "spectral norm")
+"""Layers that torch does not do on the CPU with weights in bfloat16 and buffers in float32, as with the precision "bf16-mixed"."""
 
 
 class Raw(nn.Module):

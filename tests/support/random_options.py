@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from configurations import FORMS, LAYOUTS, Given, as_deepspeed_block, as_flat, configurations
 from random_mistakes import mistakes
-from random_modules import ModuleOptions, Part, modules
+from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, ModuleOptions, Part, modules
 from random_training import FACTORS, Training
 from reference import Group
 
@@ -51,14 +51,20 @@ def trainings(draw: st.DrawFn, of: st.SearchStrategy[ModuleOptions], *, mistaken
     kind = draw(st.sampled_from(sorted(FLAGS)))
     steps = draw(st.integers(1, 4))
     mistake = draw(mistakes()) if mistaken else None
+    module, precision = draw(of), draw(PRECISIONS)
+    layers = {part.kind for part in module.parts}
+    if layers & {*FLOAT32_ONLY}:
+        precision = "32-true"
+    elif layers & {*NO_WIDER_BUFFERS} and precision in ("bf16-mixed", "bf16"):
+        precision = "bf16-true"
     return Training(
-        module=draw(of),
+        module=module,
         kind=kind,
         # A group without training would be refused first.
         groups=tuple(draw(st.lists(GROUPS, min_size=1, max_size=1 if mistaken else 3))),
         flags=draw(st.sampled_from(FLAGS[kind])),
         schedule="none" if mistaken else draw(st.sampled_from([name for name in FACTORS if name != "to negative"])),
-        precision=draw(PRECISIONS),
+        precision=precision,
         accumulate=draw(st.integers(1, 3)),
         max_norm=draw(MAX_NORMS),
         steps=steps,
@@ -91,8 +97,8 @@ DEEPSPEED: dict[str, list[Any]] = {
     "train_micro_batch_size_per_gpu": [1, "auto"],
     "gradient_accumulation_steps": [1, "auto"],
     "zero_optimization.stage": [2],
-    "zero_optimization.reduce_bucket_size": [1, 10, 500_000_000],
-    "zero_optimization.allgather_bucket_size": [1, 10, 500_000_000],
+    "zero_optimization.reduce_bucket_size": [1, 10, 500_000_000, 5e8],
+    "zero_optimization.allgather_bucket_size": [2, 10, 500_000_000, 5e8],
     "zero_optimization.overlap_comm": [True, False],
     "zero_optimization.reduce_scatter": [True, False],
     "zero_optimization.allgather_partitions": [True, False],

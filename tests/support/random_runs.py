@@ -7,6 +7,7 @@ from dataclasses import replace
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from configurations import Given, OutOfScopeError, only_errors_that_name, strategy_of
+from lightning_zenflow.config import KEYS
 from random_training import Training, must_be_refused, train
 
 BOUNDS = r" update_interval must be an integer from 1 to max_update_interval=\d+, got \d+;"
@@ -32,9 +33,9 @@ def outcome(given: Given, training: Training) -> str:
             return "refused: update_interval"
         if wanted is not None and (training.mistake or re.search(wanted, str(error))):
             assert re.search(wanted, str(error)), f"does not say {wanted!r}: {error}"
-            return f"refused: {mistake.key if mistake else 'params'}"
+            return f"refused: {f'{mistake.where}, {mistake.key}' if mistake else 'optimizer, params'}"
         with only_errors_that_name(given):
             raise
-        return f"refused: {given.junk}"
+        return f"refused: {given.junk if given.junk in KEYS else 'an unknown key'}"
     assert wanted is None, f"it trained, but should have been refused with {wanted!r}"
     return found

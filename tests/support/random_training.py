@@ -188,7 +188,12 @@ def gradients_of_step(training: Training, model: Trained, step: int) -> list[Ten
 def in_plain_torch(training: Training, trained: Trained) -> tuple[Trained, list[nn.Parameter]]:
     """The module as DeepSpeed trains it: in its type, contiguous, and as far from a cache line, on which torch's kernels depend."""
     model = Trained(training)
-    model.to(training.dtype)
+    if training.precision in ("bf16-mixed", "bf16"):
+        for p in model.parameters():
+            p.data = p.data.to(training.dtype)
+    else:
+        # Buffers as well.
+        model.to(training.dtype)
     for p, other in zip(model.parameters(), trained.parameters(), strict=True):
         memory = torch.empty(p.numel() + 128, dtype=p.dtype)
         first = (other.data_ptr() - memory.data_ptr()) % 64 // p.element_size()
