@@ -148,7 +148,6 @@ def _refuse_shared_memory(module: Module) -> None:
             )
 
 
-
 def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
 

@@ -13,17 +13,17 @@ from processes import shared_bytes
 
 ABOUT = """# Random trainings
 
-Trainings that hypothesis draws, always the same ones: configurations in every form (keywords, files, the command line), with random values of
-all keys, of DeepSpeed's and of the Trainer's and the optimizer's, valid or not; and modules of random shapes, memory layouts, types, shared,
-frozen and unused parts, layers and buffers. `scripts/test -m slow tests/fuzz --outcomes=docs/random_trainings.md` runs all of them and
-writes this file; `scripts/test tests/fuzz` runs a few. No training crashed, hung, or left a process or shared memory.
+Trainings that hypothesis draws, always the same ones: configurations in every form (keywords, files, the command line), with random values
+of all keys, of DeepSpeed's and of the Trainer's and the optimizer's, valid or not; and modules of random shapes, memory layouts, types,
+shared, frozen and unused parts, layers and buffers. `scripts/test -m slow tests/fuzz --outcomes=docs/random_trainings.md` runs all of them
+and writes this file; `scripts/test tests/fuzz` runs a few. No training crashes, hangs, or leaves a process or shared memory.
 
-* *equal in every step*: with nothing late, the weights of each step, and master weights and moments at the end, have the bits of the worker's
-  AdamW written in torch, and the gradients and buffers those of the module in plain torch.
-* *exact state equal*: in other schedules, or behind backward with a predicted clip factor, master weights and moments at the end have the bits
-  of AdamW on the gradients that were computed.
+* *equal in every step*: with nothing late, the weights of each step, and master weights and moments at the end, have the bits of the
+  worker's AdamW written in torch, and gradients and buffers those of the module in plain torch.
+* *exact state equal*: in other schedules, or behind backward with a predicted clip factor, master weights and moments at the end have the
+  bits of AdamW on the gradients that were computed.
 * *finite*: moments in 16 bits, which are rounded where windows end, in another schedule.
-* *refused: key*: training does not start, and the error names the key. Some are errors of torch, Lightning or DeepSpeed themselves.
+* *refused*: training does not start, and the error names the key. Some are errors of torch, Lightning or DeepSpeed themselves.
 """
 
 

@@ -41,15 +41,22 @@ def add_complex_buffer(model: Trained) -> None:
 
 MODULES: dict[str, tuple[Callable[[Trained], None], str]] = {
     "sparse": (add(words=lambda: nn.Embedding(3, 2, sparse=True)), r"words.sparse must be False, got True"),
-    "complex": (add(phase=lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64))), r"net.phase must be a real tensor"),
+    "complex": (
+        add(phase=lambda: nn.Parameter(torch.ones(2, dtype=torch.complex64))),
+        r"net.phase must be a real tensor",
+    ),
     "complex buffer": (add_complex_buffer, r"net.rotation must be a real tensor"),
     "double": (add(wide=lambda: nn.Parameter(torch.ones(2, dtype=torch.float64))), r"net.wide must be .*float64"),
     "lazy": (add(lazy=lambda: nn.LazyLinear(3)), r"net.lazy.weight must be .* uninitialized"),
-    "expanded": (add(wide=lambda: nn.Parameter(torch.ones(1, 3).expand(4, 3))), r"net.wide must have memory for each .* an expanded tensor"),
+    "expanded": (
+        add(wide=lambda: nn.Parameter(torch.ones(1, 3).expand(4, 3))),
+        r"net.wide must have memory for each .* an expanded tensor",
+    ),
     "aliased": (share_memory, r"must have memory of its own, got that of net.(alias|base.weight), which is another"),
     "manual": (optimize_by_hand, r"automatic_optimization must be True"),
 }
 
+OTHER_OPTIMIZERS = [torch.optim.SGD, torch.optim.RAdam, torch.optim.Adamax, torch.optim.NAdam, Subclass]
 NAN, INF = math.nan, math.inf
 MISTAKES: dict[str, list[tuple[str, list[Any], str]]] = {
     "keywords": [
@@ -105,7 +112,7 @@ MISTAKES: dict[str, list[tuple[str, list[Any], str]]] = {
         ("accumulate_grad_batches", [1.5], r"accumulate_grad_batches"),
     ],
     "optimizer": [
-        ("class", [torch.optim.SGD, torch.optim.RAdam, torch.optim.Adamax, torch.optim.NAdam, Subclass], r"optimizer must be exactly one of"),
+        ("class", OTHER_OPTIMIZERS, r"optimizer must be exactly one of"),
         ("amsgrad", [True], r"amsgrad must be False"),
         ("maximize", [True], r"maximize must be False"),
         ("differentiable", [True], r"differentiable must be False"),

@@ -279,6 +279,4 @@ def parts(draw: st.DrawFn) -> Part:
 
 
 def modules(max_size: int = 6) -> st.SearchStrategy[ModuleOptions]:
-    return st.builds(
-        ModuleOptions, parts=st.lists(parts(), max_size=max_size).map(tuple), seed=st.integers(0, 1000)
-    )
+    return st.builds(ModuleOptions, parts=st.lists(parts(), max_size=max_size).map(tuple), seed=st.integers(0, 1000))

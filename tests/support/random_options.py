@@ -63,7 +63,7 @@ def trainings(draw: st.DrawFn, of: st.SearchStrategy[ModuleOptions], *, mistaken
         # A group without training would be refused first.
         groups=tuple(draw(st.lists(GROUPS, min_size=1, max_size=1 if mistaken else 3))),
         flags=draw(st.sampled_from(FLAGS[kind])),
-        schedule="none" if mistaken else draw(st.sampled_from([name for name in FACTORS if name != "to negative"])),
+        schedule="none" if mistaken else draw(st.sampled_from(list(FACTORS))),
         precision=precision,
         accumulate=draw(st.integers(1, 3)),
         max_norm=draw(MAX_NORMS),
@@ -178,7 +178,12 @@ def configured(draw: st.DrawFn, *, kind: str) -> tuple[Given, Training]:
             given = replace(given, config={})
         given = replace(given, config={**given.config, **nothing_late(draw, block=block)})
     if training.mistake is not None and training.mistake.where == "deepspeed":
-        given = replace(given, form=draw(st.sampled_from(["dict", "json", "yaml", "DictConfig"])), layout=as_deepspeed_block, config={})
+        given = replace(
+            given,
+            form=draw(st.sampled_from(["dict", "json", "yaml", "DictConfig"])),
+            layout=as_deepspeed_block,
+            config={},
+        )
     if training.mistake is not None and training.mistake.where == "keywords":
         given = replace(given, form="keywords", layout=as_flat)
     settings: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """Whether a random training under a random configuration ends with AdamW's bits or with an error that names what is wrong."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException

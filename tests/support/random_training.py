@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ FACTORS = {
     "none": lambda step: 1.0,
     "warm-up from 0": lambda step: min(1.0, step / 2),
     "decay": lambda step: 1 / (1 + 0.25 * step),
-    "to negative": lambda step: 1.0 - step,
 }
 """Schedulers: factors of learning rates by step."""
 
@@ -122,7 +120,9 @@ class Trained(TestModule):
             return [torch.optim.AdamW([p]) for p in self.trained[: mistake["number"]]] or None
         if "params" in mistake:
             groups.append({"params": mistake["params"]()})
-        groups[-1].update({key: value for key, value in mistake.items() if key in ("lr", "betas", "eps", "weight_decay")})
+        groups[-1].update(
+            {key: value for key, value in mistake.items() if key in ("lr", "betas", "eps", "weight_decay")}
+        )
         wrong = {key: value for key, value in mistake.items() if key in ("amsgrad", "maximize", "differentiable")}
         flags = wrong or ({} if mistake else options.flags)
         optimizer = mistake.get("class", getattr(torch.optim, options.kind))(groups, **flags)
@@ -134,7 +134,9 @@ class Trained(TestModule):
     @override
     def on_train_start(self) -> None:
         for p in self.trained:
-            p.register_hook(lambda gradient, p=p: self.gradients[-1].setdefault(p, []).append(gradient.detach().clone()))
+            p.register_hook(
+                lambda gradient, p=p: self.gradients[-1].setdefault(p, []).append(gradient.detach().clone())
+            )
 
     @override
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -252,7 +254,9 @@ class Promise:
         return cls(nothing_late=nothing_late, exact=config.moments_dtype == "float32" or every_step)
 
 
-def check_against_adamw(training: Training, model: Trained, initial: Sequence[Tensor], promise: Promise, max_norm: float, *, bf16: bool) -> None:
+def check_against_adamw(
+    training: Training, model: Trained, initial: Sequence[Tensor], promise: Promise, max_norm: float, *, bf16: bool
+) -> None:
     """Bit by bit with the oracle, and to rounding with torch's optimizer in float64."""
     groups = model.parameter_groups()
     count = 0
@@ -299,8 +303,6 @@ def check_against_adamw(training: Training, model: Trained, initial: Sequence[Te
             torch.testing.assert_close(
                 oracle.master[i].double(), torchs[i].detach(), rtol=1e-5, atol=1e-6 + 1e-4 * largest, equal_nan=True
             )
-
-
 
 
 def train(training: Training, strategy: ZenFlowStrategy) -> str:
