@@ -107,7 +107,7 @@ MISTAKES: dict[str, list[tuple[str, list[Any], str]]] = {
         ("precision", ["16-true", "16-mixed"], r"precision must be '32-true', 'bf16-true' or 'bf16-mixed'"),
         ("precision", ["64-true", "8-true", "no such"], r"(?i)precision"),
         ("gradient_clip_algorithm", ["value"], r"(?i)clip.*value|gradient_clip_algorithm"),
-        ("gradient_clip_val", [-1.0, NAN, INF], r"gradient_clip"),
+        ("gradient_clip_val", [-1.0, NAN, -0.5], r"gradient_clip"),
         ("accumulate_grad_batches", [0, -1], r"accumulate_grad_batches"),
         ("accumulate_grad_batches", [1.5], r"accumulate_grad_batches"),
     ],

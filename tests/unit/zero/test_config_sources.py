@@ -253,7 +253,7 @@ class TestMistakes:
             ({"zenflow": {}, "deep_speed": {}}, r"unknown key 'deep_speed' \(did you mean 'deepspeed'\?\)"),
             (
                 {"fp16": {}, "gradient_cliping": 1.0},
-                r"config: unknown key 'gradient_cliping' \(did you mean 'gradient_clipping'\?\), which DeepSpeed would ignore",
+                r"unknown key 'gradient_cliping' \(did you mean 'gradient_clipping'\?\), which DeepSpeed would ignore",
             ),
             (
                 {"deepspeed": {"zero_optimisation": {}}},
