@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from deepspeed import DeepSpeedEngine
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
@@ -11,7 +12,7 @@ AVERAGED = "averaged_state_dict"
 _SHARED = "shared_params"
 
 
-def to_save(checkpoint: Mapping[str, Any], engine: Any) -> dict[str, Any]:
+def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:
     """The client state to save.
 
     `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
@@ -28,6 +29,17 @@ def to_save(checkpoint: Mapping[str, Any], engine: Any) -> dict[str, Any]:
         client_state[AVERAGED] = client_state["state_dict"]
     client_state[_SHARED] = _shared_parameters(engine)
     return client_state
+
+
+def of_fabric(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `fabric.save` saves. Fabric has no callbacks, hence no averaged weights.
+
+    Args:
+        state: the user's; its model is DeepSpeed's engine.
+    """
+    engines = [item for item in state.values() if isinstance(item, DeepSpeedEngine)]
+    # Of none and of several, Lightning says what is wrong.
+    return {**state, _SHARED: _shared_parameters(engines[0])} if len(engines) == 1 else dict(state)
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
@@ -52,12 +64,12 @@ def load_averaged(client_state: Mapping[str, Any], module: pl.LightningModule) -
     return as_lightning_saved(client_state, module)
 
 
-def _shared_parameters(engine: Any) -> dict[str, str]:
-    """Names of shared parameters, each with the name under which it is saved.
+def _shared_parameters(engine: DeepSpeedEngine) -> dict[str, str]:
+    """Further names of parameters that have several, each with the name under which the parameter is saved, the first.
 
-    Private: DeepSpeed's `_get_shared_params` compares addresses, which all parameters without elements have in common; `zero_to_fp32` would
-    give them one shape. The engine saves what it returns as "shared_params", unless the client state has that key.
+    Saved as "shared_params", in the place of what DeepSpeed finds: it compares addresses, which all parameters without elements have in
+    common, so that `zero_to_fp32` would give them one shape, and it overlooks modules that have several names.
     """
-    shared: dict[str, str] = engine._get_shared_params()
-    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
-    return {name: other for name, other in shared.items() if parameters[name].numel() > 0}
+    saved: dict[int, str] = {}
+    named = engine.module.named_parameters(remove_duplicate=False)
+    return {name: first for name, p in named if (first := saved.setdefault(id(p), name)) != name}

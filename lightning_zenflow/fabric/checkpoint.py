@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.client_state import of_fabric
 from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.environment import RankEnvironment
@@ -45,7 +46,7 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
         self.flush()
 
         def write(folder: Path) -> None:
-            super(CheckpointHooks, self).save_checkpoint(folder, state, storage_options, filter)
+            super(CheckpointHooks, self).save_checkpoint(folder, of_fabric(state), storage_options, filter)
 
         # Without a trailing slash, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(path)))

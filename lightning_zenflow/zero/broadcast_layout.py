@@ -1,5 +1,6 @@
 """Layout of a model's parameters while DeepSpeed sends them to all ranks."""
 
+import torch
 from torch.nn import Module
 
 
@@ -16,8 +17,11 @@ class BroadcastLayout:
     def __init__(self, module: Module) -> None:
         self._scalars = [p for p in module.parameters() if p.dim() == 0]
         for parameter in module.parameters():
-            # Not by `contiguous`: it leaves the strides of dimensions of one element as they are.
-            parameter.data = parameter.data.reshape(-1).view(parameter.shape or (1,))
+            flat = parameter.data.reshape(-1)
+            if flat.stride() != (1,):
+                # Not by `contiguous`: it leaves the stride of one element as it is.
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            parameter.data = flat.view(parameter.shape or (1,))
 
     def restore(self) -> None:
         """Gives scalars their shape back. May be called again."""

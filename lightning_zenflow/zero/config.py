@@ -142,6 +142,7 @@ def prepare_deepspeed_config(
 
     _prepare_what_lightning_sets(result, accumulate_grad_batches, gradient_clip_val)
     _refuse_auto(result)
+    _check_reduce_scatter(result)
     _check_gradient_dtype(result)
     if precision is not None:
         _check_precision(result, precision)
@@ -238,6 +239,11 @@ def _prepare_what_lightning_sets(config: dict[str, Any], accumulate: int | None,
     for key in _SET_BY_LIGHTNING:
         if config.get(key) == "auto":
             del config[key]
+    # Lightning takes any number and never ends a step with some.
+    if accumulate is not None and (not isinstance(accumulate, int) or accumulate < 1):
+        raise MisconfigurationException(
+            f"Trainer: accumulate_grad_batches must be an integer >= 1, got {accumulate!r}; 1 accumulates nothing"
+        )
     batch_size = config.pop("train_batch_size", None)
     if batch_size is not None:
         # DeepSpeed asserts that it equals micro-batch x accumulation x ranks, all of which Lightning sets.
@@ -267,6 +273,16 @@ def _refuse_auto(config: Mapping[str, Any]) -> None:
     for key, value in _leaves(config):
         if isinstance(value, str) and value == "auto" and key not in _SET_BY_DEEPSPEED:
             raise _refusal(key, value, f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})")
+
+
+def _check_reduce_scatter(config: Mapping[str, Any]) -> None:
+    """Refuses what DeepSpeed does only without `reduce_scatter`."""
+    if _get(config, "zero_optimization.reduce_scatter") is False:
+        return
+    for key, allowed in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        value = config.get(key)
+        if value is not None and value != allowed:
+            raise _refusal(key, value, f"{allowed!r}, unless zero_optimization.reduce_scatter is false")
 
 
 def _check_gradient_dtype(config: Mapping[str, Any]) -> None:
@@ -300,6 +316,10 @@ def _check_precision(config: Mapping[str, Any], precision: str) -> None:
 
 
 def _prepare_zero_optimization(config: dict[str, Any]) -> None:
+    size = _get(config, "zero_optimization.allgather_bucket_size")
+    # DeepSpeed only asserts it, or divides by it; other types are for its own check.
+    if isinstance(size, Real) and (size < 2 or size % 2):
+        raise _refusal("zero_optimization.allgather_bucket_size", size, "an even integer >= 2")
     zero = config.setdefault("zero_optimization", {})
     assert "zenflow" not in zero, "resolve_config removes this block"
     param_device = _get(zero, "offload_param.device")

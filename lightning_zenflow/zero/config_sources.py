@@ -12,6 +12,7 @@ Precedence: keywords, the ``zenflow:`` section, the ``zero_optimization.zenflow`
 
 import copy
 import dataclasses
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfi
 _SECTIONS = ("zenflow", "deepspeed")
 
 # Top-level keys that DeepSpeed 0.19 reads (deepspeed/runtime/config.py and the modules it calls) or reports as removed. They distinguish
-# the forms; other keys of a DeepSpeed config are not refused, since DeepSpeed ignores them.
+# the forms; other keys of a DeepSpeed config are ignored, as by DeepSpeed, unless they are nearly one of these.
 _DEEPSPEED_KEYS = frozenset({
     "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "bfloat16", "checkpoint", "comet", "comms_logger",
     "communication_data_type", "compile", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
@@ -82,6 +83,8 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
 
     origin, content = _read(config)
     zenflow, deepspeed = _split(content, origin)
+    if deepspeed is not None:
+        _refuse_misspelled(deepspeed, origin)
     block = _take_zenflow_block(deepspeed, origin) if deepspeed is not None else {}
     given = {**zenflow, **overrides}
     values = {**_from_deepspeed_zenflow(block, given), **given}
@@ -174,6 +177,15 @@ def _split(content: dict[str, Any], origin: str) -> tuple[dict[str, Any], dict[s
         return {}, content
     check_keys(content, (*KEYS, *sorted(_DEEPSPEED_KEYS)), origin)
     return content, None
+
+
+def _refuse_misspelled(deepspeed: Mapping[str, Any], origin: str) -> None:
+    for key in deepspeed.keys() - _DEEPSPEED_KEYS:
+        near = difflib.get_close_matches(key, _DEEPSPEED_KEYS, n=1, cutoff=0.9)
+        if near:
+            raise MisconfigurationException(
+                f"{origin}: unknown key {key!r} (did you mean {near[0]!r}?), which DeepSpeed would ignore"
+            )
 
 
 def _section(content: dict[str, Any], name: str, origin: str) -> dict[str, Any] | None:

@@ -119,6 +119,33 @@ def refuse_unsupported_module(module: Module) -> None:
         raise MisconfigurationException(
             f"ZenFlowStrategy: {name} must be a real tensor of at most 32 bits, got {found}"
         )
+    _refuse_shared_memory(module)
+
+
+def _refuse_shared_memory(module: Module) -> None:
+    """Refuses trained parameters whose elements share memory, since DeepSpeed copies each element to a place of its own.
+
+    Raises:
+        MisconfigurationException: names the parameter, and the one that it shares memory with.
+    """
+    first_at: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in module.named_parameters():
+        # Subclasses of tensors may have no memory that can be compared.
+        if type(parameter) is not torch.nn.Parameter or parameter.is_meta or parameter.numel() == 0:
+            continue
+        if parameter.requires_grad and any(
+            size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must have memory for each of its elements, got an expanded tensor: make the smaller tensor the"
+                " parameter and expand it in `forward`, or make it of `tensor.clone()`"
+            )
+        other_name, other = first_at.setdefault(parameter.data_ptr(), (name, parameter))
+        if other is not parameter and (other.requires_grad or parameter.requires_grad):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must have memory of its own, got that of {other_name}, which is another parameter: to share"
+                " weights, assign the parameter itself and not its `data`"
+            )
 
 
 def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -144,6 +145,27 @@ def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Pa
     assert not torch.equal(optimizer.optimizer.optimizer.state_dict()["state"][0]["exp_avg"], moments)
     with pytest.raises(ValueError, match="the path must exist"):
         fabric.load(tmp_path / "nowhere", {"model": model, "optimizer": optimizer})
+
+
+class Odd(SmallNet):
+    """Parameters without elements, and one that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in ((0,), (0, 5), (3, 0)))
+        self.same_head = self.head
+
+
+def test_exports_have_the_shapes_of_parameters_without_elements(tmp_path: Path, no_worker_is_left: None) -> None:
+    fabric, model, optimizer, _ = set_up(Odd(), **LATE)
+    train_step(fabric, model, optimizer, 0)
+    fabric.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "a", tag="checkpoint")
+    weights = model.state_dict()
+    assert state.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(state[name], value), name
+    fabric.strategy.teardown()
 
 
 def test_freezing_between_steps(no_worker_is_left: None) -> None:

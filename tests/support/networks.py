@@ -184,3 +184,43 @@ class TiedNet(TestModule):
             x = x + self.maybe_checkpointed(layer, x)
         logits = self.maybe_checkpointed(self.head, x) if self.head_in_checkpoint else self.head(x)
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class OddNet(TestModule):
+    """Weights as libraries have them: transposed, in channels_last, sliced, without dimensions, without elements, shared, frozen."""
+
+    lr = 3e-3
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.transposed = nn.Linear(4, 5)
+        self.same = self.transposed
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.vector = nn.Parameter(torch.ones(10)[::2])
+        self.frozen = nn.Parameter(torch.ones(5, 7).t(), requires_grad=False)
+        self.nothing = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in ((0,), (0, 5)))
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator(8, i)))
+        self.convolution.to(memory_format=torch.channels_last)
+        self.transposed.weight.data = self.transposed.weight.data.t().contiguous().t()
+
+    @override
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """The trained ones with elements."""
+        return [[p for p in group if p.requires_grad and p.numel()] for group in super().parameter_groups()]
+
+    @override
+    def setup(self, stage: str) -> None:
+        """All ranks train the weights of the first one."""
+        if self.global_rank > 0:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.add_(1)
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        x = torch.randn(2, 3, 4, 4, generator=generator(10, step, micro, rank)).to(self.scale.dtype)
+        x = self.same(self.convolution(x).mean((2, 3))) * self.scale.exp() + self.vector
+        return (torch.tanh(x) @ self.frozen.t()).float().square().mean() + sum(p.float().sum() for p in self.nothing)

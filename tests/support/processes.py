@@ -1,5 +1,6 @@
 """Processes: whether they are alive, waiting until they are or are not, and what memory they share."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -37,3 +38,14 @@ class ArenaWatch:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def shared_bytes() -> int:
+    """Shared memory of ours that this process holds."""
+    sizes = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            if "memfd:zenflow-" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.fstat(int(fd))
+                sizes[status.st_ino] = 512 * status.st_blocks
+    return sum(sizes.values())

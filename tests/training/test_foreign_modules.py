@@ -65,10 +65,16 @@ def with_scalars(*, every: bool = False) -> With:
 
 
 def with_strides() -> With:
-    """Transposed, sliced and expanded parameters, one of them frozen."""
-    part = only(torch.ones(3, 4).t(), torch.ones(6, 4)[::2], torch.ones(4, 3).t())
+    """Transposed and sliced parameters, some of them vectors or frozen."""
+    vectors = (torch.ones(8)[::2], torch.ones(4, 3)[:, 1], torch.ones(4, 5)[:, :1])
+    part = only(torch.ones(3, 4).t(), torch.ones(6, 4)[::2], torch.ones(4, 1).expand(4, 3).t(), *vectors)
     part[2].requires_grad_(False)  # type: ignore[index]
-    return With(part, lambda p, step: (inputs(step, 2, 4) @ p[0]) @ (p[1] * p[2]))  # type: ignore[index]
+    part[4].requires_grad_(False)  # type: ignore[index]
+
+    def output(p: Any, step: int) -> Tensor:
+        return (inputs(step, 2, 4) @ p[0]) @ (p[1] * p[2] * (p[3] + p[4] + p[5].t()))
+
+    return With(part, output)
 
 
 MODELS: dict[str, Callable[[], pl.LightningModule]] = {
@@ -146,6 +152,14 @@ REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
         r"part.0 must be a real tensor .*, got torch.complex64: its imaginary part would be lost; .*view_as_real",
     ),
     "complex buffers": (lambda: With(Buffered(), sum_of), r"part.rotations must be a real tensor .* torch.complex64"),
+    "expanded weights": (
+        lambda: With(only(torch.ones(1, 3).expand(2, 3)), sum_of),
+        r"part.0 must have memory for each of its elements, got an expanded tensor: .*expand it in `forward`",
+    ),
+    "two parameters in the same memory": (
+        lambda: With(only(*[torch.ones(3)] * 2), sum_of),
+        r"part.1 must have memory of its own, got that of part.0, .*: to share weights, assign the parameter itself",
+    ),
     "double precision": (
         lambda: With(nn.Linear(3, 2).double(), sum_of),
         r"part.weight must .* at most 32 bits, got torch.float64",

@@ -22,7 +22,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
-from processes import ArenaWatch
+from processes import ArenaWatch, shared_bytes
 from reference import adamw_reference
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -161,17 +161,6 @@ def test_an_exact_state_remains_when_fit_ends(at: str, tmp_path: Path) -> None:
     assert len(resumed.losses) == case.steps - n_steps
     for ours, theirs in zip(resumed.master, run_here(case).master, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def shared_bytes() -> int:
-    """Shared memory of ours that this process holds."""
-    sizes = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the folder's own
-            if "memfd:zenflow-" in os.readlink(f"/proc/self/fd/{fd}"):
-                status = os.fstat(int(fd))
-                sizes[status.st_ino] = 512 * status.st_blocks
-    return sum(sizes.values())
 
 
 def test_nothing_remains_of_a_worker_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,14 @@ class TestMistakes:
                 r"section zenflow: unknown key 'topk_rate' \(did you mean 'topk_ratio'\?\)",
             ),
             ({"zenflow": {}, "deep_speed": {}}, r"unknown key 'deep_speed' \(did you mean 'deepspeed'\?\)"),
+            (
+                {"fp16": {}, "gradient_cliping": 1.0},
+                r"unknown key 'gradient_cliping' \(did you mean 'gradient_clipping'\?\), which DeepSpeed would ignore",
+            ),
+            (
+                {"deepspeed": {"zero_optimisation": {}}},
+                r"unknown key 'zero_optimisation' \(did you mean 'zero_optimization'\?\)",
+            ),
             ({"zenflow": 3}, "zenflow must be a mapping, got 3"),
             ({"deepspeed": "zf.json"}, "deepspeed must be a mapping, got 'zf.json'"),
             ({"zenflow": {}, "fp16": {}}, "'fp16' is a key of DeepSpeed; move it into the section `deepspeed:`"),

@@ -151,12 +151,30 @@ class TestLightningsKeys:
         assert message.startswith("DeepSpeed config: gradient_accumulation_steps must be an integer >= 1")
         assert "accumulate_grad_batches" in message
 
+    @pytest.mark.parametrize("trainer", [0, -1, 1.5])
+    def test_the_trainers_accumulation_refused(self, trainer: Any) -> None:
+        message = refusal_of({}, accumulate_grad_batches=trainer)
+        assert message.startswith(f"Trainer: accumulate_grad_batches must be an integer >= 1, got {trainer!r}")
+
     @pytest.mark.parametrize(("norm", "trainer"), [(0, None), (1.0, None), (1.0, 1), (0.5, 0.5)])
     def test_clipping(self, norm: float, trainer: float | None) -> None:
         assert (
             prepare_deepspeed_config({"gradient_clipping": norm}, gradient_clip_val=trainer)["gradient_clipping"]
             == norm
         )
+
+    @pytest.mark.parametrize(
+        ("key", "value", "allowed"), [("prescale_gradients", True, "False"), ("gradient_predivide_factor", 2.0, "1.0")]
+    )
+    def test_what_reduce_scatter_excludes(self, key: str, value: Any, allowed: str) -> None:
+        message = refusal_of({key: value})
+        assert f"{key} must be {allowed}, unless zero_optimization.reduce_scatter is false, got {value!r}" in message
+        assert prepare_deepspeed_config({key: value, "zero_optimization": {"reduce_scatter": False}})[key] == value
+
+    @pytest.mark.parametrize("size", [-2, 0, 1, 3, 4.5])
+    def test_bucket_sizes_that_deepspeed_only_asserts(self, size: float) -> None:
+        message = refusal_of({"zero_optimization": {"allgather_bucket_size": size}})
+        assert f"zero_optimization.allgather_bucket_size must be an even integer >= 2, got {size!r}" in message
 
     @pytest.mark.parametrize("norm", [-1, float("nan"), float("inf"), "1.0", True, [1]])
     def test_clipping_refused(self, norm: Any) -> None:

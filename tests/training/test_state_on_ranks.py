@@ -1,0 +1,211 @@
+"""State of single parameters, odd layouts and what checkpoints hold beside weights: on two ranks, and with moments in 16 bits."""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from lightning.pytorch.callbacks import WeightAveraging
+from test_bf16_moments import BF16, assert_has_the_oracles_bits
+from test_training import compare_with_oracle
+from torch import Tensor
+from typing_extensions import override
+
+from harness import Case, Run, run_here
+from models import TestModule
+from rank_processes import run_on_ranks
+from reference import places_of_elements
+from replay_reference import ReplayedAdamW
+from same_bits import assert_same_run, assert_same_tensors
+
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+def parameters_of(module: pl.LightningModule) -> list[Tensor]:
+    """Trained ones, in the order of the parameter groups."""
+    assert isinstance(module, TestModule)
+    return [p for group in module.parameter_groups() for p in group]
+
+
+def read(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[kind][parameter]"""
+    moments = [[safe_get_full_optimizer_state(p, kind) for p in parameters] for kind in KINDS]
+    return [[safe_get_full_fp32_param(p) for p in parameters], *moments]
+
+
+def new_value(p: Tensor, i: int) -> Tensor:
+    """Not one that bfloat16 has."""
+    return torch.linspace(0.1, 0.3 + 0.1 * i, p.numel()).reshape(p.shape)
+
+
+class State(pl.Callback):
+    """Writes what each rank reads to files: gradients of every step, and the state after one step and at the end.
+
+    Args:
+        folder: of the files.
+        read_after: a step, counted from 1.
+        write_after: a step after which all states are replaced; 0: none.
+    """
+
+    def __init__(self, folder: Path, *, read_after: int, write_after: int = 0) -> None:
+        self.folder, self.read_after, self.write_after = folder, read_after, write_after
+        self.gradients: list[list[Tensor]] = []
+
+    def save(self, trainer: pl.Trainer, name: str, found: Any) -> None:
+        torch.save(found, self.folder / f"{name}.{trainer.global_rank}.pt")
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.gradients.append([safe_get_full_grad(p) for p in parameters_of(pl_module)])
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        parameters = parameters_of(pl_module)
+        if trainer.global_step == self.read_after:
+            self.save(trainer, "middle", read(parameters))
+        if trainer.global_step == self.write_after:
+            for i, p in enumerate(parameters):
+                safe_set_full_fp32_param(p, new_value(p, i))
+                for kind in KINDS:
+                    safe_set_full_optimizer_state(p, new_value(p, i), kind)
+            self.save(trainer, "written", read(parameters))
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.save(trainer, "end", read(parameters_of(pl_module)))
+        self.save(trainer, "gradients", self.gradients)
+
+
+def found(folder: Path, name: str, ranks: int) -> Any:
+    """What rank 0 has read; the others have read the same."""
+    first, *others = (torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks))
+    for other in others:
+        for ours, theirs in zip(other, first, strict=True):
+            assert_same_tensors(ours, theirs, name)
+    return first
+
+
+def run(case: Case, ranks: int) -> Run:
+    return run_here(case) if ranks == 1 else run_on_ranks({"case": case}, ranks=ranks)["case"][0]
+
+
+NOTHING_LATE = {"update_interval": 1, "publish_lag": 0}
+STATES: dict[str, Case] = {
+    "S=4, d=1": Case(steps=7),
+    "S=4, d=1, bf16 moments": Case(steps=7, strategy_options=BF16),
+    "S=1, d=0, bf16 moments": Case(steps=7, **NOTHING_LATE, max_norm=0.5).with_keys(**BF16),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STATES)
+def test_states_and_gradients_of_whole_parameters(name: str, ranks: int, tmp_path: Path) -> None:
+    case = replace(STATES[name], topk_ratio=0.0, model_options={"shapes": ((31, 29), (53, 7), (37,), (1,))})
+    case = replace(case, callbacks=(State(tmp_path, read_after=3),), flush_after=(3,))
+    result = run(case, ranks)
+    end, middle = found(tmp_path, "end", ranks), found(tmp_path, "middle", ranks)
+    for kind, tensors in zip(("master", *KINDS), end, strict=True):
+        assert_same_tensors(tensors, [x.float() for x in getattr(result, kind)], kind)
+        assert all(x.dtype == torch.float32 for x in tensors)
+    if case.strategy_options.get("moments_dtype") == "bfloat16":
+        assert_has_the_oracles_bits(result, case, world_size=ranks)
+    # The state after three steps is that of a run of three steps.
+    short = run(replace(case, steps=3, callbacks=()), ranks)
+    for kind, tensors in zip(("master", *KINDS), middle, strict=True):
+        assert_same_tensors(tensors, [x.float() for x in getattr(short, kind)], kind)
+    _, wanted, _ = case.fixed_gradients(world_size=ranks)
+    for ours, theirs in zip(found(tmp_path, "gradients", ranks), wanted, strict=True):
+        assert_same_tensors(ours, theirs, "gradient")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("keys", [NOTHING_LATE, {"update_interval": 4, "publish_lag": 1}], ids=["S=1", "S=4"])
+def test_written_moments_of_16_bits(keys: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    """They are rounded to nearest when they are written; the step after them goes on from there, with the oracle's bits."""
+    shapes = {"shapes": ((31, 29), (53, 7), (37,))}
+    case = Case(steps=5, topk_ratio=0.0, model_options=shapes, **keys).with_keys(**BF16)
+    case = replace(case, callbacks=(State(tmp_path, read_after=0, write_after=4),))
+    result = run(case, ranks)
+    _, gradients, groups = case.fixed_gradients(world_size=ranks)
+    module = case.make_model()
+    parameters = module.parameter_groups()
+    _, elements = places_of_elements(parameters, 1, ranks)
+    values = [new_value(p, i) for i, p in enumerate(parameters_of(module))]
+    rounded = [v.bfloat16().float() for v in values]
+    for tensors, wanted in zip(found(tmp_path, "written", ranks), (values, rounded, rounded), strict=True):
+        assert_same_tensors(tensors, wanted, "what was written")
+    oracle = ReplayedAdamW(master=values, elements=elements)
+    oracle.exp_avg, oracle.exp_avg_sq, oracle.count = [v.clone() for v in rounded], [v.clone() for v in rounded], 4
+    oracle.step(gradients[4], groups[4], result.factors[4])
+    oracle.close_windows([torch.ones_like(v, dtype=torch.bool) for v in values], 5)
+    for kind in ("master", *KINDS):
+        assert_same_tensors([x.float() for x in getattr(result, kind)], getattr(oracle, kind), kind)
+
+
+ODD = Case(model="OddNet", steps=6, topk_ratio=0.3, update_interval=4, publish_lag=1)
+
+
+def half_way(averaged: Tensor, present: Tensor, _: Any) -> Tensor:
+    return torch.lerp(averaged, present, 0.5)
+
+
+@functools.cache
+def odd_runs(folder: Path) -> dict[str, list[Run]]:
+    """On two ranks, with averaged weights and without, and resumed in the middle."""
+    averaged = replace(
+        ODD,
+        update_interval=1,
+        publish_lag=0,
+        callbacks=(WeightAveraging(avg_fn=half_way),),
+        checkpoint=str(folder / "a"),
+    ).with_keys(optimizer_in_backward=False)
+    saved = replace(averaged, save_at=3)
+    return run_on_ranks(
+        {"late": ODD, "clipped": replace(ODD, max_norm=0.1, accumulate=2), "saved": saved, "resumed": averaged}
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("odd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["late", "clipped"])
+def test_odd_layouts_begin_with_the_weights_of_the_first_rank_and_train_as_the_oracle(name: str, folder: Path) -> None:
+    case = {"late": ODD, "clipped": replace(ODD, max_norm=0.1, accumulate=2)}[name]
+    first, second = odd_runs(folder)[name]
+    assert_same_tensors(first.weights, second.weights)
+    compare_with_oracle(case, [first, second])
+
+
+@pytest.mark.slow
+def test_averaged_weights_and_further_names_are_in_a_checkpoint_of_two_ranks(folder: Path) -> None:
+    runs = odd_runs(folder)
+    for saved, resumed in zip(runs["saved"], runs["resumed"], strict=True):
+        assert len(resumed.losses) == 3
+        # The callback shows the averaged weights at the end of both.
+        assert_same_run(resumed, replace(saved, shown=saved.shown[3:], losses=saved.losses[3:]))
+    (file,) = (folder / "a").glob("checkpoint/mp_rank_00_model_states.pt")
+    state = torch.load(file, weights_only=False)
+    average = state["averaged_state_dict"]
+    exported = get_fp32_state_dict_from_zero_checkpoint(folder / "a", tag="checkpoint")
+    model = ODD.make_model()
+    assert exported.keys() == average.keys() == model.state_dict().keys()
+    assert {name: p.shape for name, p in exported.items()} == {name: p.shape for name, p in model.state_dict().items()}
+    assert torch.equal(exported["same.weight"], exported["transposed.weight"])
+    distance = math.dist(*(x["transposed.weight"].flatten().tolist() for x in (average, exported)))
+    assert distance > 1e-4, "the average lags behind"
