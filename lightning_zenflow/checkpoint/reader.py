@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import methodcaller
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -210,8 +210,9 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_PICKLE = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load)
-"""The part of the module `pickle` that `torch.load` uses."""
+_PICKLE = ModuleType("pickle")
+"""The module `pickle` with another unpickler, for `torch.load`."""
+vars(_PICKLE).update(vars(pickle), Unpickler=_Unpickler)
 
 
 def _read(file: Path) -> Any:
