@@ -61,6 +61,23 @@ ZENFLOW_INLINE BFloat16 from_float<BFloat16>(float value) {
     return {static_cast<uint16_t>((value != value ? quiet_nan : rounded) >> 16)};
 }
 
+// As from_float, of a result of arithmetic: its NaN is quiet, which needs no selection here.
+template <typename T>
+ZENFLOW_INLINE T from_result(float value) {
+    return from_float<T>(value);
+}
+
+template <>
+ZENFLOW_INLINE BFloat16 from_result<BFloat16>(float value) {
+    // Keeps the NaN of either sign that the addition would carry out of.
+    constexpr uint32_t kLargestNan = 0x7fff0000u, kSign = 0x80000000u;
+    const uint32_t bits = float_bits(value);
+    const uint32_t below = bits < (kSign | kLargestNan) ? bits : (kSign | kLargestNan);
+    const int32_t limit = static_cast<int32_t>(kLargestNan), as_signed = static_cast<int32_t>(below);
+    const uint32_t limited = static_cast<uint32_t>(as_signed < limit ? as_signed : limit);
+    return {static_cast<uint16_t>((limited + 0x7fffu + ((limited >> 16) & 1u)) >> 16)};
+}
+
 template <>
 ZENFLOW_INLINE Float16 from_float<Float16>(float value) {
     const uint32_t bits = float_bits(value);

@@ -48,11 +48,31 @@ ZENFLOW_INLINE void store(float* exp_avg, float* exp_avg_sq, float m, float v, u
 }
 
 ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, float v, uint32_t counter) {
-    *exp_avg = from_float<BFloat16>(m);
+    *exp_avg = from_result<BFloat16>(m);
     *exp_avg_sq = round_stochastically(v, noise_of(counter));
 }
 
+// Of moments that a step before has computed.
+template <typename To>
+ZENFLOW_INLINE void store_input(const AdamState& from, const StateOf<To>& to, const Noise& noise, size_t n) {
+    const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
+    float* const w_to = to.master;
+    To *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
+    uint32_t counter = noise_counter(noise.seed, noise.first_element);
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) w_to[i] = w_from[i];
+#pragma omp simd linear(counter : kNoiseStride)
+    for (size_t i = 0; i < n; ++i) {
+        store(m_to + i, v_to + i, m_from[i], v_from[i], counter);
+        counter += kNoiseStride;
+    }
+}
+
 // `from` and `to` are the same or do not overlap.
+//
+// Divisions and square roots take longest. What needs none, copies and most conversions to 16 bits, is in loops of its own before
+// and after: it would fill the CPU's window of instructions and leave no room for the next elements' divisions. That is a fifth
+// less time with bfloat16 moments, and a quarter with float ones and without a tentative step.
 template <Decay kDecay, Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
 void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
@@ -66,14 +86,12 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
     Published* const published = update.published;
     const float distance = update.prediction_steps * c.step_size;
     const size_t n = update.n;
+    alignas(64) float shown[kTile];
+    if constexpr (kStore == Store::kInput) store_input(from, to, update.noise, n);
 #pragma omp simd linear(counter : kNoiseStride)
     for (size_t i = 0; i < n; ++i) {
         float w = w_from[i];
         const float m_before = to_float(m_from[i]), v_before = to_float(v_from[i]);
-        if constexpr (kStore == Store::kInput) {
-            w_to[i] = w;
-            store(m_to + i, v_to + i, m_before, v_before, counter);
-        }
         float g = to_float(gradient[i]) * c.grad_scale;
         if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
         const float m = __builtin_fmaf(g, c.one_minus_beta1, m_before * c.beta1);
@@ -85,9 +103,13 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
             w_to[i] = w;
             store(m_to + i, v_to + i, m, v, counter);
         }
-        if constexpr (kPublish == Publish::kExact) published[i] = from_float<Published>(w);
-        if constexpr (kPublish == Publish::kPredicted) published[i] = from_float<Published>(__builtin_fmaf(u, distance, w));
+        if constexpr (kPublish == Publish::kExact) shown[i] = w;
+        if constexpr (kPublish == Publish::kPredicted) shown[i] = __builtin_fmaf(u, distance, w);
         counter += kNoiseStride;
+    }
+    if constexpr (kPublish != Publish::kNothing) {
+#pragma omp simd
+        for (size_t i = 0; i < n; ++i) published[i] = from_result<Published>(shown[i]);
     }
 }
 

@@ -54,8 +54,8 @@ class JobQueue:
     Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
     until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
     early* what they hold, in jobs whose weights are not copied to the model: where steps are accumulated in host memory, or where a step
-    does not submit in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether
-    a block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
+    does not submit in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether a
+    block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
 
     Args:
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).

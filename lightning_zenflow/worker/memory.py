@@ -82,7 +82,7 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
 
     Args:
         first: bytes of one rank's arena at the start.
-        largest: bytes with the largest S and d of "auto", and while a checkpoint is saved; the difference to `first` is allocated when it
+        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it
             is needed.
         ranks: number of ranks on this host.
         keys: keys that determine the sizes, with their values, for messages.

@@ -44,7 +44,7 @@ from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.worker.topology import numa_nodes
 from lightning_zenflow.zero.environment import RankResources
-from lightning_zenflow.zero.host_state import HostState, saving_bytes
+from lightning_zenflow.zero.host_state import HostState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +219,7 @@ def _sizes_and_policy(
         )
 
     def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
-        of_arena = sizes(schedules, tail=tail)
-        return arena_bytes(partition, of_arena) + saving_bytes(partition, of_arena)
+        return arena_bytes(partition, sizes(schedules, tail=tail))
 
     available = host_bytes_for(resources.ranks_on_host)
 

@@ -1,22 +1,33 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.arena import Arena
+
+
+class SavedAsFloat32(Tensor):
+    """A tensor of another type that is float32 for all who load it: the file holds its own values, and that they are to be converted."""
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return methodcaller("float"), (self.as_subclass(Tensor),)
 
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
 
-    DeepSpeed's checkpoints hold moments in float32. Where the arena has them in bfloat16, `float32_moments` shows copies while a checkpoint
-    is written, and `take_back` rounds loaded ones to nearest, which is exact for values that were bfloat16 before.
+    DeepSpeed's checkpoints hold moments in float32. Where the arena has them in bfloat16, `float32_moments` shows them so that they are
+    saved as such, without a copy, and `read_moments` rounds loaded ones to nearest, which is exact for values that were bfloat16 before.
 
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
@@ -60,12 +71,15 @@ class HostState:
 
     @contextmanager
     def float32_moments(self) -> Generator[None]:
-        """Shows the moments as float32. Copies of bfloat16 ones live as long as what has been read meanwhile."""
+        """Makes what is read meanwhile and then saved hold the moments as float32; it shares the arena's memory."""
         views = {flat: self._optimizer.state[flat] for flat in self._flats}
         for flat, state in views.items():
-            # Another dict: `Optimizer.state_dict` returns the dicts themselves. `float` copies nothing where there is nothing to convert.
+            # Another dict: `Optimizer.state_dict` returns the dicts themselves.
             self._optimizer.state[flat] = {
-                key: value.float() if key in self._moments[0] else value for key, value in state.items()
+                key: value.as_subclass(SavedAsFloat32)
+                if key in self._moments[0] and value.dtype != torch.float32
+                else value
+                for key, value in state.items()
             }
         try:
             yield
@@ -79,10 +93,27 @@ class HostState:
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
-    def take_back(self) -> int:
-        """Copies tensors that loading has put in place of the arena's into the arena, and links the arena's again.
+    def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
 
         Both moments of another type are rounded to nearest. That happens once, so no bias can grow as it would with every window.
+
+        Args:
+            saved: result of the user's `Optimizer.state_dict`.
+
+        Returns:
+            The same with empty moments, to be loaded.
+        """
+        states = dict(saved["state"])
+        keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
+        for key, moments in zip(keys, self._moments, strict=True):
+            for name, ours in moments.items():
+                ours.copy_(states[key][name])
+            states[key] = {**states[key], **{name: ours.new_empty(0) for name, ours in moments.items()}}
+        return {**saved, "state": states}
+
+    def take_back(self) -> int:
+        """Copies tensors that loading has put in place of the arena's into the arena, and links the arena's again.
 
         Returns:
             Loaded number of applied steps.
@@ -93,13 +124,10 @@ class HostState:
             count = int(state["step"])
             for key, ours in moments.items():
                 if state[key] is not ours:
-                    ours.copy_(state[key])
+                    # Empty ones have been read before.
+                    if state[key].numel() > 0:
+                        ours.copy_(state[key])
                     state[key] = ours
         # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count
-
-
-def saving_bytes(partition: Partition, sizes: ArenaSizes) -> int:
-    """Bytes of host memory that a rank takes beside its arena while it saves: float32 copies of moments that are not."""
-    return 0 if sizes.moments_dtype == torch.float32 else 2 * torch.float32.itemsize * partition.numel

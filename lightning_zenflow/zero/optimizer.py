@@ -6,6 +6,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -307,9 +308,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         nothing is device-owned until the first step has selected columns.
         """
         self.flush()
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = state_dict_list[rank] if state_dict_list else None
+        # Private: DeepSpeed rearranges the moments where its parameters are padded.
+        if own and load_optimizer_states and not any(map(any, self.round_robin_bit16_padding)):
+            own = {**own, BASE_OPTIMIZER_STATE: self._host_state.read_moments(own[BASE_OPTIMIZER_STATE])}
+            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
         super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         count = self._host_state.take_back()
-        own = state_dict_list[dist.get_rank(group=self.dp_process_group)] if state_dict_list else None
         saved = own.get(CHECKPOINT_KEY) if own and load_optimizer_states else None
         difference = self.zenflow_step.load_state_dict(saved, count)
         if difference:

@@ -119,6 +119,26 @@ void check_from_float(Format format) {
 TEST(half, bfloat16_to_float) { check_to_float<BFloat16>(kBFloat16Format); }
 TEST(half, float16_to_float) { check_to_float<Float16>(kFloat16Format); }
 TEST(half, float_to_bfloat16) { check_from_float<BFloat16>(kBFloat16Format); }
+
+// The same bits, but for signalling NaNs, which no arithmetic gives.
+TEST(half, result_to_bfloat16) {
+    const auto check = [](uint32_t bits) {
+        const float value = float_from_bits(bits);
+        const BFloat16 actual = from_result<BFloat16>(value);
+        if (std::isnan(value)) {
+            CHECK(std::isnan(to_float(actual)));
+        } else {
+            CHECK_EQ(actual.bits, from_float<BFloat16>(value).bits);
+        }
+    };
+    for (uint32_t high = 0; high <= 0xffffu; ++high) {
+        const bool signalling = (high & 0x7fffu) >= 0x7f80u && (high & 0x0040u) == 0;
+        for (const uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu}) {
+            if (!signalling || (high & 0x007fu) + low == 0) check(high << 16 | low);
+        }
+    }
+}
+
 TEST(half, float_to_float16) { check_from_float<Float16>(kFloat16Format); }
 
 }  // namespace

@@ -4,6 +4,7 @@ have those of the run itself."""
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint.reader import _read
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from models import SHAPES, LinearLossModule
 from rank_processes import run_on_ranks
@@ -225,6 +228,45 @@ def test_other_numbers_of_ranks_load_the_exact_state(before: int, after: int, tm
     saved, loaded = run(replace(case, save_at=5), before), run(case, after)
     assert_same_state(loaded, saved)
     assert_same_tensors(loaded.weights, saved.weights)
+
+
+class SavedMoments(pl.Callback):
+    """Where the moments are that a checkpoint of the run would hold."""
+
+    def __init__(self) -> None:
+        self.are_the_arenas: list[bool] = []
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        optimizer = trainer.strategy.zenflow_optimizer
+        assert optimizer is not None
+        arena = optimizer.parts.rank.arena
+        ours = {m.untyped_storage().data_ptr() for m in (arena.exp_avg, arena.exp_avg_sq)}
+        states = optimizer.state_dict()["base_optimizer_state"]["state"].values()
+        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        self.are_the_arenas = [m.untyped_storage().data_ptr() in ours for m in moments]
+
+
+def test_neither_a_save_nor_a_load_copies_the_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is the arena's memory; loading gives the optimizer, which would convert them all at once, empty moments."""
+    loaded: list[int] = []
+    load = torch.optim.Optimizer.load_state_dict
+
+    def watched(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        loaded.extend(of[key].numel() for of in state["state"].values() for key in ("exp_avg", "exp_avg_sq"))
+        load(self, state)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", watched)
+    path, moments = tmp_path / "saved", SavedMoments()
+    case = replace(CASE, steps=5, checkpoint=str(path)).with_keys(moments_dtype="bfloat16")
+    run_here(replace(case, save_at=5), callbacks=[moments])
+    assert moments.are_the_arenas and all(moments.are_the_arenas)
+    (file,) = path.glob("checkpoint/*zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    states = _read(file)["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+    assert all(state[key].dtype == torch.bfloat16 for state in states for key in ("exp_avg", "exp_avg_sq"))
+    run_here(case)
+    assert loaded and not any(loaded)
 
 
 def test_why_not_to_nearest() -> None:
