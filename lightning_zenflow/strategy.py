@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
@@ -28,7 +29,13 @@ from lightning_zenflow.registration import add_name, other_lightning
 from lightning_zenflow.session import Session
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
-from lightning_zenflow.zero.environment import RankVariables, is_interactive, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.zero.environment import (
+    RankVariables,
+    is_interactive,
+    release_destroyed_groups,
+    use_deepspeed_on_cpu,
+    with_local_ranks,
+)
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import (
     refuse_callbacks,
@@ -147,6 +154,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        release_destroyed_groups()
         if isinstance(self.accelerator, CPUAccelerator):
             use_deepspeed_on_cpu()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
@@ -289,7 +297,12 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
         Raises:
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
+            MisconfigurationException: there has been no training.
         """
+        if self.model is self.lightning_module:
+            raise MisconfigurationException(
+                f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+            )
         try:
             client_state = to_save(checkpoint, self.deepspeed_engine)
             write = partial(super().save_checkpoint, client_state, storage_options=storage_options)

@@ -26,7 +26,12 @@ from lightning_zenflow.monitor.timeline import TimelineFile
 from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.zero.config import prepare_deepspeed_config
-from lightning_zenflow.zero.environment import RankVariables, use_deepspeed_on_cpu, with_local_ranks
+from lightning_zenflow.zero.environment import (
+    RankVariables,
+    release_destroyed_groups,
+    use_deepspeed_on_cpu,
+    with_local_ranks,
+)
 from lightning_zenflow.zero.inference import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
@@ -126,6 +131,7 @@ class ZenFlowStrategy(DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
+        release_destroyed_groups()
         if isinstance(self.accelerator, CPUAccelerator):
             use_deepspeed_on_cpu()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils import groups
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -51,6 +52,14 @@ def use_deepspeed_on_cpu() -> None:
     """Selects the CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
     if not isinstance(get_accelerator(), CpuAccelerator):
         set_accelerator(CpuAccelerator())
+
+
+def release_destroyed_groups() -> None:
+    """Makes DeepSpeed release its process groups if torch has destroyed them since, so that it makes new ones for the next engine."""
+    # Private: DeepSpeed does this only in its own `destroy_process_group`; Lightning and users call torch's.
+    group = groups._WORLD_GROUP
+    if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
+        groups._release_process_group_references()
 
 
 def is_interactive() -> bool:
