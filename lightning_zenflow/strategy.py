@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
@@ -257,7 +258,12 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
 
         Raises:
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
+            MisconfigurationException: there has been no training.
         """
+        if self.model is self.lightning_module:
+            raise MisconfigurationException(
+                f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
+            )
         try:
             client_state = to_save(checkpoint, self.deepspeed_engine)
             write = partial(super().save_checkpoint, client_state, storage_options=storage_options)

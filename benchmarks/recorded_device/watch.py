@@ -87,6 +87,11 @@ class Watch(TorchDispatchMode):
         self.word_copies: dict[int, int] = {}
         """For each such address: the index of that copy among the operations."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets torch run what it has compiled before, whose operations are seen like all others. Private; of torch since 2.10."""
+        return True
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -253,6 +253,10 @@ class Worker:
             self._stderr_fd = -1
 
     def _send(self, message: bytes) -> None:
+        if self._socket.fileno() < 0:
+            raise WorkerError(
+                "the training has ended, and its ZenFlow worker with it: no step can follow but in another `fit`"
+            )
         # The socket's buffer holds far more jobs than are ever in flight, so a full one means that the worker does not read.
         self._socket.settimeout(self._timeout_s)
         try:

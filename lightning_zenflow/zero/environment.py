@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils import groups
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerDeepSpeedStrategy
 from typing_extensions import override
@@ -55,6 +56,14 @@ def use_deepspeed_on_cpu() -> None:
     """Selects the CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
     if not isinstance(get_accelerator(), CpuAccelerator):
         set_accelerator(CpuAccelerator())
+
+
+def release_destroyed_groups() -> None:
+    """Makes DeepSpeed release its process groups if torch has destroyed them since, so that it makes new ones for the next engine."""
+    # Private: DeepSpeed does this only in its own `destroy_process_group`; Lightning and users call torch's.
+    group = groups._WORLD_GROUP
+    if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
+        groups._release_process_group_references()
 
 
 def is_interactive() -> bool:
@@ -115,6 +124,7 @@ class RankEnvironment:
 
     def setup_environment(self) -> None:
         """Prepares accelerator and process group."""
+        release_destroyed_groups()
         if self.accelerator.name() == "cpu":
             use_deepspeed_on_cpu()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.

@@ -138,10 +138,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
         DeepSpeed orders the stream that fills a bucket again behind the stream of the reduction.
         """
+        runtime = runtime_of(self._rank.device)
+        if self.overlap_comm and self.reduction_stream is not None:
+            # DeepSpeed waits for the bucket's gradients only. Compiled layers give several at once: the training stream may since have been
+            # given reads of memory that was allocated on the reduction's stream (provisional updates) and is free for it to use again.
+            self.reduction_stream.wait_stream(runtime.current_stream())
         if all(bucket.buffer for bucket in self.ipg_buckets.values()):
             # DeepSpeed makes the buffers at a backward pass' first gradient; without any there is nothing to reduce.
             super().reduce_ipg_grads(comm_dtype)
-        runtime = runtime_of(self._rank.device)
         with runtime.on(self.reduction_stream) if self.overlap_comm and self.reduction_stream else nullcontext():
             self._rank.d2h.join()
 

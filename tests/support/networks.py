@@ -5,12 +5,19 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd  # private: the public backends cannot be counted
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from models import TestModule, generator
+
+
+def through(layer: nn.Module, x: Tensor) -> Tensor:
+    """Output of a layer of `Perceptron`."""
+    return functional.gelu(layer(x))
 
 
 class Perceptron(TestModule):
@@ -32,6 +39,7 @@ class Perceptron(TestModule):
     ) -> None:
         super().__init__(**options)
         self.batch_size = batch_size
+        self.through = through
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
@@ -43,8 +51,33 @@ class Perceptron(TestModule):
         g = torch.Generator(weight.device).manual_seed((step * 1009 + micro) * 1009 + rank)
         x = torch.randn(self.batch_size, weight.shape[1], generator=g, device=weight.device).to(weight.dtype)
         for layer in self.layers:
-            x = functional.gelu(layer(x))
+            x = self.through(layer, x)
         return x.float().square().mean()
+
+
+class CompiledPerceptron(Perceptron):
+    """As `Perceptron`, with layers that torch compiles: each one's gradients arrive together, from one graph.
+
+    The graphs run operation by operation, so that no compiler is needed and each operation can be seen.
+    """
+
+    graphs_run = 0
+    """By all instances, forward and backward."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.through = torch.compile(through, backend=_operation_by_operation, dynamic=False)
+
+
+def _counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def run(*args: Any) -> Any:
+        CompiledPerceptron.graphs_run += 1
+        return graph(*args)
+
+    return make_boxed_func(run)
+
+
+_operation_by_operation = aot_autograd(fw_compiler=_counted)
 
 
 class SmallNet(TestModule):

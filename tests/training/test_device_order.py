@@ -22,12 +22,18 @@ from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.zero import build
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from networks import CompiledPerceptron
 from same_bits import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 SHAPES = [(16, 12)] * 6 + [(64, 64)] + [(13, 7)] * 3 + [(9,)] * 4
-SMALL = {"DeviceLinearLossModule": {"shapes": SHAPES}, "Perceptron": {"widths": [24] * 5 + [64, 64, 16]}}
+WIDTHS = [24] * 5 + [64, 64, 16]
+SMALL = {
+    "DeviceLinearLossModule": {"shapes": SHAPES},
+    "Perceptron": {"widths": WIDTHS},
+    "CompiledPerceptron": {"widths": WIDTHS},
+}
 
 
 def on_this_machine(case: Case, **keys: Any) -> Case:
@@ -243,3 +249,30 @@ def test_planted_errors_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     plant, case = PLANTED[error]
     plant(monkeypatch)
     assert record(case).order.races
+
+
+COMPILED = {name: replace(CASES[name], model="CompiledPerceptron") for name in ("a network", "submitted in backward")}
+
+
+def record_compiled(case: Case, **options: Any) -> RecordedDevice:
+    """Compiled before: the compiler does nothing while torch's operations are watched."""
+    run_here(replace(case, steps=2))
+    before = CompiledPerceptron.graphs_run
+    device = record(case, **options)
+    # Forward and backward of each layer, unless the watch made it run uncompiled.
+    layers = len(case.model_options["widths"]) - 1
+    assert CompiledPerceptron.graphs_run - before == 2 * layers * case.steps
+    return device
+
+
+@pytest.mark.slow  # the compiler
+@pytest.mark.parametrize("events_are_reached", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_every_access_of_compiled_layers_is_ordered(name: str, events_are_reached: bool) -> None:
+    assert not record_compiled(COMPILED[name], events_are_reached=events_are_reached).order.races
+
+
+@pytest.mark.slow
+def test_planted_errors_are_found_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_epilogue(monkeypatch)
+    assert record_compiled(COMPILED["a network"]).order.races

@@ -211,3 +211,17 @@ def test_the_users_error_is_raised_if_the_last_checkpoint_fails(tmp_path: Path) 
     # Not a rule for saves after it.
     with pytest.raises((OSError, RuntimeError), match="training ended before|could not be saved"):
         trainer.save_checkpoint(folder / "a.ckpt")
+
+
+@pytest.mark.parametrize("what", ["fit", "validate"])
+def test_after_the_process_group_was_destroyed(what: str) -> None:
+    fit(LinearLossModule(shapes=TINY))
+    torch.distributed.destroy_process_group()
+    getattr(make_trainer(ZenFlowStrategy(), max_steps=1, limit_val_batches=1), what)(Net())
+
+
+def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
+    trainer = make_trainer(ZenFlowStrategy())
+    trainer.strategy.connect(Net())
+    with pytest.raises(MisconfigurationException, match="must come after `fit`"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
