@@ -25,10 +25,15 @@ def register() -> None:
     when_imported("pytorch_lightning.strategies", _let_pytorch_lightning_refuse)
 
 
-def add_name(registry: Any) -> None:
-    """Adds the name to a registry of Lightning's strategies, unless it is there."""
+def add_name(registry: Any, strategy: Callable[..., Any] | None = None) -> None:
+    """Adds the name to a registry of Lightning's strategies, unless it is there.
+
+    Args:
+        registry: the Trainer's or Fabric's.
+        strategy: makes the strategy; None: the Trainer's.
+    """
     if "zenflow" not in registry:
-        registry.register("zenflow", _new_strategy, description="ZeRO-2 offload without stalls (ZenFlow)")
+        registry.register("zenflow", strategy or _new_strategy, description="ZeRO-2 offload without stalls (ZenFlow)")
 
 
 def other_lightning() -> Exception:
@@ -42,7 +47,7 @@ def other_lightning() -> Exception:
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Calls `action` with a module: now if it has been imported, otherwise when somebody imports it.
+    """Calls `action` with a module: now if it has been imported, otherwise when it is imported.
 
     Args:
         name: full name of the module, which need not be installed.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,13 +28,7 @@ from lightning_zenflow.registration import add_name, other_lightning
 from lightning_zenflow.session import Session
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
-from lightning_zenflow.zero.environment import (
-    RankVariables,
-    is_interactive,
-    release_destroyed_groups,
-    use_deepspeed_on_cpu,
-    with_local_ranks,
-)
+from lightning_zenflow.zero.environment import RankEnvironment, is_interactive
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import (
     refuse_callbacks,
@@ -49,7 +42,7 @@ from lightning_zenflow.zero.supported import (
 from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
 
 
-class ZenFlowStrategy(DeepSpeedStrategy):
+class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
@@ -105,7 +98,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._session = Session(config, given, deepspeed_options, DeepSpeedStrategy)
         self.zenflow_config = self._session.config
         self._over = False
-        self._rank_variables = RankVariables()
         super().__init__(config=self._session.deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
 
@@ -113,23 +105,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
         """The optimizer of the current or last fit; None before the first."""
         return self._session.optimizer
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this host's ranks, in order of local rank."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = None if devices is None else with_local_ranks(devices)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
-        device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -143,24 +118,9 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def _configure_launcher(self) -> None:
         if not isinstance(self.accelerator, Accelerator):
             raise other_lightning()
-        # The launcher runs before all other hooks and is the first to change them.
-        self._rank_variables = RankVariables()
-        if self.num_nodes * self.num_processes == 1:
-            # Nothing to launch. Lightning refuses every launcher in notebooks that starts processes, also where it would start none.
-            return
-        if is_interactive():
+        if is_interactive() and self.num_nodes * self.num_processes > 1:
             raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        release_destroyed_groups()
-        if isinstance(self.accelerator, CPUAccelerator):
-            use_deepspeed_on_cpu()
-            # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
-            super(DeepSpeedStrategy, self).setup_environment()
-        else:
-            super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -355,9 +315,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         self._session.close()
         super().teardown()
-        # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
-        if self.num_nodes * self.num_processes == 1:
-            self._rank_variables.restore()
 
     @classmethod
     @override

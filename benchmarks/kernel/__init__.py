@@ -1,1 +1,1 @@
-"""What does AdamW cost a CPU? The worker's kernel beside DeepSpeed's and torch's."""
+"""Cost of AdamW on a CPU: the worker's kernel beside DeepSpeed's and torch's."""

@@ -1,4 +1,4 @@
-"""What does AdamW cost a CPU, per parameter and step? The worker's kernel beside DeepSpeed's and torch's, in turn, on the same cores.
+"""Cost of AdamW on a CPU, per parameter and step: the worker's kernel beside DeepSpeed's and torch's, in turn, on the same cores.
 
     python -m benchmarks.kernel
     python -m benchmarks.kernel --elements 268435456 --repeats 9

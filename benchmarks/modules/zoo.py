@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY, TOKENS, BATCH, CLASSES = 97, 12, 3, 5
+SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 Made = tuple[nn.Module, Callable[[nn.Module, torch.Generator], Tensor]]
 """A module, and its loss on inputs of a generator."""
@@ -48,14 +49,7 @@ def llama() -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+        LlamaConfig(**SIZE, vocab_size=VOCABULARY, intermediate_size=40, num_key_value_heads=1)
     ), causal
 
 
@@ -64,11 +58,9 @@ def mixtral() -> Made:
 
     return MixtralForCausalLM(
         MixtralConfig(
+            **SIZE,
             vocab_size=VOCABULARY,
-            hidden_size=16,
             intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
             num_key_value_heads=1,
             num_local_experts=8,
             output_router_logits=True,
@@ -79,14 +71,7 @@ def mixtral() -> Made:
 def bert() -> Made:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=CLASSES,
-    )
+    config = BertConfig(**SIZE, vocab_size=VOCABULARY, intermediate_size=32, num_labels=CLASSES)
     return BertForSequenceClassification(config), lambda m, g: m(input_ids=text(g), labels=classes(g)).loss
 
 
@@ -102,22 +87,14 @@ def t5() -> Made:
 def vit() -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        image_size=16,
-        patch_size=4,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=CLASSES,
-    )
+    config = ViTConfig(**SIZE, image_size=16, patch_size=4, intermediate_size=32, num_labels=CLASSES)
     return ViTForImageClassification(config), classifier
 
 
 def clip() -> Made:
     from transformers import CLIPConfig, CLIPModel
 
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    size = {**SIZE, "intermediate_size": 32}
     config = CLIPConfig(
         text_config={**size, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 1},
         vision_config={**size, "image_size": 16, "patch_size": 4},

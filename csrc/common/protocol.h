@@ -18,7 +18,7 @@
 //                        The worker reads them before Ready, so that the kernel allocates their pages on the NUMA nodes of its
 //                        threads; the trainer should not touch them earlier
 //   publish buffers      worker, from submission until Done; the trainer until it submits the next job that names it. One that
-//                        nobody reads may be named by several jobs in flight
+//                        the trainer does not read may be named by several jobs in flight
 //   journal              worker
 //
 // Two parts. A job's *committed* part applies steps to master weights and moments, each with the factor in the step's record. Its

@@ -1,4 +1,4 @@
-"""What Lightning puts into a checkpoint beside the weights and states that DeepSpeed saves: DeepSpeed's client state."""
+"""DeepSpeed's client state: Lightning's content of a checkpoint, beside the weights and states that DeepSpeed saves."""
 
 from collections.abc import Mapping
 from typing import Any

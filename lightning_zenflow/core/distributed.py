@@ -1,8 +1,23 @@
-"""Collective error handling: an error on one rank is raised on all ranks, so that none waits for a rank that has left."""
+"""Agreement of all ranks at the start: on errors, so that none waits for a rank that has left, and on what is possible."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def in_common(values: Sequence[T]) -> list[T]:
+    """Values that every rank has, in the order of this rank. A collective: all ranks must call it."""
+    of_rank: list[Sequence[T]] = [()] * dist.get_world_size()
+    dist.all_gather_object(of_rank, values)
+    return [value for value in values if all(value in theirs for theirs in of_rank)]
+
+
+def all_agree(flag: bool) -> bool:
+    """Whether a flag is set on every rank. A collective: all ranks must call it."""
+    return bool(in_common([flag] if flag else []))
 
 
 def raise_together(error: Exception | None, kind: Callable[[str], Exception]) -> None:

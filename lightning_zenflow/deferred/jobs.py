@@ -1,7 +1,6 @@
 """The asynchronous protocol between the training thread and the worker, from the trainer's side."""
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
@@ -10,23 +9,19 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.deferred.in_flight import UNREAD_BUFFER, JobsInFlight
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.deferred.window import JobCounts, UpdateJob, Window
+from lightning_zenflow.deferred.window import JobCounts, Window
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
-from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
-_UNREAD_BUFFER = 0
-"""Publish buffer of the jobs whose weights nobody reads, where blocks are submitted in backward; no other job uses it."""
-
 
 class JobQueue:
-    """Owner of the windows and of the update jobs in flight.
+    """Owner of the windows, which become update jobs (`JobsInFlight`).
 
     Each step t has these phases; the code repeats their names.
 
@@ -58,9 +53,9 @@ class JobQueue:
 
     Backpressure. Where no slot or buffer is free in *fill*, the training thread reads the answers of the jobs in flight, the oldest first,
     until one is (cause "slot"). If none is in flight any more and every slot holds a gradient, the windows that step t closes *commit
-    early* what they hold, in jobs whose weights nobody reads: where steps are accumulated in host memory, or where a step does not submit
-    in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether a block commits
-    early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
+    early* what they hold, in jobs whose weights are not copied to the model: where steps are accumulated in host memory, or where a step
+    does not submit in backward while windows hold gradients that are shown already. So n_blocks slots would be enough for d = 0. Whether
+    a block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
 
     Args:
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
@@ -71,7 +66,6 @@ class JobQueue:
 
     Attributes:
         schedule: S and d of all blocks but the tail.
-        counts: counters of published jobs.
         prediction_steps: steps along the momentum by which the jobs submitted last are published ahead of the exact weights.
     """
 
@@ -94,17 +88,12 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
-        self.counts = JobCounts()
         self.prediction_steps = 0.0
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
-        self._in_flight: deque[UpdateJob] = deque()
-        # Free publish buffers, each with the event behind the device's last copies from it; None: the last sealed word is behind them.
-        self._free_buffers: dict[int, Event | None] = {}
+        self._in_flight = JobsInFlight(rank, worker, slots, publisher)
         self._n_buffers = self._longest = self._largest_lag = 0
         self._filling = 0  # the step whose gradients go to slots now or next
         self._submitted_in_backward: set[int] = set()  # blocks, in the present step
-        self._published: dict[int, int] = {}
-        self._next_job_id = 1
         # The sequence number is a device value as well, because it must be written in stream order behind the gradients.
         self._sequence = torch.zeros((), dtype=torch.int64, device=rank.device)
         slots.make_room_by(self._free_a_slot)
@@ -114,6 +103,11 @@ class JobQueue:
     def age(self) -> int:
         """Steps after which every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
         return self.schedule.update_interval + max(1, self.schedule.publish_lag)
+
+    @property
+    def counts(self) -> JobCounts:
+        """Counters of published jobs."""
+        return self._in_flight.counts
 
     @property
     def staggered(self) -> StaggeredSchedule:
@@ -142,8 +136,8 @@ class JobQueue:
         with self._rank.telemetry.stalls.measure("reserve") if self._n_buffers else nullcontext():
             self._rank.arena.reserve(n_slots=largest.n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self._slots.grow(largest.n_slots)
-        first = max(self._n_buffers, _UNREAD_BUFFER + 1 if self._in_backward else 0)
-        self._free_buffers.update(dict.fromkeys(range(first, n_buffers)))
+        first = max(self._n_buffers, UNREAD_BUFFER + 1 if self._in_backward else 0)
+        self._in_flight.add_buffers(range(first, n_buffers))
         self._n_buffers = max(self._n_buffers, n_buffers)
 
     def open(self, step: int) -> None:
@@ -160,11 +154,12 @@ class JobQueue:
         """
         arena = self._rank.arena
         record = step % arena.n_step_records
-        copied = [event for event in self._free_buffers.values() if event is not None]
-        self._free_buffers = dict.fromkeys(self._free_buffers)
+        copied = self._in_flight.take_buffer_events()
         self._write_word(arena.clip[record], arena.sequence[record], step, factor, behind=copied)
 
-    def submit_closing(self, step: int, *, beta1: float, synchronous: bool, drain: Set[int]) -> Sequence[int]:
+    def submit_closing(
+        self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], unread: Set[int] = frozenset()
+    ) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
         Args:
@@ -173,6 +168,7 @@ class JobQueue:
             synchronous: whether the jobs are due in this step already.
             drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
                 would have; their jobs, and with them all earlier ones, are then due in this step.
+            unread: blocks whose weights in the model the device owns, so that those of the job are not copied there.
 
         Returns:
             Blocks whose windows closed.
@@ -188,7 +184,8 @@ class JobQueue:
                 at_once = synchronous or (overlapping and block in drain)
                 due_step = step if at_once else self._staggered.publish_step(step, block)
                 ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
-                self._submit(block, due_step=due_step, prediction_steps=ahead)
+                is_shown = block not in unread
+                self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=is_shown)
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
@@ -206,28 +203,28 @@ class JobQueue:
             beta1: see `submit_closing`.
         """
         arena = self._rank.arena
-        while not self._free_buffers:
+        while not self._in_flight.n_free_buffers:
             # Every job that was submitted in this backward pass gives its own back.
-            self._read_answer("slot")
-        buffer, copied = self._take_buffer()
+            self._in_flight.read_answer("slot", step)
+        buffer, copied = self._in_flight.take_buffer()
         behind = [] if copied is None else [copied]
         self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor, behind=behind)
         self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
         window = self._fill_window(block)
         self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
-        job = self._send(
+        job = self._in_flight.send(
             block, window, buffer, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True
         )
         job.unread.append((runtime_of(self._rank.device).record_event(), self._publisher.trained_slices(block)))
         self._submitted_in_backward.add(block)
 
     def next_due(self, block: int) -> int | None:
-        """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
-        return min((job.due_step for job in self._in_flight if job.block == block and job.is_shown), default=None)
+        """See `JobsInFlight.next_due`."""
+        return self._in_flight.next_due(block)
 
     def overwrites(self, block: int, step: int) -> bool:
-        """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
-        return any(job.block == block and job.is_shown and job.window.last_step < step for job in self._in_flight)
+        """See `JobsInFlight.overwrites`."""
+        return self._in_flight.overwrites(block, step)
 
     def upload(self, new: Set[int], step: int) -> None:
         """Phase *publish* during backward, for jobs that are due at the end of the step; never waits.
@@ -236,34 +233,16 @@ class JobQueue:
             new: slices whose gradients have arrived since the last call; their weights are neither read nor updated any more in this step.
             step: step of the backward pass.
         """
-        of_job = [
-            (job, slices)
-            for job in self._in_flight
-            if job.is_shown and job.due_step <= step and job.block not in self._submitted_in_backward
-            if (slices := self._publisher.trained_slices(job.block) & new)
-        ]
-        if of_job:
-            unread = runtime_of(self._rank.device).record_event()
-            for job, slices in of_job:
-                job.unread.append((unread, slices))
-        for job in self._in_flight:
-            if job.completion is None:
-                if not self._worker.has_answered():
-                    return
-                self._answered(job, self._worker.wait())
-            self._upload(job)
+        self._in_flight.upload(new, step, except_blocks=self._submitted_in_backward)
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*.
 
         Returns:
-            For each block whose weights were overwritten since the last call, the last step that its weights are exact for.
+            See `JobsInFlight.publish_due`.
         """
-        due = [index for index, job in enumerate(self._in_flight) if job.due_step <= step]
-        for _ in range(due[-1] + 1 if due else 0):
-            self._publish_oldest(step, "publish_wait")
+        published = self._in_flight.publish_due(step)
         self._submitted_in_backward.clear()
-        published, self._published = self._published, {}
         return published
 
     def flush(self, step: int) -> None:
@@ -273,14 +252,12 @@ class JobQueue:
         dropped = self._drop_open_step(step)
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
-        while self._in_flight:
-            self._publish_oldest(step, "flush")
+        self._in_flight.publish_all(step)
         self._slots.free(dropped)
         if self._submitted_in_backward:
             # The step will be repeated, and the words of its blocks have arrived.
             self._rank.arena.block_sequence.zero_()
             self._submitted_in_backward.clear()
-        self._published.clear()
         self._publisher.forget_ages()
 
     def change_ranges(self, partition: Partition) -> None:
@@ -329,8 +306,8 @@ class JobQueue:
         that jobs wait for, the first is enqueued on every rank.
         """
         while not self._slots.n_free:
-            if any(job.completion is None for job in self._in_flight):
-                self._read_answer("slot")
+            if self._in_flight.awaits_answer:
+                self._in_flight.read_answer("slot", self._filling)
             else:
                 self._commit_early()
 
@@ -339,12 +316,12 @@ class JobQueue:
         held = [b for b, w in enumerate(self._windows) if w and w.slots and w.last_step < self._filling]
         closing = [b for b in held if b in self._staggered.closing_blocks(self._filling)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
-        due_step = max([self._filling, *(job.due_step for job in self._in_flight)])
+        due_step = self._in_flight.last_due_step(at_least=self._filling)
         for block in closing or held:
             window = self._windows[block]
             assert window is not None
             self._windows[block] = Window(first_step=self._filling, shown_until=window.shown_until)
-            self._send(block, window, _UNREAD_BUFFER, due_step=due_step, is_shown=False)
+            self._in_flight.send(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
 
     def _drop_open_step(self, step: int) -> list[int]:
         """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error; returns their slots.
@@ -352,9 +329,7 @@ class JobQueue:
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
         dropped = self._slots.drop_open()
-        for job in self._in_flight:
-            # Whatever runs next may read the weights.
-            job.unread.clear()
+        self._in_flight.forget_unread()
         for block, window in enumerate(self._windows):
             if window is not None and window.last_step > step:
                 dropped += window.slots
@@ -362,7 +337,13 @@ class JobQueue:
         return dropped
 
     def _submit(
-        self, block: int, *, due_step: int, prediction_steps: float = 0.0, cause: Cause = "publish_wait"
+        self,
+        block: int,
+        *,
+        due_step: int,
+        prediction_steps: float = 0.0,
+        cause: Cause = "publish_wait",
+        is_shown: bool = True,
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window, self._windows[block] = self._windows[block], None
@@ -370,107 +351,14 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step, shown_until=due_step - 1)
-        while not self._free_buffers:
+        if not is_shown:
+            self._in_flight.send(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
+            return
+        while not self._in_flight.n_free_buffers:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
-            self._publish_oldest(due_step, cause)
-        buffer, copied = self._take_buffer()
+            self._in_flight.publish_oldest(due_step, cause)
+        buffer, copied = self._in_flight.take_buffer()
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 copied.synchronize()
-        self._send(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
-
-    def _take_buffer(self) -> tuple[int, Event | None]:
-        """The publish buffer that has been free longest, and its event."""
-        buffer = next(iter(self._free_buffers))
-        return buffer, self._free_buffers.pop(buffer)
-
-    def _send(
-        self,
-        block: int,
-        window: Window,
-        buffer: int,
-        *,
-        due_step: int,
-        prediction_steps: float = 0.0,
-        has_tentative: bool = False,
-        is_shown: bool = True,
-    ) -> UpdateJob:
-        """Makes a window a job."""
-        job = UpdateJob(
-            job_id=self._next_job_id,
-            block=block,
-            window=window,
-            has_tentative=has_tentative,
-            due_step=due_step,
-            publish_buffer=buffer,
-            is_shown=is_shown,
-            held_slots=window.slots[: len(window.slots) - has_tentative],
-            holds_buffer=is_shown,
-        )
-        self._next_job_id += 1
-        self._worker.submit(
-            JobMessage(
-                job_id=job.job_id,
-                block=block,
-                first_step=window.first_step,
-                slots=window.slots,
-                publish_buffer=buffer,
-                prediction_steps=prediction_steps,
-                has_tentative=has_tentative,
-            )
-        )
-        self._in_flight.append(job)
-        return job
-
-    def _read_answer(self, cause: Cause) -> None:
-        """Waits for the oldest job that has not been answered, in backward."""
-        job = next(job for job in self._in_flight if job.completion is None)
-        self._await(job, cause)
-        self._upload(job)
-
-    def _await(self, job: UpdateJob, cause: Cause) -> None:
-        """Waits for the worker's answer to a job, the oldest without one."""
-        with self._rank.telemetry.stalls.measure(cause):
-            completion = self._worker.wait()
-        self._answered(job, completion)
-
-    def _answered(self, job: UpdateJob, completion: Completion) -> None:
-        """Takes the worker's answer, and frees slots."""
-        assert completion.job_id == job.job_id, "the worker answers in order of submission"
-        job.completion = completion
-        # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
-        if next(other for other in self._in_flight if other.block == job.block) is job:
-            self._free_slots(job)
-
-    def _free_slots(self, job: UpdateJob) -> None:
-        self._slots.free(job.held_slots)
-        job.held_slots = ()
-
-    def _upload(self, job: UpdateJob) -> None:
-        """Copies weights of an answered job in backward, and frees its buffer behind the last of them."""
-        if job.is_shown and job.due_step <= self._filling:
-            self.counts.bytes_in_backward += self._publisher.upload(job)
-            if job.has_tentative and job.holds_buffer and job.copied is not None:
-                self._free_buffers[job.publish_buffer] = job.copied
-                job.holds_buffer = False
-
-    def _publish_oldest(self, step: int, cause: Cause) -> None:
-        """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
-        job = self._in_flight[0]
-        self.counts.in_backward += job.has_tentative
-        if job.completion is None:
-            self.counts.late += job.has_tentative and not self._worker.has_answered()
-            self._await(job, cause)
-        assert job.completion is not None
-        self._in_flight.popleft()
-        self._rank.telemetry.stalls.add_job(job.block, job.completion)
-        self._free_slots(job)
-        if not job.is_shown:
-            return
-        self._publisher.finish(job)
-        n = job.window.last_step - job.window.shown_until
-        self.counts.gradients += n
-        self.counts.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
-        if job.holds_buffer:
-            self._free_buffers[job.publish_buffer] = runtime_of(self._rank.device).record_event()
-        self._published[job.block] = job.window.last_step
+        self._in_flight.send(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)

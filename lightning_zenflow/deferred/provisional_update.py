@@ -20,13 +20,21 @@ from lightning_zenflow.worker.rank_state import RankState
 _SEED = 20251205
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Body:
     """Full rows of one slice, and the second moment of their gradient."""
 
     weights: Tensor
     """[rows, columns]; of the model."""
-    moment: SecondMoment
+    moment: SecondMoment | None = None
+    """Made when the slice is late for the first time: a run that stays at S = 1, d = 0 has none."""
+
+    def made_moment(self) -> SecondMoment:
+        """`moment`; makes it, without any step in it."""
+        if self.moment is None:
+            rows, columns = self.weights.shape
+            self.moment = SecondMoment.zeros(rows, columns, self.weights.device)
+        return self.moment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +134,7 @@ class ProvisionalUpdate:
         assert body is not None
         h = hyperparameters
         factors = self._rank.kernels.factored_step_(
-            body.moment, squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
+            body.made_moment(), squared_norms, beta2=h.beta2, lr=h.lr, scale=self._factor
         )
         return ProvisionalFactors(slice=slice_index, factors=factors, beta1=h.beta1)
 
@@ -163,7 +171,9 @@ class ProvisionalUpdate:
         if not self._compensation.updates_provisionally:
             return None
         return {
-            "second_moments": [None if body is None else body.moment.tensors() for body in self._bodies],
+            "second_moments": [
+                None if body is None or body.moment is None else body.moment.tensors() for body in self._bodies
+            ],
             "factor": self._factor,
             "noise": self._noise.get_state(),
         }
@@ -174,8 +184,11 @@ class ProvisionalUpdate:
             return
         for body, saved in zip(self._bodies, state["second_moments"], strict=True):
             if body is not None:
-                for ours, theirs in zip(body.moment.tensors(), saved, strict=True):
-                    ours.copy_(theirs)
+                body.moment = None
+                # Older versions have saved moments without any step.
+                if saved is not None and saved[-1] > 0:
+                    for ours, theirs in zip(body.made_moment().tensors(), saved, strict=True):
+                        ours.copy_(theirs)
         self._factor.copy_(state["factor"])
         self._noise.set_state(state["noise"])
 
@@ -271,7 +284,4 @@ def _body(s: Slice, weights: Tensor) -> _Body | None:
     rows = max(0, s.numel - offset) // s.columns
     if not s.is_matrix or rows < 2 or s.columns < 2:
         return None
-    return _Body(
-        weights=weights.narrow(0, offset, rows * s.columns).view(rows, s.columns),
-        moment=SecondMoment.zeros(rows, s.columns, weights.device),
-    )
+    return _Body(weights=weights.narrow(0, offset, rows * s.columns).view(rows, s.columns))

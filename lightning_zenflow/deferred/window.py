@@ -61,7 +61,7 @@ class JobCounts:
     in_backward: int = 0
     """Jobs that were submitted in backward."""
     late: int = 0
-    """Those of them that were not done at the end of their step."""
+    """Those of them that were not done when the training thread ended their step; a CUDA device may have ended it later."""
     gradients: int = 0
     """Gradients (of one step and one block) that have become visible in the model's weights."""
     age_steps: int = 0

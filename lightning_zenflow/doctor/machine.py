@@ -45,7 +45,7 @@ class Host:
     free_gb: float | None
     """That training may take; None if unknown."""
     free_limit: str
-    """What limits it: the machine, or the folder of a control group."""
+    """Source of the limit: the machine, or the folder of a control group."""
     memlock_gb: float | None
     """RLIMIT_MEMLOCK; None: unlimited."""
     has_memfd: bool

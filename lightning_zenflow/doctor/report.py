@@ -27,7 +27,7 @@ _SIGNIFICANT = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What `doctor` found out."""
+    """Findings of `doctor`."""
 
     versions: dict[str, str]
     host: Host
@@ -85,7 +85,7 @@ def as_text(examination: Examination) -> str:
 
 
 def expectations(examination: Examination) -> list[str]:
-    """What training will find here, most important first: what is missing, what fits, how fast the CPU's work is."""
+    """Expectations for a training here, most important first: what is missing, what fits, how fast the CPU's work is."""
     return [*_missing(examination), *_fitting(examination), *_speeds(examination), *_advice(examination)]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lightning_zenflow.schedule.candidates import with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 
 STATE_BYTES = 12
@@ -78,12 +79,9 @@ def arena_bytes_of(
         n_late: blocks of the tail, at most.
         moment_bytes: of each moment.
     """
-    longest = UpdateSchedule(
-        update_interval=max(p.update_interval for p in schedules), publish_lag=max(p.publish_lag for p in schedules)
-    )
     tail = frozenset(range(n_late))
     of_run = [
-        StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward, tail=tail) for p in (longest, *schedules)
+        StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward, tail=tail) for p in with_changes(schedules)
     ]
     n_slots = max(s.n_slots for s in of_run)
     n_buffers = max(s.n_publish_buffers for s in of_run[1:])

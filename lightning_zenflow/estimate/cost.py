@@ -13,6 +13,7 @@ from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import STATE_BYTES, cpu_adamw_bytes, zero_offload_traffic
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.zenflow_cost import BACKWARD_SHARE, ZenFlowCost
+from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
 _NEGLIGIBLE = 0.02
@@ -100,13 +101,13 @@ def estimate(workload: Workload, machine: Machine, config: ZenFlowConfig | None 
         machine,
         dataclasses.replace(config, update_interval=1, publish_lag=0, optimizer_in_backward=True, tail="none"),
     )
-    schedules = sorted(
-        UpdateSchedule(update_interval=s, publish_lag=d) for s in config.update_intervals for d in config.publish_lags
-    )
+    schedules = candidates_of(config.update_intervals, config.publish_lags)
     fixed = [
         (_zenflow(workload, machine, dataclasses.replace(config, **dataclasses.asdict(schedule)))[0], schedule)
         for schedule in schedules
     ]
+    # Of those that do not fit, none is chosen unless all of them are.
+    fixed = [(cost, schedule) for cost, schedule in fixed if cost.fits_host is not False] or fixed
     shortest_s = min(cost.step_s for cost, _ in fixed)
     fastest, fastest_schedule = next((c, p) for c, p in fixed if c.step_s <= (1 + _NEGLIGIBLE) * shortest_s)
     return CostComparison(

@@ -58,7 +58,7 @@ def as_text(comparison: CostComparison, *, unicode: bool = True) -> str:
 
 
 def advice(comparison: CostComparison) -> list[str]:
-    """What the numbers say: whether offload is needed, the schedule, the limit."""
+    """Conclusions: whether offload is needed, the schedule, the limit."""
     machine, schedule, none = comparison.machine, comparison.schedule, comparison.none
     lines = []
     if none.fits:

@@ -1,10 +1,13 @@
 """Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
 
+from collections.abc import Sequence
+
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
-from lightning_zenflow.schedule.auto_policy import SchedulePolicy
+from lightning_zenflow.schedule.auto_policy import LARGEST_TAIL, SchedulePolicy
+from lightning_zenflow.schedule.candidates import candidates_of, that_fit
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 
 BACKWARD_SHARE = 2 / 3
@@ -57,13 +60,14 @@ class ZenFlowCost:
         self._last_backward_s = BACKWARD_SHARE * workload.step_s / workload.accumulate_grad_batches
         self._sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
         self._has_provisional_update = config.compensation.updates_provisionally
+        self._factor_bytes = self._has_provisional_update * 4 * workload.model.factor_numel / machine.gpus
         self._device_bytes = self._fixed_device_bytes()
         self._cores = self._worker_cores()
         self._steps = self._simulate()
         self._schedules = sorted({step.schedule for step in self._steps})
-        self.tail = max(step.tail for step in self._steps)
+        self.tail, self.owns_tail = max(step.tail for step in self._steps), False
         tail_bytes = (STATE_BYTES + workload.dtype_bytes) * self.tail * self._partition
-        has_room = self._device_bytes + tail_bytes <= machine.gpu_mem * GB
+        has_room = self._device_bytes + self._late_bytes() + tail_bytes <= machine.gpu_mem * GB
         may_own = config.tail == "device" or (config.tail == "auto" and has_room and not config.offload)
         self.owns_tail = self.tail > 0 and may_own
         if self.owns_tail:
@@ -75,19 +79,22 @@ class ZenFlowCost:
 
     def peak_device_bytes(self) -> float:
         """Device memory without activations, with the most gradients kept that any schedule of the run keeps."""
-        return self._device_bytes + max(self._kept_bytes(schedule) for schedule in self._schedules)
+        return self._device_bytes + self._late_bytes() + max(map(self._kept_bytes, self._schedules))
 
     def host_bytes(self) -> float:
         """Host memory of the arena."""
+        return self._arena_bytes(self._schedules, n_late=round(self.tail * self._n_blocks))
+
+    def _arena_bytes(self, schedules: Sequence[UpdateSchedule], *, n_late: int) -> float:
         return arena_bytes_of(
             self._partition,
             n_blocks=self._n_blocks,
-            schedules=self._schedules,
+            schedules=schedules,
             dtype_bytes=self._workload.dtype_bytes,
             owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
             offload=self._config.offload,
             in_backward=self._in_backward,
-            n_late=round(self.tail * self._n_blocks),
+            n_late=n_late,
             moment_bytes=self._moment_bytes,
         )
 
@@ -97,7 +104,8 @@ class ZenFlowCost:
 
     def h2d_bytes(self, schedule: UpdateSchedule) -> float:
         """Published weights, sums over micro-batches and gradients read back in a step."""
-        return self._weight_bytes * (1 / schedule.update_interval + self._sums) + self._read_back_bytes(schedule)
+        shown = 1 - self.tail if self.owns_tail and schedule.publish_lag == 0 else 1.0
+        return self._weight_bytes * (shown / schedule.update_interval + self._sums) + self._read_back_bytes(schedule)
 
     def exposed_copy_s(self, schedule: UpdateSchedule) -> float:
         """Copies in a step that no computation hides."""
@@ -109,12 +117,7 @@ class ZenFlowCost:
 
     def _simulate(self) -> list[SimulatedStep]:
         workload, config = self._workload, self._config
-        policy = SchedulePolicy(
-            config.update_intervals,
-            config.publish_lags,
-            hides_in_backward=self._in_backward,
-            allows_tail=config.allows_tail,
-        )
+        policy = self._policy()
         return simulate(
             policy,
             n_steps=_SIMULATED_STEPS if config.measures else 2 * _SETTLED_STEPS,
@@ -124,6 +127,23 @@ class ZenFlowCost:
             early_share=self._last_backward_s / workload.step_s if self._in_backward else 0.0,
             # The largest matrix is usually the embedding, whose gradient is the last.
             last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
+        )
+
+    def _policy(self) -> SchedulePolicy:
+        """`auto`, with the schedules that the host has memory for."""
+        config, host_mem = self._config, self._machine.host_mem
+
+        def fits(schedules: Sequence[UpdateSchedule], n_late: int = 0) -> bool:
+            n_bytes = self._arena_bytes(schedules, n_late=n_late) * self._machine.ranks_per_host
+            return host_mem is None or n_bytes <= host_mem * GB
+
+        candidates = candidates_of(config.update_intervals, config.publish_lags)
+        kept = that_fit(candidates, fits)
+        has_room = not kept or fits(kept, n_late=round(LARGEST_TAIL * self._n_blocks))
+        return SchedulePolicy(
+            kept or candidates,
+            hides_in_backward=self._in_backward,
+            allows_tail=config.allows_tail and (has_room or config.tail != "auto"),
         )
 
     def _job_s(self, n_gradients: int, schedule: UpdateSchedule) -> float:
@@ -150,19 +170,23 @@ class ZenFlowCost:
         return max(1.0, of_rank - round(config.pt_reserved_cores_perc * of_rank))
 
     def _fixed_device_bytes(self) -> float:
-        """Weights, buckets, state and gradients of device-owned columns, factors of the provisional update, accumulated gradients.
+        """Weights, buckets, state and gradients of device-owned columns, accumulated gradients.
 
-        The provisional update works in place (`kernels.triton`).
+        The provisional update works in place (`kernels.triton`); its factors are made where something is late.
         """
         workload, config, gpus = self._workload, self._config, self._machine.gpus
         model, b = workload.model, workload.dtype_bytes
         n_bytes = (STATE_BYTES + b) * model.device_owned_numel(config.topk_ratio) / gpus
-        if self._has_provisional_update:
-            n_bytes += 4 * model.factor_numel / gpus
         if workload.accumulate_grad_batches > 1:
             on_host = config.accumulate_on == "host"
             n_bytes += b * (min(model.largest_numel, self._partition) if on_host else self._partition)
         return workload.weight_bytes + workload.bucket_bytes(bucket_size(model.numel)) + n_bytes
+
+    def _late_bytes(self) -> float:
+        """Factors of the provisional update of all that was late in the run."""
+        if not all(schedule.is_immediate for schedule in self._schedules):
+            return self._factor_bytes
+        return 0.0 if self.owns_tail else self.tail * self._factor_bytes
 
     def _read_back_bytes(self, schedule: UpdateSchedule) -> float:
         """Gradients that are copied to the device again in a step, to be reapplied after a publish."""
@@ -172,4 +196,4 @@ class ZenFlowCost:
     def _kept_bytes(self, schedule: UpdateSchedule) -> float:
         """Gradients that stay on the device for that: all or none."""
         kept = self._has_provisional_update * self._weight_bytes * schedule.kept_share
-        return kept if self._device_bytes + kept <= self._machine.gpu_mem * GB else 0.0
+        return kept if self._device_bytes + self._factor_bytes + kept <= self._machine.gpu_mem * GB else 0.0

@@ -1,4 +1,4 @@
-"""What a loop in the user's hands says to the strategy while it runs: the last micro-batch of a step, and the norm to clip to."""
+"""Inputs of the user's loop to the strategy: the last micro-batch of a step, and the norm to clip to."""
 
 import math
 from collections.abc import Generator
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 
 class MicroBatches(_BackwardSyncControl):
-    """What `fabric.no_backward_sync` says: whether the step has further micro-batches.
+    """State of `fabric.no_backward_sync`: whether the step has further micro-batches.
 
     ZeRO-2 reduces the gradients of every micro-batch all the same, because each rank keeps its part only.
     """

@@ -1,6 +1,5 @@
 """The strategy for `lightning.fabric.Fabric`: the user's own training loop, on the same session as the Trainer's strategy."""
 
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,29 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.accelerators import CPUAccelerator
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
-from lightning.fabric.utilities.load import _move_state_into
+from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
 from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.fabric.checkpoint import CheckpointHooks
 from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
+from lightning_zenflow.registration import add_name
 from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.zero.config import prepare_deepspeed_config
-from lightning_zenflow.zero.environment import (
-    RankVariables,
-    release_destroyed_groups,
-    use_deepspeed_on_cpu,
-    with_local_ranks,
-)
 from lightning_zenflow.zero.inference import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
@@ -44,7 +36,7 @@ _BELONGS_TO_THE_LOOP = {
 }
 
 
-class ZenFlowStrategy(DeepSpeedStrategy):
+class ZenFlowStrategy(CheckpointHooks):
     """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
 
     ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
@@ -76,7 +68,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             config, {key: value for key, value in given.items() if value is not None}, options, DeepSpeedStrategy
         )
         self.zenflow_config = self._session.config
-        self._rank_variables = RankVariables()
         self._micro_batches = MicroBatches()
         self._norm = MaxNorm()
         self._engine: Any = None
@@ -103,41 +94,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
     def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
         """The optimizer of `fabric.setup`; None before."""
         return self._session.optimizer
-
-    @property
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The devices of this host's ranks, in order of local rank."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        self._parallel_devices = None if devices is None else with_local_ranks(devices)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
-        device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device
-
-    @override
-    def _configure_launcher(self) -> None:
-        # The launcher runs before all other hooks and is the first to change them.
-        self._rank_variables = RankVariables()
-        # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
-        if self.num_nodes * self.num_processes > 1:
-            super()._configure_launcher()
-
-    @override
-    def setup_environment(self) -> None:
-        release_destroyed_groups()
-        if isinstance(self.accelerator, CPUAccelerator):
-            use_deepspeed_on_cpu()
-            # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
-            super(DeepSpeedStrategy, self).setup_environment()
-        else:
-            super().setup_environment()
 
     @override
     def setup_module(self, module: Module) -> Any:
@@ -338,75 +294,6 @@ class ZenFlowStrategy(DeepSpeedStrategy):
         self._session.flush()
 
     @override
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Saves the exact state after the last step, atomically, as a folder that the Trainer's strategy and DeepSpeed read as well.
-
-        Raises:
-            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-        """
-        self.flush()
-
-        def write(folder: Path) -> None:
-            super(ZenFlowStrategy, self).save_checkpoint(folder, state, storage_options, filter)
-
-        # Without a trailing slash, as the name of a file.
-        path = Path(self.broadcast(os.path.normpath(path)))
-        self._session.save(path, write, is_global_zero=self.is_global_zero)
-
-    @override
-    def load_checkpoint(
-        self,
-        path: Any,
-        state: Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO stage 1 or 2.
-
-        Args:
-            path: folder of the checkpoint; for `fabric.load_raw` a file with a state dict.
-            state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
-                For `fabric.load_raw` the model.
-            strict: whether the model must have exactly the saved weights and buffers.
-            weights_only: see `torch.load`; for `fabric.load_raw` only.
-
-        Returns:
-            Everything else in the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or of another model.
-        """
-        optimizer = self._session.optimizer
-        if isinstance(state, (Optimizer, ZenFlowZeroOptimizer)):
-            raise MisconfigurationException(
-                "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
-            )
-        if isinstance(state, Module):
-            # DeepSpeed's engine names its parameters "module.NAME".
-            self.flush()
-            super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
-            if optimizer is not None and state is self._engine:
-                optimizer.take_weights()
-            return {}
-        items = list((state or {}).values())
-        if not state or optimizer is None or not any(item is self._engine for item in items):
-            open_together(Path(path))
-            with refusing_other_models(Path(path)):
-                return super().load_checkpoint(path, state, strict, weights_only)
-        has_optimizer = any(item is optimizer for item in items)
-        client_state = self._session.load(self._engine, Path(path), strict=strict, optimizer_states=has_optimizer)
-        ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
-        # Private: what Lightning's own strategies load further objects with.
-        _move_state_into(client_state, state, keys=set(state) - ours)
-        return client_state
-
-    @override
     def teardown(self) -> None:
         """Ends the worker and releases the shared memory. Weights stay as they are; `flush` or `fabric.save` comes before.
 
@@ -417,13 +304,11 @@ class ZenFlowStrategy(DeepSpeedStrategy):
             self._timeline.close()
         self._session.close()
         super().teardown()
-        if self.num_nodes * self.num_processes == 1:
-            self._rank_variables.restore()
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("zenflow", cls, description="ZeRO-2 offload without stalls (ZenFlow)")
+        add_name(strategy_registry, cls)
 
     def _trained(self, what: str) -> ZenFlowZeroOptimizer:
         optimizer = self._session.optimizer
@@ -468,9 +353,3 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
             alive(*arguments)
 
     return call
-
-
-def register() -> None:
-    """Registers ``Fabric(strategy="zenflow")`` with Lightning; idempotent."""
-    if "zenflow" not in STRATEGY_REGISTRY:
-        ZenFlowStrategy.register_strategies(STRATEGY_REGISTRY)

@@ -20,7 +20,7 @@ from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMom
 class SquaredNorms:
     """Sums of squares of a gradient, on its device; not finite where the gradient is not.
 
-    Held as the partial sums of the pass over the gradient. Whoever needs a sum adds them up, for many gradients at once where possible.
+    Held as the partial sums of the pass over the gradient. The reader of a sum adds them up, for many gradients at once where possible.
     """
 
     parts: Tensor

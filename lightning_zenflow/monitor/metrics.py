@@ -29,7 +29,8 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are published a step later than others",
     "zenflow/overlap/largest_lag_steps": "largest lag of a block that anyone sees: d; 1 with a tail that the device does not own",
     "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
-    "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the step ended",
+    "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
+    " ended the step; on CUDA the device is behind it",
     "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
     "zenflow/overlap/staleness_steps": "mean age of host-owned gradients when they become visible in the model; 0: in their own step",
     "zenflow/traffic/d2h_bytes": "device to host, per step",

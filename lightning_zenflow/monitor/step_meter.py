@@ -1,4 +1,4 @@
-"""Times of a training's steps, and the metrics and the summary that follow from them, whoever runs the loop."""
+"""Times of a training's steps, and the metrics and the summary that follow from them, for the Trainer's loop and Fabric's."""
 
 import time
 from array import array

@@ -25,7 +25,7 @@ _FIRST_OBSERVATION, _SHORTEST_OBSERVATION = 4, 16
 
 
 class StepKind(Protocol):
-    """What the observation has to know of a step."""
+    """Kind of a step, as far as it concerns the observation."""
 
     @property
     def synchronous(self) -> bool:
@@ -91,7 +91,7 @@ class ScheduleObserver:
 
 
 class LastBlocks(Protocol):
-    """What the control has to know of a rank's blocks to choose a tail."""
+    """A rank's blocks, as far as the choice of a tail needs them."""
 
     @property
     def n_blocks(self) -> int:
@@ -122,7 +122,8 @@ class ScheduleControl:
 
     Attributes:
         tail: the rank's blocks that take a lag of one step of their own where d = 0.
-        owns_tail: whether the device owns the tail's weights, so that nobody sees the lag; the same on every rank.
+        largest_tail_share: share of the tail in the blocks of the rank where it is largest; known when the tail changes.
+        owns_tail: whether the device owns the tail's weights, so that no forward pass sees the lag; the same on every rank.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class ScheduleControl:
     ) -> None:
         self._blocks = blocks
         self.tail: frozenset[int] = frozenset()
+        self.largest_tail_share = 0.0
         self.owns_tail = False
         self._auto = auto
         self._stalls = stalls
@@ -170,8 +172,10 @@ class ScheduleControl:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`."""
         self._auto.load_state_dict(state)
-        # Missing in checkpoints of versions without them.
-        self.tail, self.owns_tail = frozenset(state.get("tail_blocks", ())), state.get("owns_tail", False)
+        # Missing in checkpoints of versions without them; without memory for a tail, the policy has not taken the saved one.
+        has_tail = self._auto.tail > 0
+        self.tail = frozenset(state.get("tail_blocks", ()) if has_tail else ())
+        self.owns_tail = has_tail and state.get("owns_tail", False)
         self._sent = None
         self.waits = False
         self.interrupt()
@@ -229,7 +233,7 @@ class ScheduleControl:
             if decision.tail != tail_before:
                 # A tail that began with a lag keeps it.
                 self.owns_tail = not cannot_own and (self.owns_tail or tail_before == 0)
-                self.tail = tail
+                self.tail, self.largest_tail_share = tail, max(shares)
             self._observer.restart(before, decision.schedule)
         return decision
 

@@ -137,16 +137,14 @@ class SchedulePolicy:
     """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
 
     Args:
-        update_intervals: candidates for S, ascending powers of two; a single number if S is fixed.
-        publish_lags: candidates for d, ascending; a single number if d is fixed.
+        candidates: S and d to choose from, the least stale first; with one, those of a smaller S, a power of two, and the same d as well.
         hides_in_backward: whether d = 0 submits gradients in backward.
         allows_tail: whether the last blocks may take a lag of their own where d = 0.
     """
 
     def __init__(
         self,
-        update_intervals: Sequence[int],
-        publish_lags: Sequence[int],
+        candidates: Sequence[UpdateSchedule],
         *,
         hides_in_backward: bool = False,
         allows_tail: bool = False,
@@ -155,9 +153,7 @@ class SchedulePolicy:
         self._allows_tail = allows_tail
         self.tail = 0.0
         """Share of all blocks in the tail."""
-        self._candidates = sorted(
-            UpdateSchedule(update_interval=s, publish_lag=d) for s in update_intervals for d in publish_lags
-        )
+        self._candidates = list(candidates)
         may_hide = (c for c in self._candidates if hides_in_backward or c.publish_lag > 0)
         self.schedule = next(may_hide, self._candidates[0])
         """The current schedule."""
@@ -204,7 +200,7 @@ class SchedulePolicy:
             return
         self.schedule, self._max_interval = schedule, state["max_interval_by_gradients"]
         # Missing in checkpoints of versions without it.
-        self.tail = state.get("tail", 0.0)
+        self.tail = state.get("tail", 0.0) if self._allows_tail else 0.0
         self._strikes, self._calm = state["strikes"], state["calm"]
         self._patience, self._probation = state["patience"], state["probation"]
 

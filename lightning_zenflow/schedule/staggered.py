@@ -149,7 +149,7 @@ class StaggeredSchedule:
         """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps.
 
         In backward a buffer is used again as soon as its weights are on their way up, but for the tail: the jobs of two steps. One more is
-        for jobs whose weights nobody reads.
+        for jobs whose weights are not copied to the model.
         """
         in_backward = self._at_once(*_BUFFERS_AT_ONCE) + 2 * self._n_late
         jobs = in_backward if self._frees_in_backward else self._n_closing * (self.publish_lag + 1)

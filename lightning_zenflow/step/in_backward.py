@@ -86,7 +86,7 @@ class BackwardSubmission:
         return (torch.stack(self._factors) / scale.factor - 1).abs().mean() if self._factors else None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the next step's norm is predicted from; None: nothing yet."""
+        """Ratio and norm that the next step's norm is predicted from; None: nothing yet."""
         return self._norms.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

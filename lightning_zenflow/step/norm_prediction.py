@@ -61,7 +61,7 @@ class NormPrediction:
         self.knows_last = True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What the next step is predicted from; None: nothing yet."""
+        """Ratio and norm that the next step is predicted from; None: nothing yet."""
         return {"ratio": self._ratio, "last": self._last} if self.knows_last else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -129,8 +129,8 @@ class Planner:
         if decision.tail != tail_before:
             where = "are updated by the device" if self.owns_tail else "take a lag of one step"
             rank_zero_info(
-                f"ZenFlow: from step {step + 1} on the last {len(tail)} of {self._jobs.staggered.n_blocks} blocks of this rank"
-                f" ({decision.tail:.0%} of all weights) {where}: {decision.reason}"
+                f"ZenFlow: from step {step + 1} on the blocks that arrive last, {decision.tail:.0%} of all ranks' blocks and at most"
+                f" {self._control.largest_tail_share:.0%} of one rank's, {where}: {decision.reason}"
             )
             self.selected(step)
             return True

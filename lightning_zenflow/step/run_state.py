@@ -21,7 +21,7 @@ Layout 3, of plain numbers, lists and CPU tensors::
         schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
                         strikes, calm, patience, probation, tail (share of all ranks' blocks), tail_blocks (the rank's own), owns_tail
     provisional         None if weights have no provisional updates; else
-        second_moments  [slice] tensors of the factored second moment, None for slices without
+        second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
         factor          step scale of the last step
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last

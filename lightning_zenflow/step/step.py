@@ -30,7 +30,7 @@ class ZenFlowStep:
        each block changes its columns with its next window.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them.
+       device-owned weights are written over them. Blocks that the device owns entirely are left out.
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Args:
@@ -193,7 +193,11 @@ class ZenFlowStep:
         max_interval = self._select(context)
         # submit
         closed = self._jobs.submit_closing(
-            number, beta1=mean_beta1(groups), synchronous=plan.synchronous, drain=self._ownership.waiting
+            number,
+            beta1=mean_beta1(groups),
+            synchronous=plan.synchronous,
+            drain=self._ownership.waiting,
+            unread=self._ownership.owned_entirely,
         )
         self._ownership.submitted(closed)
         # publish

@@ -105,6 +105,11 @@ class Ownership:
         """Whether a block's weights are the device's own, all of them."""
         return self._has_entire(block) and self._incoming[block] is None and self._current[block] is not None
 
+    @property
+    def owned_entirely(self) -> Set[int]:
+        """Blocks whose weights are the device's own, all of them."""
+        return {block for block in self._owned_entirely if self.owns_entirely(block)}
+
     def _has_entire(self, block: int) -> bool:
         return block in self._owned_entirely and self._selection_of_block[block] is self._entire
 

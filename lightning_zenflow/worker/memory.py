@@ -63,6 +63,20 @@ def free_host_memory(root: Path | None = None) -> FreeMemory | None:
     return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
 
 
+def host_bytes_for(ranks: int, root: Path | None = None) -> float:
+    """Host memory that the arena of each of this host's ranks may take, in bytes; infinite if unknown.
+
+    Args:
+        ranks: number of ranks on this host.
+        root: folder with ``proc`` and ``sys``; None for "/".
+    """
+    try:
+        free = free_host_memory(root)
+    except ValueError:
+        return math.inf  # `check_host_memory` refuses it.
+    return math.inf if free is None else free.n_bytes / ranks
+
+
 def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: Path | None = None) -> str | None:
     """Checks that the arenas of this host's ranks fit; warns if they fit only at first.
 

@@ -115,7 +115,7 @@ class TouchMessage:
 
 
 Request = ExportMessage | TouchMessage
-"""What the worker does beside jobs; in order with them, and without effect if it is done twice."""
+"""Requests to the worker beside jobs; executed in order with them, and idempotent."""
 
 
 class Worker:

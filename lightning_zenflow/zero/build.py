@@ -9,12 +9,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.core.distributed import all_agree, in_common, raise_together
 from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -23,6 +24,7 @@ from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.schedule.auto_control import ScheduleControl
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
+from lightning_zenflow.schedule.candidates import candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.gradient_router import GradientRouter
@@ -36,7 +38,7 @@ from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import WorkerCores
-from lightning_zenflow.worker.memory import check_host_memory
+from lightning_zenflow.worker.memory import check_host_memory, host_bytes_for
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -86,15 +88,9 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
     """
     device = zero.weights[0].device
-    policy = SchedulePolicy(
-        config.update_intervals,
-        config.publish_lags,
-        hides_in_backward=config.submits_in_backward,
-        allows_tail=config.allows_tail,
-    )
     n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward)
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
-    sizes = _arena_sizes(config, zero, partition, policy.schedule, resources)
+    sizes, policy = _sizes_and_policy(config, zero, partition, resources)
     arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
     with ExitStack() as undo:
         undo.callback(arena.close, keep_state=False)
@@ -194,26 +190,22 @@ def _build_step(
     )
 
 
-def _arena_sizes(
-    config: ZenFlowConfig,
-    zero: ZeroPartition,
-    partition: Partition,
-    first: UpdateSchedule,
-    resources: RankResources,
-) -> ArenaSizes:
-    """Sizes of an arena for any schedule that the configuration allows.
+def _sizes_and_policy(
+    config: ZenFlowConfig, zero: ZeroPartition, partition: Partition, resources: RankResources
+) -> tuple[ArenaSizes, SchedulePolicy]:
+    """Sizes of an arena for any schedule that the configuration allows, and a policy for those that the host has memory for.
 
     Raises:
         MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
     """
 
-    def sizes(*schedules: UpdateSchedule, n_late: int = 0) -> ArenaSizes:
+    def sizes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> ArenaSizes:
         n_blocks = len(partition.blocks)
+        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
+        late = frozenset(range(n_blocks if tail else 0))
         staggered = [
-            StaggeredSchedule.of(
-                schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=frozenset(range(n_late))
-            )
-            for schedule in schedules
+            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=late)
+            for schedule in with_changes(schedules)
         ]
         return ArenaSizes(
             n_param_groups=len(zero.optimizer.param_groups),
@@ -226,20 +218,26 @@ def _arena_sizes(
             export_bytes=export_bytes(partition, config.topk_ratio, offload=config.offload),
         )
 
-    at_start = sizes(first)
-    largest = sizes(
-        *(
-            UpdateSchedule(update_interval=s, publish_lag=d)
-            for s in config.update_intervals
-            for d in config.publish_lags
-        ),
-        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
-        n_late=len(partition.blocks) if config.allows_tail else 0,
-    )
+    def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
+        of_arena = sizes(schedules, tail=tail)
+        return arena_bytes(partition, of_arena) + saving_bytes(partition, of_arena)
+
+    available = host_bytes_for(resources.ranks_on_host)
+
+    def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.allows_tail and config.tail != "auto") -> bool:
+        return n_bytes(schedules, tail=tail) <= available
+
+    candidates = candidates_of(config.update_intervals, config.publish_lags)
+    # The same on all ranks. Without any that fits, the check below says so.
+    kept = in_common(that_fit(candidates, fits)) or candidates
+    allows_tail = config.allows_tail and (config.tail != "auto" or all_agree(fits(kept, tail=True)))
+    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
+    largest = sizes(candidates, tail=config.allows_tail)
+    at_start = sizes([policy.schedule], tail=False)
     used = dataclasses.replace(largest, n_slots=at_start.n_slots, n_publish_buffers=at_start.n_publish_buffers)
     problem = check_host_memory(
         first=arena_bytes(partition, used),
-        largest=arena_bytes(partition, largest) + saving_bytes(partition, largest),
+        largest=n_bytes(kept, tail=allows_tail),
         ranks=resources.ranks_on_host,
         keys=", ".join(
             f"{key}={getattr(config, key)!r}"
@@ -248,7 +246,15 @@ def _arena_sizes(
     )
     # Before any rank has taken its memory.
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
-    return largest
+    _log_left_out([c for c in candidates if c not in kept], tail=config.allows_tail and not allows_tail)
+    return largest, policy
+
+
+def _log_left_out(schedules: Sequence[UpdateSchedule], *, tail: bool) -> None:
+    left_out = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in schedules]
+    left_out += ["a tail"] * tail
+    if left_out:
+        rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(left_out)}")
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:

@@ -1,8 +1,10 @@
-"""Environment of a rank: accelerator, devices, cores, and the variables by which ranks find each other."""
+"""Environment of a rank: accelerator, devices, cores, and the variables by which ranks find each other.
+
+`RankEnvironment` has the hooks of Lightning's life cycle that both strategies share.
+"""
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerDeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -67,16 +71,6 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def with_local_ranks(devices: Sequence[torch.device]) -> list[torch.device]:
-    """Devices of a host's ranks; CPU devices get the local rank as index.
-
-    Lightning leaves CPU devices without index; its check, like DeepSpeed's, expects the local rank there.
-    """
-    if all(device.type == "cpu" for device in devices):
-        return [torch.device("cpu", rank) for rank in range(len(devices))]
-    return list(devices)
-
-
 _NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -93,3 +87,56 @@ class RankVariables:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class RankEnvironment:
+    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher."""
+
+    accelerator: Any
+    num_nodes: int
+    num_processes: int
+    _rank_variables: RankVariables | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The devices of this host's ranks, in order of local rank."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and all(device.type == "cpu" for device in devices):
+            # Lightning leaves CPU devices without index; its check, like DeepSpeed's, expects the local rank there.
+            devices = [torch.device("cpu", rank) for rank in range(len(devices))]
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
+        device: torch.device = super().root_device  # type: ignore[misc]  # of Lightning's strategy
+        return torch.device("cpu", 0) if device.type == "cpu" else device
+
+    def _configure_launcher(self) -> None:
+        # The launcher runs before all other hooks and is the first to change them.
+        self._rank_variables = RankVariables()
+        # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()  # type: ignore[misc]  # of Lightning's strategy
+
+    def setup_environment(self) -> None:
+        """Prepares accelerator and process group."""
+        release_destroyed_groups()
+        if self.accelerator.name() == "cpu":
+            use_deepspeed_on_cpu()
+            # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
+            is_trainers = isinstance(self, TrainerDeepSpeedStrategy)
+            skipped: Any = TrainerDeepSpeedStrategy if is_trainers else FabricDeepSpeedStrategy
+            super(skipped, self).setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+        else:
+            super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+
+    def teardown(self) -> None:
+        """Lightning's teardown."""
+        super().teardown()  # type: ignore[misc]  # of Lightning's strategy
+        # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
+        if self._rank_variables is not None and self.num_nodes * self.num_processes == 1:
+            self._rank_variables.restore()

@@ -18,6 +18,7 @@ from benchmarks.step_time.run import StepResult, StepSpec
 from docs.quote_tables import rows_of
 
 
+@pytest.mark.slow
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device", "simulated", "--params", "8e6", "--compute-ms", "20", "--repeats", "1", "--steps", "4"]
     arguments += ["--warm-up", "3", "--methods", "floor,zenflow", "--results", str(tmp_path), "--name", "smoke"]

@@ -1,15 +1,16 @@
-"""The C++ tests of ``tests/cpp``, plain and with sanitizers, and a fuzzer of the worker."""
+"""The C++ tests of ``tests/cpp`` and a fuzzer of the worker, in a quick build; as released and with sanitizers where `slow` is selected."""
 
 import os
 import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import cpp_build
-from cpp_build import BUILD_TIMEOUT_S, SANITIZERS, Build, configure, program, run
+from cpp_build import BUILD_TIMEOUT_S, VARIANTS, Build, configure, program, run
 from worker_fuzzer import fuzz
 
 _RUN_TIMEOUT_S = 300
@@ -27,8 +28,8 @@ _GROUPS = (
     "block_replay",
     "worker",
 )
-_ONLY_PLAIN = ("kill",)
-"""Single-steps the released worker; with a sanitizer, most instructions would be its own."""
+_ONLY_RELEASE = ("kill",)
+"""Single-steps the released worker; in other builds it would execute many times as many instructions."""
 _GROUPS_WITH_THREADS = ("channel", "cores", "export_entries", "first_touch", "step_records", "block_replay", "worker")
 
 
@@ -48,43 +49,44 @@ def _skip_unless_sanitizer_works(directory: Path, sanitizer: str) -> None:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Build]:
-    """A function that builds for a sanitizer, the first time, or skips the test if this machine has none."""
+    """A function that builds a variant, the first time, or skips the test if this machine lacks its sanitizer."""
 
     @cache
-    def made(sanitizer: str) -> tuple[Path, str]:
-        directory = tmp_path_factory.mktemp(sanitizer)
-        if sanitizer != "plain":
-            _skip_unless_sanitizer_works(directory, sanitizer)
-        done = cpp_build.build(sanitizer, directory)
+    def made(variant: str) -> tuple[Path, str]:
+        directory = tmp_path_factory.mktemp(variant)
+        if variant in ("address", "thread"):
+            _skip_unless_sanitizer_works(directory, variant)
+        done = cpp_build.build(variant, directory)
         return directory, done.stdout if done.returncode != 0 else ""
 
-    def build_of(sanitizer: str) -> Build:
-        directory, failure = made(sanitizer)
+    def build_of(variant: str) -> Build:
+        directory, failure = made(variant)
         assert failure == ""
         return Build(directory=directory)
 
     return build_of
 
 
-def _cases() -> list[tuple[str, str]]:
+def _cases() -> list[Any]:
+    groups = dict.fromkeys(VARIANTS, _GROUPS) | {"release": (*_GROUPS, *_ONLY_RELEASE), "thread": _GROUPS_WITH_THREADS}
     return [
-        (sanitizer, group)
-        for sanitizer in SANITIZERS
-        for group in (_GROUPS_WITH_THREADS if sanitizer == "thread" else _GROUPS)
-    ] + [("plain", group) for group in _ONLY_PLAIN]
+        pytest.param(variant, group, marks=() if variant == "quick" else pytest.mark.slow)
+        for variant in VARIANTS
+        for group in groups[variant]
+    ]
 
 
 def test_every_group_runs() -> None:
     sources = [path.read_text() for path in Path(__file__).parent.glob("*.cpp")]
     groups = {group for source in sources for group in re.findall(r"^TEST\((\w+),", source, re.MULTILINE)}
-    assert groups == {*_GROUPS, *_ONLY_PLAIN}
+    assert groups == {*_GROUPS, *_ONLY_RELEASE}
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.parametrize(("sanitizer", "group"), _cases())
-def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
+@pytest.mark.parametrize(("variant", "group"), _cases())
+def test_cpp(build: Callable[[str], Build], variant: str, group: str) -> None:
     result = run(
-        [build(sanitizer).tests, group],
+        [build(variant).tests, group],
         timeout_s=_RUN_TIMEOUT_S,
         ASAN_OPTIONS="detect_leaks=1",
         UBSAN_OPTIONS="print_stacktrace=1",
@@ -95,10 +97,10 @@ def test_cpp(build: Callable[[str], Build], sanitizer: str, group: str) -> None:
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.parametrize("attacks", [40, pytest.param(5000, marks=pytest.mark.slow)])
-def test_broken_arenas_and_messages(build: Callable[[str], Build], attacks: int) -> None:
+@pytest.mark.parametrize(("variant", "attacks"), [("quick", 40), pytest.param("address", 5000, marks=pytest.mark.slow)])
+def test_broken_arenas_and_messages(build: Callable[[str], Build], variant: str, attacks: int) -> None:
     """The worker answers, or reports an error and exits with 1; it never crashes, hangs or violates a sanitizer."""
-    assert fuzz(build("address").worker, seed=1000 * attacks, attacks=attacks) == []
+    assert fuzz(build(variant).worker, seed=1000 * attacks, attacks=attacks) == []
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
@@ -107,7 +109,7 @@ def test_worker_carries_its_runtimes(build: Callable[[str], Build]) -> None:
     if ldd is None:
         pytest.skip("ldd is not installed")
     needed = set(
-        re.findall(r"^\s*(lib[\w+]+)", run([ldd, build("plain").worker], timeout_s=_RUN_TIMEOUT_S).stdout, re.MULTILINE)
+        re.findall(r"^\s*(lib[\w+]+)", run([ldd, build("quick").worker], timeout_s=_RUN_TIMEOUT_S).stdout, re.MULTILINE)
     )
     assert needed, "ldd listed nothing"
     assert needed <= {"libc", "libm", "libpthread", "libdl", "librt"}

@@ -32,6 +32,7 @@ RUN_ELSEWHERE = {
     "scripts/train_alpaca": ("tests/examples/test_alpaca_example.py", 'run_example(tmp_path, "alpaca.py", *command'),
     "scripts/test": (".ci/run", 'step "$root/scripts/test"\n'),
     "scripts/test -m slow": (".ci/run", '"$root/scripts/test" -m slow'),
+    "scripts/test -m slow tests/cpp": (".ci/run", 'step "$root/scripts/test" -m slow tests/cpp\n'),
     "scripts/test -m browser --screenshot=docs/images/dashboard.png": (".ci/run", '"$root/scripts/test" -m browser'),
     "scripts/check": (".ci/run", '"$root/scripts/check" --ci'),
     "scripts/docs": (".ci/run", 'step "$root/scripts/docs"\n'),

@@ -1,4 +1,4 @@
-"""Builds of the worker and the C++ tests of ``tests/cpp``, plain and with sanitizers."""
+"""Builds of the worker and the C++ tests of ``tests/cpp``: unoptimized, as released, and with sanitizers."""
 
 import os
 import shutil
@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "csrc"
-SANITIZERS = ("plain", "address", "thread")
-"""Plain: none, as released. Address includes undefined behaviour."""
+VARIANTS = {
+    "quick": "-DZENFLOW_QUICK=ON",
+    "release": "-DZENFLOW_SANITIZE=",
+    "address": "-DZENFLOW_SANITIZE=address",
+    "thread": "-DZENFLOW_SANITIZE=thread",
+}
+"""CMake's option of each variant. Address includes undefined behaviour."""
 BUILD_TIMEOUT_S = 900
 
 
@@ -43,10 +48,9 @@ def configure(directory: Path, *options: str, **environment: str) -> subprocess.
     return run([cmake, "-S", SOURCE, "-B", directory, *generator, *options], timeout_s=BUILD_TIMEOUT_S, **environment)
 
 
-def build(sanitizer: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Configures and builds for one of `SANITIZERS`."""
-    option = "-DZENFLOW_SANITIZE=" + sanitizer.replace("plain", "")
-    configured = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", option)
+def build(variant: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Configures and builds one of `VARIANTS`."""
+    configured = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", VARIANTS[variant])
     if configured.returncode != 0:
         return configured
     made = ["--build", directory, "--target", "zenflow-tests", "--parallel", "2"]

@@ -20,7 +20,7 @@ from harness import Case, Run, join_partitions, run_case
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A free TCP port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

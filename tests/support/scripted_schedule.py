@@ -48,6 +48,8 @@ class ScriptedSchedule:
         """As `ScheduleControl.tail_share`, for 16 blocks."""
         return len(self.tail) / 16
 
+    largest_tail_share = tail_share
+
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 

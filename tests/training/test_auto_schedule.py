@@ -17,6 +17,7 @@ from harness import AUTO, EVERYTHING, Case, Run, fit, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
@@ -77,6 +78,7 @@ class Schedules(pl.Callback):
     def __init__(self) -> None:
         self.schedules: list[UpdateSchedule] = []
         self.slots: list[int] = []
+        self.reserved_bytes = 0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -85,6 +87,7 @@ class Schedules(pl.Callback):
         assert optimizer is not None
         self.schedules.append(optimizer.schedule)
         self.slots.append(optimizer.parts.slots.n_slots)
+        self.reserved_bytes = optimizer.parts.rank.arena.reserved_bytes
 
 
 def test_measured_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,3 +126,25 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     ours, theirs = runs["measured"]
     assert ours.schedules == theirs.schedules
     assert len(ours.schedules) == 120
+
+
+def test_schedules_without_memory_are_left_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory for a few slots more than the first schedule takes, only windows of two steps and a lag of none are left besides."""
+    schedules = Schedules()
+
+    def left_out() -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO), scripted(()) as built:
+            fit(LinearLossModule(length=8), ZenFlowStrategy(worker_cores=1), steps=1, callbacks=[schedules])
+        assert built[0].schedule == UpdateSchedule(update_interval=1, publish_lag=0)
+        return [message for message in caplog.messages if "leaves out" in message]
+
+    assert left_out() == []
+    # S = 1, d = 0 has 20 slots, S = 2, d = 0 has 32, S = 1, d = 1 as many, but a change from one to the other needs 40.
+    monkeypatch.setenv(HOST_MEMORY, repr((schedules.reserved_bytes + 14 * 4096) / 2**30))
+    (message,) = left_out()
+    every = {f"update_interval={1 << i}, publish_lag={d}" for i in range(5) for d in range(LARGEST_LAG + 1)}
+    kept = {f"update_interval={s}, publish_lag=0" for s in (1, 2)}
+    assert set(message.partition(" for: ")[2].split("; ")) == every - kept | {"a tail"}

@@ -5,13 +5,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from typing_extensions import override
 
 from benchmarks.recorded_device.device import RecordedDevice
 from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
-from harness import Case, run_here
+from harness import AUTO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deferred import provisional_update
 from lightning_zenflow.estimate.machine import Machine, Workload
@@ -19,6 +20,8 @@ from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
 from lightning_zenflow.estimate.zenflow_cost import ZenFlowCost
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
+from reference import blocks_of_elements
+from scripted_schedule import Entry
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -117,3 +120,39 @@ def test_device_memory_of_settled_steps(s: int, d: int) -> None:
     rest = 4 * model.factor_numel * schedule.kept_share + 4096
     assert 0 <= peak - NOISE - by_formula <= rest
     assert budgets.live[-1] == budgets.live[-1 - s]
+
+
+def auto_case(*schedules: Entry, **keys: Any) -> Case:
+    """`auto`, which begins with S = 1, d = 0 and follows the script."""
+    case = replace(case_of(1, 0, **keys), steps=16, schedules=schedules or ((1000, 2, 1),))
+    return case.with_keys(**AUTO)
+
+
+def test_nothing_is_allocated_for_lateness_before_anything_is_late() -> None:
+    """`auto` at S = 1, d = 0 holds what that schedule holds where it is fixed; S = 2, d = 1 then adds factors and kept gradients."""
+    # Without columns to select, which `auto` measures.
+    by_formula, model = cost_of(replace(case_of(1, 0), topk_ratio=0))
+    exact = by_formula.peak_device_bytes() - 2 * model.numel - 2 * 2 * bucket_size(model.numel)
+    late = 4 * model.factor_numel + 2 * model.numel * UpdateSchedule(update_interval=2, publish_lag=1).kept_share
+    never, later = (budgets_of(replace(case, topk_ratio=0)) for case in (auto_case(), auto_case((8, 2, 1))))
+    assert 0 <= never.peaks[-1] - NOISE - exact <= 4096
+    assert 0 <= later.peaks[5] - NOISE - exact <= 4096
+    assert 0 <= later.peaks[-1] - NOISE - exact - late <= 4 * model.factor_numel + 4096
+
+
+def block_numel(case: Case) -> list[int]:
+    """Elements of each block."""
+    of_elements = torch.cat([b.flatten() for b in blocks_of_elements(case.make_model().parameter_groups(), 16, 1)])
+    return torch.bincount(of_elements, minlength=16).tolist()
+
+
+@pytest.mark.parametrize("s", [1, 2])
+def test_weights_that_the_device_owns_are_not_copied(s: int) -> None:
+    """Blocks of a tail that the device owns are updated there; what the worker makes of them stays on the host."""
+    tail = tuple(range(12, 16))
+    case = auto_case((2, s, 0, tail, True))
+    budgets = budgets_of(case)
+    steps = range(case.steps - s + 1, case.steps + 1)
+    numel = block_numel(case)
+    others = sum(numel[block] for block in range(16) if block not in tail)
+    assert budgets.recorded("h2d", steps) == 2 * others

@@ -10,6 +10,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from example_runs import ROOT
 
+pytestmark = pytest.mark.slow
+
 IMPORTS = """
 import signal
 import lightning.pytorch as pl

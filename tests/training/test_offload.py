@@ -254,7 +254,7 @@ def test_device_memory_drops() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_bit_depends_on_it_on_a_gpu() -> None:
-    """Pinned memory under copies that nobody waits for: a missing order shows as a difference."""
+    """Pinned memory under copies that the training thread does not wait for: a missing order shows as a difference."""
     for _ in range(5):
         _, _, resident_weights, resident = train_columns(torch.device("cuda", 0), offload=False)
         _, _, weights, state = train_columns(torch.device("cuda", 0), offload=True)

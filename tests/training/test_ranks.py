@@ -42,7 +42,7 @@ def plain_torch() -> tuple[int, list[torch.Tensor]]:
     return steps, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
+@pytest.mark.parametrize("launcher", ["Lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_script_on_two_ranks(launcher: str, tmp_path: Path) -> None:
     output = tmp_path / "weights.pt"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
+from lightning_zenflow.deferred.in_flight import JobsInFlight
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
@@ -66,7 +67,9 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     """
     seen: dict[str, Any] = {"slots": 0, "buffers": 0}
     causes: Counter[str] = Counter()
-    take, send, commit = SlotPool._slot_of, JobQueue._send, JobQueue._commit_early
+    queues: dict[JobsInFlight, JobQueue] = {}
+    set_schedule = JobQueue.set_schedule
+    take, send, commit = SlotPool._slot_of, JobsInFlight.send, JobQueue._commit_early
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
     assert n_slots is not None and n_buffers is not None
 
@@ -75,9 +78,14 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         seen["slots"] = max(seen["slots"], self.n_slots - self.n_free)
         return slot
 
-    def watched_send(self: JobQueue, *args: Any, **kwargs: Any) -> Any:
-        seen["schedule"] = self._staggered
-        seen["buffers"] = max(seen["buffers"], self._n_buffers - len(self._free_buffers))
+    def watched_set(self: JobQueue, *args: Any) -> None:
+        set_schedule(self, *args)
+        queues[self._in_flight] = self
+
+    def watched_send(self: JobsInFlight, *args: Any, **kwargs: Any) -> Any:
+        queue = queues[self]
+        seen["schedule"] = queue.staggered
+        seen["buffers"] = max(seen["buffers"], queue._n_buffers - self.n_free_buffers)
         return send(self, *args, **kwargs)
 
     def watched_commit(self: JobQueue) -> None:
@@ -86,7 +94,8 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotPool, "_slot_of", watched_take)
-        patch.setattr(JobQueue, "_send", watched_send)
+        patch.setattr(JobQueue, "set_schedule", watched_set)
+        patch.setattr(JobsInFlight, "send", watched_send)
         patch.setattr(JobQueue, "_commit_early", watched_commit)
         patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))

@@ -301,3 +301,13 @@ def test_the_page_of_predictions_is_up_to_date(capsys: pytest.CaptureFixture[str
     with contextlib.suppress(SystemExit):
         runpy.run_module("benchmarks.estimate.predictions", run_name="__main__")
     assert capsys.readouterr().out == (ROOT / "docs" / "predictions.md").read_text()
+
+
+def test_auto_takes_no_schedule_that_the_host_has_no_memory_for() -> None:
+    """A CPU that is too slow for S = 1: with memory for it `auto` takes longer windows, up to where memory ends."""
+    free, short = predict(cpu_bw=20), predict(cpu_bw=20, host_mem=4.001 * 19)
+    assert free.zenflow.host_bytes > 19 * 4.001e9
+    assert short.schedule < free.schedule
+    assert short.zenflow.fits_host
+    assert short.fastest.fits_host
+    assert short.schedule.update_interval > 1

@@ -15,6 +15,7 @@ from lightning_zenflow.schedule.auto_policy import (
     largest_power_of_two,
     relative_cost,
 )
+from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
 INTERVALS = [1, 2, 4, 8, 16]
@@ -43,7 +44,7 @@ def run(
     last_share: float = 0.0,
     allows_tail: bool = False,
 ) -> list[SimulatedStep]:
-    auto = SchedulePolicy(intervals, lags, hides_in_backward=early_share > 0, allows_tail=allows_tail)
+    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=early_share > 0, allows_tail=allows_tail)
     return simulate(
         auto,
         n_steps=n_steps,
@@ -219,7 +220,7 @@ def test_the_gradient_rule_follows_training() -> None:
 
 def test_coming_back_takes_longer_each_time_it_fails() -> None:
     """A CPU that is fast for some time again and again: the pauses between attempts grow."""
-    auto = SchedulePolicy(INTERVALS, [1])
+    auto = SchedulePolicy(candidates_of(INTERVALS, [1]))
     attempts = []
     for i in range(3000):
         fast = auto.schedule.update_interval > 1
@@ -251,5 +252,5 @@ def test_largest_power_of_two(limit: float, expected: int) -> None:
 def test_it_starts_with_the_least_stale_that_may_hide(
     intervals: list[int], lags: list[int], hides_in_backward: bool, expected: tuple[int, int]
 ) -> None:
-    schedule = SchedulePolicy(intervals, lags, hides_in_backward=hides_in_backward).schedule
+    schedule = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward).schedule
     assert (schedule.update_interval, schedule.publish_lag) == expected

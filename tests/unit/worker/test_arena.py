@@ -12,7 +12,7 @@ from small_arena import GROUPS, make_partition
 EXPORT_BYTES = 5000
 
 
-def arena_for(device: str) -> tuple[Arena, Partition]:
+def arena_for(device: str, moments_dtype: torch.dtype = torch.float32) -> tuple[Arena, Partition]:
     partition = make_partition()
     sizes = ArenaSizes(
         n_param_groups=len(GROUPS),
@@ -20,6 +20,7 @@ def arena_for(device: str) -> tuple[Arena, Partition]:
         n_slots=6,
         n_publish_buffers=4,
         dtype=torch.bfloat16,
+        moments_dtype=moments_dtype,
         export_bytes=EXPORT_BYTES,
     )
     return Arena(partition, sizes, device=torch.device(device)), partition
@@ -27,16 +28,7 @@ def arena_for(device: str) -> tuple[Arena, Partition]:
 
 @pytest.mark.parametrize("dtype, n_bytes", [(torch.float32, 12), (torch.bfloat16, 8)])
 def test_bytes_of_the_states(dtype: torch.dtype, n_bytes: int) -> None:
-    partition = make_partition()
-    sizes = ArenaSizes(
-        n_param_groups=len(GROUPS),
-        n_step_records=16,
-        n_slots=6,
-        n_publish_buffers=4,
-        dtype=torch.bfloat16,
-        moments_dtype=dtype,
-    )
-    arena = Arena(partition, sizes, device=torch.device("cpu"))
+    arena, partition = arena_for("cpu", dtype)
     states = (arena.master, arena.exp_avg, arena.exp_avg_sq)
     assert [state.dtype for state in states] == [torch.float32, dtype, dtype]
     assert sum(state.nbytes for state in states) == n_bytes * partition.numel
