@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.worker.process import WorkerError
 from models import TINY, Indexes, LinearLossModule, OptimizerOptions
 from networks import SmallNet
 from side_by_side import NOTHING_LATE, Net, compare, train
@@ -225,3 +226,11 @@ def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
     trainer.strategy.connect(Net())
     with pytest.raises(MisconfigurationException, match="must come after `fit`"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_step_after_the_end_of_training() -> None:
+    model = Net()
+    trainer = fit(model)
+    model.loss(0, 0, 0).backward()
+    with pytest.raises(WorkerError, match="the training has ended"):
+        trainer.optimizers[0].step()
