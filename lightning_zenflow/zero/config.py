@@ -244,6 +244,11 @@ def _prepare_what_lightning_sets(config: dict[str, Any], accumulate: int | None,
         raise MisconfigurationException(
             f"Trainer: accumulate_grad_batches must be an integer >= 1, got {accumulate!r}; 1 accumulates nothing"
         )
+    # NaN fails the comparison. A negative norm would not clip; infinity clips nothing, as in torch.
+    if clip is not None and not clip >= 0:
+        raise MisconfigurationException(
+            f"Trainer: gradient_clip_val must be a number >= 0, got {clip!r}; None clips nothing"
+        )
     batch_size = config.pop("train_batch_size", None)
     if batch_size is not None:
         # DeepSpeed asserts that it equals micro-batch x accumulation x ranks, all of which Lightning sets.

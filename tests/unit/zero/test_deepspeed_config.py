@@ -156,6 +156,11 @@ class TestLightningsKeys:
         message = refusal_of({}, accumulate_grad_batches=trainer)
         assert message.startswith(f"Trainer: accumulate_grad_batches must be an integer >= 1, got {trainer!r}")
 
+    @pytest.mark.parametrize("norm", [-0.5, float("nan")])
+    def test_the_trainers_clipping_refused(self, norm: float) -> None:
+        message = refusal_of({}, gradient_clip_val=norm)
+        assert message.startswith(f"Trainer: gradient_clip_val must be a number >= 0, got {norm!r}")
+
     @pytest.mark.parametrize(("norm", "trainer"), [(0, None), (1.0, None), (1.0, 1), (0.5, 0.5)])
     def test_clipping(self, norm: float, trainer: float | None) -> None:
         assert (
