@@ -71,8 +71,7 @@ ZENFLOW_INLINE void store_input(const AdamState& from, const StateOf<To>& to, co
 // `from` and `to` are the same or do not overlap.
 //
 // Divisions and square roots take longest. What needs none, copies and most conversions to 16 bits, is in loops of its own before
-// and after: it would fill the CPU's window of instructions and leave no room for the next elements' divisions. That is a fifth
-// less time with bfloat16 moments, and a quarter with float ones and without a tentative step.
+// and after: it would fill the CPU's window of instructions and leave no room for the next elements' divisions.
 template <Decay kDecay, Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
 void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
