@@ -34,7 +34,8 @@ class With(Net):
         self.part, self.output = part, output
         with torch.no_grad():
             for i, p in enumerate([*part.parameters(), *part.buffers()]):
-                if not nn.parameter.is_lazy(p):
+                # Expanded tensors cannot be written.
+                if not nn.parameter.is_lazy(p) and 0 not in p.stride():
                     p.copy_(0.3 * torch.randn(p.shape, generator=generator(5, i)) + 0.1)
 
     @override
