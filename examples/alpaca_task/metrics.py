@@ -13,7 +13,7 @@ from alpaca_task.tokenized import IGNORED
 class ResponseMetrics(nn.Module):
     """Metrics over the tokens that are learned, gathered over an epoch.
 
-    Their sums are float32; whoever converts a module that holds this one to half precision has to set that again by `keep_float32`.
+    Their sums are float32; a module that holds this one and is converted to half precision needs that again, by `keep_float32`.
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -88,7 +88,7 @@ def test_the_training_fits_the_host(gib: int, interval: int | None) -> None:
     assert schedule_keys(gib * 2**30).get("update_interval") == interval
 
 
-def test_a_lock_is_removed_unless_somebody_compiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_is_removed_unless_a_compilation_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = tmp_path / "lock"
     with open(lock, "w"):
         remove_stale_lock(lock)

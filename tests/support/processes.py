@@ -33,7 +33,7 @@ class ArenaWatch:
 
     @property
     def n_bytes(self) -> int:
-        """Whoever uses it."""
+        """Of all processes that share it."""
         return 512 * os.fstat(self._fd).st_blocks
 
     def close(self) -> None:

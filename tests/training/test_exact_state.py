@@ -1,4 +1,4 @@
-"""What evaluation, checkpoints and whoever asks for the optimizer's state see is exact, also in the middle of a run."""
+"""Evaluation, checkpoints and readers of the optimizer's state see exact values, also in the middle of a run."""
 
 import dataclasses
 import io
@@ -116,7 +116,7 @@ def test_checkpoints_hold_the_exact_state(tmp_path: Path) -> None:
 
 
 def test_the_optimizers_own_state_is_exact() -> None:
-    """Without Lightning's hook: whoever asks DeepSpeed for the optimizer's state."""
+    """Without Lightning's hook: readers of the state of DeepSpeed's optimizer."""
     saved = io.BytesIO()
 
     class Asks(pl.Callback):

@@ -54,7 +54,7 @@ def test_fit_twice(same_trainer: bool) -> None:
 
 
 def test_fits_leave_no_memory_behind() -> None:
-    """Their arenas and descriptors are gone when nobody holds the trainer any more."""
+    """Their arenas and descriptors are freed with the last reference to the trainer."""
 
     def held() -> tuple[int, int]:
         gc.collect()

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from harness import fit
@@ -61,12 +62,27 @@ class Configured(Net):
         return super().loss(step, micro, rank) + self.late(torch.ones(2, 3)).square().mean()
 
 
+class OwnLinear(nn.Linear):
+    """torch leaves `compile` of its own layers without effect."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class Compiled(Net):
     """A compiled layer, by a backend that traces and differentiates but needs no compiler."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden.compile(backend="aot_eager")
+        hidden = OwnLinear(self.hidden.in_features, self.hidden.out_features)
+        hidden.load_state_dict(self.hidden.state_dict())
+        hidden.compile(backend="aot_eager")
+        self.hidden = hidden
+
+    @override
+    def on_train_end(self) -> None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 class OddSizes(Net):

@@ -257,7 +257,7 @@ def test_slots_and_buffers_are_reserved_as_needed(arena: Arena) -> None:
 
 
 def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
-    """Whoever has the descriptor can neither take more memory nor cut off what others have mapped."""
+    """A process with the descriptor can neither grow the memory nor cut off mappings of others."""
     size = os.fstat(arena.fd).st_size
     for other in (2 * size, 0):
         with pytest.raises(PermissionError):

@@ -241,7 +241,7 @@ class TestRefused:
             "fp16.loss_scale",
         ],
     )
-    def test_auto_that_nobody_fills_in(self, key: str) -> None:
+    def test_auto_without_a_value_from_lightning(self, key: str) -> None:
         message = refusal_of({"optimizer": {"type": "AdamW"}, **nested(key, "auto")})
         assert message.startswith(f"DeepSpeed config: {key} must be a value (Lightning replaces 'auto' only in ")
 
