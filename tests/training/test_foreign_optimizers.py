@@ -1,6 +1,7 @@
 """torch's own list of optimizer inputs: each of Adam and AdamW trains as torch's optimizer, or is refused by the option's name."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from models import TINY, LinearLossModule
 from side_by_side import NOTHING_LATE
 
 pytest.importorskip("expecttest", reason="torch's list of optimizers needs it; the extra `test` has it")
-from torch.testing._internal.common_optimizers import optim_db
+# Importing torch's own tests forbids setting flags of cuDNN, as the Trainer's `deterministic` does, for the rest of the process.
+with mock.patch.object(torch.backends, "disable_global_flags"):
+    from torch.testing._internal.common_optimizers import optim_db
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
