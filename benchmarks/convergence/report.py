@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -99,9 +99,7 @@ def table(summaries: Sequence[Summary]) -> str:
             of_labels = [record.dev_loss_of_labels for record in summary.best if record.dev_loss_of_labels is not None]
             if of_labels:
                 row["dev. loss"] = f"{mean(of_labels):.3f} ({min(of_labels):.3f}..{max(of_labels):.3f})"
-        parts = [f"{lr:g}: {summary.mean_at(lr):.4f}" for lr in sorted(summary.by_lr)]
-        parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
-        row["mean at each lr"] = "; ".join(parts)
+        row["mean at each lr"] = _at_each_lr(summary, "{:.4f}", summary.mean_at)
         rows.append(row)
     return markdown(rows)
 
@@ -146,11 +144,16 @@ def steps_table(summaries: Sequence[Summary]) -> str:
             row["min..max"] = f"{min(reached)}..{max(reached)}" if reached else ""
             if baseline is not None and baseline.best_lr is not None and not math.isinf(median_steps):
                 row["to AdamW"] = f"{100 * (median_steps / baseline.steps_at(baseline.best_lr) - 1):+.0f} %"
-        parts = [f"{lr:g}: {summary.steps_at(lr):g}" for lr in sorted(summary.by_lr)]
-        parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
-        row["median at each lr"] = "; ".join(parts)
+        row["median at each lr"] = _at_each_lr(summary, "{:g}", summary.steps_at)
         rows.append(row)
     return markdown(rows)
+
+
+def _at_each_lr(summary: Summary, form: str, result: Callable[[float], float]) -> str:
+    """The result at each learning rate, in a form of `str.format`, then the failed runs."""
+    parts = [f"{lr:g}: {form.format(result(lr))}" for lr in sorted(summary.by_lr)]
+    parts += [f"{r.spec.lr:g}, seed {r.spec.seed}: {_short(r.error or '')}" for r in summary.failed]
+    return "; ".join(parts)
 
 
 def _short(error: str) -> str:
