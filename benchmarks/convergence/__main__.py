@@ -5,8 +5,9 @@
     python -m benchmarks.convergence --report-only
     python -m benchmarks.convergence --check-repeat
 
-Each run is a process with its own cores and one thread. Its record is appended to RESULTS/convergence.jsonl at once. Runs that the same
-code has finished are skipped, so an interrupted comparison continues. docs/convergence.md describes the comparison.
+The first seed is run at every learning rate, the others at each method's best one; `--all-seeds-at-all-lrs` runs everything. Each run is a
+process with its own cores and one thread. Its record is appended to RESULTS/convergence.jsonl at once. Runs that the same code has finished
+are skipped, so an interrupted comparison continues. docs/convergence.md describes the comparison.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import os
 import queue
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -24,8 +26,8 @@ from benchmarks.common.processes import run_process
 from benchmarks.common.results import update_document
 from benchmarks.convergence import records
 from benchmarks.convergence.methods import METHODS, names_of
-from benchmarks.convergence.records import Record, Spec
-from benchmarks.convergence.report import write_reports
+from benchmarks.convergence.records import Record, Spec, newest
+from benchmarks.convergence.report import summarise, write_reports
 from benchmarks.convergence.run import run
 from benchmarks.convergence.settings import SETTINGS
 
@@ -44,7 +46,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="default: all; the main ones in settings whose runs take minutes",
     )
     add("--lrs", type=list_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
-    add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...")
+    add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...", help="the first chooses the learning rate")
+    add("--all-seeds-at-all-lrs", action="store_true", help="run every seed at every learning rate")
     add("--steps", type=int, help="optimizer steps; default: the setting's; others are left out of the tables")
     add("--jobs", type=int, default=2, help="concurrent runs; the cores are divided among them")
     add("--timeout", type=float, default=3600, help="limit of a run in seconds")
@@ -58,19 +61,34 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def grid(options: argparse.Namespace) -> list[Spec]:
-    """All requested runs; the first seed of everything in a setting precedes any second one."""
+def grid(options: argparse.Namespace, seeds: Sequence[int]) -> list[Spec]:
+    """All requested runs with these seeds."""
     specs = []
     for name in options.settings:
         setting = SETTINGS[name]
         methods = options.methods or names_of(setting.methods)
         specs += [
             Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or setting.steps)
-            for seed in options.seeds
+            for seed in seeds
             for lr in options.lrs or setting.lrs
             for method in methods
         ]
     return specs
+
+
+def at_best_lr(specs: Iterable[Spec], first: Iterable[Spec], done: Sequence[Record]) -> list[Spec]:
+    """Those of `specs` at the learning rate that is the best one of its setting and method among the finished runs of `first`."""
+    wanted = set(first)
+    by_setting: dict[str, list[Record]] = defaultdict(list)
+    for spec, record in newest(done).items():
+        if spec in wanted:
+            by_setting[spec.setting].append(record)
+    best = {
+        (name, summary.method): summary.best_lr
+        for name, runs in by_setting.items()
+        for summary in summarise(runs, SETTINGS[name])
+    }
+    return [spec for spec in specs if spec.lr == best.get((spec.setting, spec.method))]
 
 
 def run_all(specs: Sequence[Spec], options: argparse.Namespace) -> Iterator[Record]:
@@ -100,9 +118,26 @@ def run_all(specs: Sequence[Spec], options: argparse.Namespace) -> Iterator[Reco
                 future.cancel()
 
 
+def run_missing(specs: Sequence[Spec], options: argparse.Namespace, path: Path) -> None:
+    """Runs what the same code has not finished yet, and appends each record to the file."""
+    commit, done = provenance.commit_of_code(), records.read(path)
+    missing = [spec for spec in specs if options.again or not records.is_finished(spec, commit, done)]
+    start = time.perf_counter()
+    for number, record in enumerate(run_all(missing, options), start=1):
+        records.append(path, record)
+        spec, minutes = record.spec, (time.perf_counter() - start) / 60
+        steps = "" if record.steps_to_threshold is None else f", {record.steps_to_threshold} steps"
+        result = f"val. loss {record.val_loss:.4f}{steps}" if record.error is None else f"FAILED: {record.error[-300:]}"
+        print(
+            f"[{number}/{len(missing)}, {minutes:.1f} min] {spec.setting} {spec.method} lr={spec.lr:g} seed={spec.seed}: {result}"
+            f" ({record.seconds:.0f} s)",
+            flush=True,
+        )
+
+
 def check_repeat(options: argparse.Namespace) -> int:
     """Runs zenflow_s4 twice; the exit status is 0 if the final weights have the same bits."""
-    spec = grid(argparse.Namespace(**{**vars(options), "methods": ["zenflow_s4"]}))[0]
+    spec = grid(argparse.Namespace(**{**vars(options), "methods": ["zenflow_s4"]}), options.seeds)[0]
     first, second = run_all([spec, spec], options)
     if first.error or second.error:
         print(first.error or second.error)
@@ -122,18 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check_repeat:
         return check_repeat(options)
     if not options.report_only:
-        commit, done = provenance.commit_of_code(), records.read(path)
-        specs = [spec for spec in grid(options) if options.again or not records.is_finished(spec, commit, done)]
-        start = time.perf_counter()
-        for number, record in enumerate(run_all(specs, options), start=1):
-            records.append(path, record)
-            spec, minutes = record.spec, (time.perf_counter() - start) / 60
-            result = f"val. loss {record.val_loss:.4f}" if record.error is None else f"FAILED: {record.error[-300:]}"
-            print(
-                f"[{number}/{len(specs)}, {minutes:.1f} min] {spec.setting} {spec.method} lr={spec.lr:g} seed={spec.seed}: {result}"
-                f" ({record.seconds:.0f} s)",
-                flush=True,
-            )
+        first, rest = grid(options, options.seeds[:1]), grid(options, options.seeds[1:])
+        if options.all_seeds_at_all_lrs:
+            run_missing([*first, *rest], options, path)
+        else:
+            run_missing(first, options, path)
+            run_missing(at_best_lr(rest, first, records.read(path)), options, path)
     tables = write_reports(records.read(path), options.results)
     for setting, text in tables.items():
         print(f"\n{setting}: {SETTINGS[setting].title}\n\n{text}")

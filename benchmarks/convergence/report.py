@@ -29,8 +29,13 @@ class Summary:
 
     @property
     def best_lr(self) -> float | None:
-        """The one with the lowest mean validation loss or median of steps; None where every learning rate has a failed run."""
-        return min(self.by_lr, key=self.steps_at if self.setting.measure == "steps" else self.mean_at, default=None)
+        """The one with the lowest mean validation loss or median of steps, and then loss, of those with the most seeds; None where every
+        learning rate has a failed run."""
+        most = max(map(len, self.by_lr.values()), default=0)
+        candidates = [lr for lr, runs in self.by_lr.items() if len(runs) == most]
+        if self.setting.measure == "steps":
+            return min(candidates, key=lambda lr: (self.steps_at(lr), self.mean_at(lr)), default=None)
+        return min(candidates, key=self.mean_at, default=None)
 
     @property
     def best(self) -> list[Record]:

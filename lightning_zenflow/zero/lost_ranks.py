@@ -1,5 +1,6 @@
 """Names the ranks that are gone when communication between ranks fails; torch's error names an address at most."""
 
+import errno
 import os
 import select
 import socket
@@ -104,9 +105,11 @@ class LostRanks:
             if address is not None:
                 connection = socket.socket(address[0], socket.SOCK_STREAM)
                 connection.setblocking(False)
-                connection.connect_ex(address[1:])  # its result comes by poll
-                poll.register(connection, select.POLLOUT)
-                waiting[connection.fileno()] = rank, connection
+                if connection.connect_ex(address[1:]) in (0, errno.EINPROGRESS):
+                    poll.register(connection, select.POLLOUT)
+                    waiting[connection.fileno()] = rank, connection
+                else:  # no route, as where this host's own network is down
+                    connection.close()
         deadline = time.monotonic() + timeout_s
         while waiting and (events := poll.poll(max(0.0, 1000 * (deadline - time.monotonic())))):
             for fd, _ in events:

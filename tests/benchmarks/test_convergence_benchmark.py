@@ -1,6 +1,7 @@
 """The convergence benchmark: its data, its reports, and two short runs from end to end."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,12 +120,25 @@ def test_removed_methods_keep_their_rows() -> None:
 
 
 def test_the_grid_has_every_method_where_runs_are_short() -> None:
-    specs = convergence.grid(convergence.parse_arguments(["--settings", "fast,glue", "--seeds", "1,2"]))
+    specs = convergence.grid(convergence.parse_arguments(["--settings", "fast,glue"]), [1, 2])
     count = {name: sum(spec.setting == name for spec in specs) for name in SETTINGS}
     main = sum(method.main for method in METHODS.values())
     without_delay = sum(not method.clips for method in METHODS.values())
     assert {name: n for name, n in count.items() if n} == {"fast": without_delay * 3 * 2, "glue": main * 3 * 2}
     assert len(set(specs)) == len(specs)
+
+
+def test_further_seeds_run_at_the_learning_rate_that_was_best_with_the_first() -> None:
+    options = convergence.parse_arguments(["--settings", "fast", "--methods", "adamw,zenflow_s4,zenflow_s1"])
+    first, rest = convergence.grid(options, [1]), convergence.grid(options, [2, 3])
+    specs = convergence.at_best_lr(rest, first, [replace(r, spec=replace(r.spec, lr=2 * r.spec.lr)) for r in RECORDS])
+    assert {(spec.method, spec.lr) for spec in specs} == {("adamw", 4e-3), ("zenflow_s4", 4e-3)}
+    assert {spec.seed for spec in specs} == {2, 3}
+
+
+def test_a_learning_rate_with_fewer_seeds_is_not_the_best_one() -> None:
+    (summary,) = summarise([*RECORDS[:2], record("zenflow_s4", 2e-3, 1, 0.9)])
+    assert summary.best_lr == 1e-3
 
 
 @pytest.mark.slow

@@ -104,16 +104,47 @@ def test_broken_arenas_and_messages(build: Callable[[str], Build], variant: str,
     assert fuzz(build(variant).worker, seed=1000 * attacks, attacks=attacks) == []
 
 
-@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-def test_worker_carries_its_runtimes(build: Callable[[str], Build]) -> None:
+def _libraries(worker: Path) -> dict[str, str]:
+    """Paths of the shared libraries that the worker needs, by name."""
     ldd = program("ldd")
     if ldd is None:
         pytest.skip("ldd is not installed")
-    needed = set(
-        re.findall(r"^\s*(lib[\w+]+)", run([ldd, build("quick").worker], timeout_s=_RUN_TIMEOUT_S).stdout, re.MULTILINE)
-    )
-    assert needed, "ldd listed nothing"
-    assert needed <= {"libc", "libm", "libpthread", "libdl", "librt"}
+    listed = run([ldd, worker], timeout_s=_RUN_TIMEOUT_S).stdout
+    found = dict(re.findall(r"^\s*(lib[\w+]+)\S* => (\S+)", listed, re.MULTILINE))
+    assert found, listed
+    return found
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+def test_worker_carries_its_runtimes(build: Callable[[str], Build]) -> None:
+    assert set(_libraries(build("quick").worker)) <= {"libc", "libm", "libpthread", "libdl", "librt"}
+
+
+_OLDEST_GLIBC = (2, 28)
+"""Of manylinux_2_28, the wheel's platform (``tool.cibuildwheel`` in pyproject.toml), whose tag auditwheel verifies at a release."""
+_ONCE_STATIC = {"fstat", "fstat64", "stat", "stat64"}
+"""Functions that every glibc has, before 2.33 in libc_nonshared.a."""
+
+
+@pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
+def test_sources_need_no_newer_glibc_than_the_wheel(build: Callable[[str], Build]) -> None:
+    """Libraries keep every version of a function, so the oldest one says since when it exists. The C++ runtime is the image's own."""
+    nm = program("nm")
+    if nm is None:
+        pytest.skip("nm is not installed")
+    since: dict[str, tuple[int, ...]] = {}
+    for path in _libraries(build("quick").worker).values():
+        defined = run(
+            [nm, "--dynamic", "--defined-only", "--with-symbol-versions", path], timeout_s=_RUN_TIMEOUT_S
+        ).stdout
+        for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", defined, re.MULTILINE):
+            numbers = tuple(int(number) for number in version.split("."))
+            since[name] = min(numbers, since.get(name, numbers))
+    objects = [path for path in build("quick").directory.rglob("*.o") if "zenflow-tests.dir" not in path.parts]
+    undefined = run([nm, "--undefined-only", *objects], timeout_s=_RUN_TIMEOUT_S).stdout
+    needed = set(re.findall(r"^\s+U (\w+)$", undefined, re.MULTILINE)) & set(since)
+    assert "sched_setaffinity" in needed
+    assert {name: since[name] for name in needed - _ONCE_STATIC if since[name] > _OLDEST_GLIBC} == {}
 
 
 def test_without_a_compiler_cmake_says_what_to_install(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Tasks:
         with open(self.output(len(self.processes)), "wb") as output:
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, *launcher, str(SCRIPT), str(self.folder), str(steps), str(checkpoint)],
+                    [*launcher, str(SCRIPT), str(self.folder), str(steps), str(checkpoint)],
                     env=environment,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -89,7 +90,7 @@ def tasks(tmp_path: Path) -> Iterator[Tasks]:
 
 def torchrun(*, nodes: int, node: int, port: int) -> list[str]:
     options = [f"--nnodes={nodes}", f"--node-rank={node}", "--nproc-per-node=2", f"--master-port={port}"]
-    return ["-m", "torch.distributed.run", "--master-addr=127.0.0.1", *options]
+    return [sys.executable, "-m", "torch.distributed.run", "--master-addr=127.0.0.1", *options]
 
 
 def assert_same_training(weights: Sequence[torch.Tensor]) -> None:
@@ -128,13 +129,13 @@ def test_a_node_is_killed(lost: int, tasks: Tasks, tmp_path: Path) -> None:
     assert_same_training(weights)
 
 
-def slurm(task: int, *, port: int, tasks_of_nodes: int) -> Mapping[str, str]:
-    """What `srun` sets for a task of two nodes."""
+def slurm(task: int, *, port: int, tasks_of_nodes: int, host: str = "127.0.0.1") -> Mapping[str, str]:
+    """What `srun` sets for a task of two nodes, of which the first is `host`."""
     node, local = divmod(task, tasks_of_nodes)
     return {
         "SLURM_JOB_ID": "1234",
         "SLURM_JOB_NAME": "train",
-        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NODELIST": host,
         "SLURM_NNODES": "2",
         "SLURM_NTASKS": str(2 * tasks_of_nodes),
         "SLURM_NTASKS_PER_NODE": str(tasks_of_nodes),
@@ -153,7 +154,7 @@ def test_slurm_finds_two_nodes_with_two_tasks_each(tasks: Tasks) -> None:
     """Slurm itself is not here, but the variables that it sets for each task are."""
     port = free_port()
     for task in range(4):
-        tasks.start([], CASE.steps, **slurm(task, port=port, tasks_of_nodes=2))
+        tasks.start([sys.executable], CASE.steps, **slurm(task, port=port, tasks_of_nodes=2))
     environment, ranks, steps, weights = tasks.succeed()
     assert (environment, ranks, steps) == ("SLURMEnvironment", 4, CASE.steps)
     assert_same_training(weights)
@@ -164,8 +165,61 @@ def test_slurm_finds_two_nodes_with_two_tasks_each(tasks: Tasks) -> None:
 def test_slurm_names_the_node_that_is_killed(tasks: Tasks) -> None:
     port = free_port()
     for task in range(2):
-        tasks.start([], ENDLESS, **slurm(task, port=port, tasks_of_nodes=1))
+        tasks.start([sys.executable], ENDLESS, **slurm(task, port=port, tasks_of_nodes=1))
     pids = tasks.saved(ranks=2)
     os.kill(pids[1], signal.SIGKILL)
     assert tasks.processes[0].wait(200) != 0
     assert "Lost: rank 1 of node 1 (host " in tasks.output(0).read_text()
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with one cable between them, `HOSTS[i]` at its end `CABLE` in namespace i."""
+    names = [f"zenflow-{os.getpid()}-{node}" for node in range(2)]
+    made: list[str] = []
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            made.append(name)
+        _ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        for name, host in zip(names, HOSTS, strict=True):
+            _ip("-n", name, "address", "add", f"{host}/24", "dev", CABLE)
+            _ip("-n", name, "link", "set", CABLE, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in made:
+            _ip("netns", "del", name)
+
+
+HOSTS = ("10.77.0.1", "10.77.0.2")
+CABLE = "zenflow"
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root with iproute2"
+)
+def test_a_node_that_cannot_be_reached_any_more_is_named(networks: list[str], tasks: Tasks) -> None:
+    """Nothing is closed and nothing answers, as after a power failure: both sides give up after the strategy's timeout."""
+    port = free_port()
+    for node, network in enumerate(networks):
+        variables = slurm(node, port=port, tasks_of_nodes=1, host=HOSTS[0])
+        tasks.start(
+            ["ip", "netns", "exec", network, sys.executable],
+            ENDLESS,
+            GLOO_SOCKET_IFNAME=CABLE,
+            TIMEOUT_S="20",
+            **variables,
+        )
+    tasks.saved(ranks=2)
+    _ip("-n", networks[1], "link", "set", CABLE, "down")
+    for node, process in enumerate(tasks.processes):
+        assert process.wait(200) != 0
+        lost = 1 - node
+        assert f"Lost: rank {lost} of node {lost} (host " in tasks.output(node).read_text()

@@ -96,12 +96,25 @@ def test_a_worker_that_cannot_run(name: str, arena: Arena, tmp_path: Path, monke
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (shortened(0), "file too short"),
+        (shortened(0.5), "incomplete"),
+        (shortened(0.99), "incomplete"),
+        (of_another_architecture, "cannot open shared object file"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded(
+    damage: Callable[[Path], None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("zenflow-worker", "libzenflow-device.so"):
         shutil.copy(worker_executable().with_name(name), tmp_path)
-    of_another_architecture(tmp_path / "libzenflow-device.so")
+    damage(tmp_path / "libzenflow-device.so")
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "zenflow-worker"))
-    with pytest.raises(RuntimeError, match="libzenflow-device.so cannot run on this machine .*: .*; install a wheel"):
+    with pytest.raises(
+        RuntimeError, match=f"libzenflow-device.so cannot run on this machine .*: .*{reason}.*; install a wheel"
+    ):
         cpu._library.__wrapped__()
 
 
