@@ -30,7 +30,7 @@ from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.full_state import FullState
 from lightning_zenflow.zero.slices import parameters_in_order, read_slices
-from lightning_zenflow.zero.supported import refuse_unsupported, refuse_unused
+from lightning_zenflow.zero.supported import WeightAddresses, refuse_unsupported, refuse_unused
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 
 
@@ -69,6 +69,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             raise
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
+        self._addresses = WeightAddresses(self)
 
     @override
     def initialize_optimizer_states(self) -> None:
@@ -169,8 +170,10 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
 
         Raises:
-            MisconfigurationException: the step did not use a parameter, and `ignore_unused_parameters` is false.
+            MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
+                `ignore_unused_parameters` is false.
         """
+        self._addresses.check()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale = self.zenflow_step.step()

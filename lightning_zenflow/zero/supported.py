@@ -5,13 +5,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.zero.slices import parameters_in_order
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
@@ -161,6 +162,40 @@ def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 " which DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
                 " Trainer(strategy='auto')"
             )
+        # Private; Lightning keeps it nowhere else. True by default.
+        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: ModelPruning's use_lottery_ticket_hypothesis must be False, got"
+                f" {callback._use_lottery_ticket_hypothesis!r}: it replaces the memory of weights by copies, which are not trained"
+            )
+
+
+class WeightAddresses:
+    """Where the model's weights are; updates reach them there and nowhere else.
+
+    Args:
+        zero_optimizer: DeepSpeed's, with the model's weights in its flat buffers.
+    """
+
+    def __init__(self, zero_optimizer: Any) -> None:
+        self._parameters = parameters_in_order(zero_optimizer)
+        self._names = zero_optimizer.param_names
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Refuses weights whose memory was replaced.
+
+        Raises:
+            MisconfigurationException: names the first parameter, and what to do.
+        """
+        if [parameter.data_ptr() for parameter in self._parameters] == self._addresses:
+            return
+        moved = next(p for p, old in zip(self._parameters, self._addresses, strict=True) if p.data_ptr() != old)
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: {self._names[moved]} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
+            " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
+            " deepspeed.utils.safe_set_full_fp32_param"
+        )
 
 
 def refuse_unsupported_precision(precision: object) -> None:

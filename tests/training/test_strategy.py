@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch import nn
@@ -168,6 +169,13 @@ def with_optimizer(make: Callable[[list[nn.Parameter]], Any]) -> LinearLossModul
     return Model(shapes=TINY)
 
 
+class ReplacesMemory(pl.Callback):
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        weight = next(pl_module.parameters())
+        weight.data = weight.data.clone()
+
+
 class OwnAdamW(torch.optim.AdamW):
     """A class that computes who knows what."""
 
@@ -224,6 +232,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "lr_find": (
         lambda: fit(linear(), callbacks=[LearningRateFinder()]),
         r"`Tuner.lr_find` put a scheduler of their own on a torch optimizer, .*: find the learning rate with another strategy",
+    ),
+    "lottery tickets": (
+        lambda: fit(linear(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)]),
+        r"ModelPruning's use_lottery_ticket_hypothesis must be False, got True: it replaces the memory of weights",
+    ),
+    "replaced memory": (
+        lambda: fit(linear(), callbacks=[ReplacesMemory()]),
+        r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
     ),
     "AMSGrad": (
         lambda: fit(with_optimizer(lambda ps: torch.optim.AdamW(ps, amsgrad=True))),
