@@ -6,6 +6,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerDeepSpeedStrategy
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -66,6 +68,16 @@ def release_destroyed_groups() -> None:
         groups._release_process_group_references()
 
 
+def limit_waits(timeout: timedelta) -> None:
+    """Sets the timeout of DeepSpeed's process group, which it makes with torch's default of 30 minutes, to that of the default group.
+
+    Args:
+        timeout: of a collective operation.
+    """
+    # Private: all of ZeRO's collectives use this group, and torch has no public way to change a group's timeout.
+    _set_pg_timeout(timeout, groups._clone_world_group())
+
+
 def is_interactive() -> bool:
     """Whether this is a notebook or Python's prompt, as Lightning recognises it."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -95,6 +107,7 @@ class RankEnvironment:
     accelerator: Any
     num_nodes: int
     num_processes: int
+    _timeout: timedelta | None
     _rank_variables: RankVariables | None = None
 
     @property
@@ -133,6 +146,8 @@ class RankEnvironment:
             super(skipped, self).setup_environment()  # type: ignore[misc]  # of Lightning's strategy
         else:
             super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+        if self._timeout is not None:
+            limit_waits(self._timeout)
 
     def teardown(self) -> None:
         """Lightning's teardown."""
