@@ -9,9 +9,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import methodcaller
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
-from typing_extensions import override
 
 from lightning_zenflow.checkpoint.upgrade import upgrade
+from lightning_zenflow.core.saved_float32 import UNCONVERTED
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
@@ -200,21 +198,6 @@ def _refusal(path: Path, message: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path}: {message}")
 
 
-class _Unpickler(pickle.Unpickler):
-    """Leaves tensors that were `SavedAsFloat32` in their own type, mapped; they are converted where they are copied to."""
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("operator", "methodcaller"):
-            return lambda method, *args: (lambda x: x) if method == "float" else methodcaller(method, *args)
-        return super().find_class(module, name)
-
-
-_PICKLE = ModuleType("pickle")
-"""The module `pickle` with another unpickler, for `torch.load`."""
-vars(_PICKLE).update(vars(pickle), Unpickler=_Unpickler)
-
-
 def _read(file: Path) -> Any:
     """Content of a file written by torch; moments are float32 or of the type that the saving run had in memory.
 
@@ -224,7 +207,7 @@ def _read(file: Path) -> Any:
     try:
         # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
         return torch.load(
-            file, map_location="cpu", pickle_module=_PICKLE, weights_only=False, mmap=zipfile.is_zipfile(file)
+            file, map_location="cpu", pickle_module=UNCONVERTED, weights_only=False, mmap=zipfile.is_zipfile(file)
         )
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
         raise _refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error

@@ -2,24 +2,15 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.saved_float32 import SavedAsFloat32
 from lightning_zenflow.worker.arena import Arena
-
-
-class SavedAsFloat32(Tensor):
-    """A tensor of another type that is float32 for all who load it: the file holds its own values, and that they are to be converted."""
-
-    @override
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return methodcaller("float"), (self.as_subclass(Tensor),)
 
 
 class HostState:
