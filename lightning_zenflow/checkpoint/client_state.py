@@ -32,7 +32,7 @@ def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str,
 
 
 def of_fabric(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `fabric.save` saves. Fabric has no callbacks, hence no averaged weights.
+    """The state to save with `fabric.save`. Fabric has no callbacks, hence no averaged weights.
 
     Args:
         state: the user's; its model is DeepSpeed's engine.

@@ -11,7 +11,7 @@ _COUNTERS = {"v2": "memory.events", "v1": "memory.oom_control"}
 """Files of control groups with a line ``oom_kill N``; v2 counts the kills of descendants too."""
 
 _OF_THE_PROGRAM = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS)
-"""What a program that does not suit the machine, or is incomplete, dies of before it does anything."""
+"""Signals that end a program at its start if it does not suit the machine or is incomplete."""
 
 
 class OutOfMemoryKills:
@@ -49,7 +49,7 @@ def why_it_cannot_start(status: int, output: str) -> str | None:
 
 
 def threads_refused(output: str) -> str:
-    """What to do where the system has refused a thread or process; empty if the output does not say so."""
+    """A sentence with what to do where the system has refused a thread or process; empty if the output does not say so."""
     if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
         return ""
     limits = [

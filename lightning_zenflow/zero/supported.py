@@ -171,7 +171,7 @@ def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 class WeightAddresses:
-    """Where the model's weights are; updates reach them there and nowhere else.
+    """Addresses of the model's weights; updates reach them there and nowhere else.
 
     Args:
         zero_optimizer: DeepSpeed's, with the model's weights in its flat buffers.
