@@ -39,13 +39,16 @@ QUOTES = (
     ),
     Quote(
         document="docs/convergence.md",
-        table="fast",
+        table="delay_small",
         columns=("method", "val. loss", "min..max", "to AdamW"),
         rows=(
             "DeepSpeed ZeRO-2 offload, AdamW",
-            "DeepSpeed ZenFlow, S=4, repaired",
+            "AdamW, 1 step late",
+            "AdamW, 1 step late, error feedback",
+            "NAdamW 0.99, 1 step late",
+            "ZenFlowStrategy, S=1, d=0",
+            "ZenFlowStrategy, S=1",
             "ZenFlowStrategy, S=4",
-            "ZenFlowStrategy, S and d auto",
         ),
     ),
 )

@@ -33,10 +33,16 @@ def _delay(
     return Setting(task=task, steps=steps, lrs=lrs, title=title, methods="delay", precision="32-true")
 
 
-def _threshold(task: Literal["recall", "modular", "addition", "mnist1d", "digits"], steps: int, title: str) -> Setting:
-    return Setting(
-        task=task, steps=steps, lrs=_DELAY_LRS, title=title, methods="delay", precision="32-true", measure="steps"
-    )
+def _threshold(
+    task: Literal["recall", "modular", "addition", "mnist1d", "digits"],
+    steps: int,
+    title: str,
+    lrs: tuple[float, ...] = _DELAY_LRS,
+) -> Setting:
+    return Setting(task=task, steps=steps, lrs=lrs, title=title, methods="delay", precision="32-true", measure="steps")
+
+
+_PERCEPTRON_LRS = (4e-3, 8e-3, 16e-3, 32e-3)
 
 
 SETTINGS = {
@@ -77,6 +83,6 @@ SETTINGS = {
     "recall": _threshold("recall", 3000, "multi-query associative recall, 8 pairs, until 99 %"),
     "modular": _threshold("modular", 4000, "addition modulo 31 from half of all pairs, until 99 % of the other half"),
     "addition": _threshold("addition", 4000, "sums of two numbers of three digits, until 99 % of the digits"),
-    "mnist1d": _threshold("mnist1d", 3000, "MNIST-1D, until 90 %"),
-    "digits": _threshold("digits", 1500, "scikit-learn's digits, until 96 %"),
+    "mnist1d": _threshold("mnist1d", 3000, "MNIST-1D, until 90 %", lrs=_PERCEPTRON_LRS),
+    "digits": _threshold("digits", 1500, "scikit-learn's digits, until 96 %", lrs=_PERCEPTRON_LRS),
 }
