@@ -90,7 +90,7 @@ class ZenFlowStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only `step` is missing: the last micro-batch's backward pass has begun, or `gradient_norm` was called. Alike on all ranks."""
+        """Whether only `step` is missing: the last micro-batch's backward pass has begun, or `gradient_norm` was called."""
         return self._is_complete or self._context is not None
 
     def begin_backward(self, *, last: bool) -> None:
