@@ -250,6 +250,11 @@ class ZenFlowConfig:
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
 
     @property
+    def requires_tail(self) -> bool:
+        """Whether the last blocks have a lag of their own, or are the device's, in every run."""
+        return self.allows_tail and self.tail != "auto"
+
+    @property
     def allows_tail(self) -> bool:
         """Whether the last blocks may take a lag of their own."""
         return self.submits_in_backward and (

@@ -83,6 +83,11 @@ class Session:
             device: this rank's.
             ranks_on_host: ranks that share the host's memory.
             node: number of this rank's node, for messages.
+
+        Raises:
+            MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
+                memory.
+            WorkerError: the worker did not start.
         """
         self._lost_ranks = LostRanks(node)
         resources = rank_resources(self.config, device, ranks_on_host=ranks_on_host)
@@ -127,20 +132,23 @@ class Session:
     def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
         if self.optimizer is not None and not self.optimizer.closed:
-            self.optimizer.flush()
+            with self.explained():
+                self.optimizer.flush()
 
     def save(self, path: Path, write: Callable[[Path], None], *, is_global_zero: bool) -> None:
         """Saves the exact state after the last step, atomically; as `save_together`."""
-        if self.optimizer is not None:
-            self.optimizer.flush()
-        save_together(path, write, is_global_zero=is_global_zero)
+        with self.explained():
+            if self.optimizer is not None:
+                self.optimizer.flush()
+            save_together(path, write, is_global_zero=is_global_zero)
 
     def load(self, engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""
         assert self.optimizer is not None
         # Before the engine loads weights, which updates in flight would overwrite.
-        self.optimizer.flush()
-        return load_together(engine, self.optimizer, path, strict=strict, optimizer_states=optimizer_states)
+        with self.explained():
+            self.optimizer.flush()
+            return load_together(engine, self.optimizer, path, strict=strict, optimizer_states=optimizer_states)
 
     def explain(self, error: BaseException) -> None:
         """Adds to an error of the communication between ranks which ones are lost."""

@@ -30,7 +30,7 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
     def write_files() -> None:
         try:
             write(staging_path(path))
-        except (OSError, RuntimeError):
+        except Exception:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # `save_checkpoint` ends with a barrier, where the other ranks wait.
             dist.barrier()
             raise
@@ -49,7 +49,7 @@ def _attempt(path: Path, action: Callable[[], None]) -> None:
     error: OSError | None = None
     try:
         action()
-    except (OSError, RuntimeError) as reason:
+    except Exception as reason:
         error = _failure(path, reason)
     raise_together(error, OSError)
 
@@ -58,7 +58,7 @@ def _failure(path: Path, reason: Exception) -> OSError:
     """An error with the cause and what to do about it."""
     # torch's file writer raises RuntimeError, without a reason.
     cause = reason if isinstance(reason, OSError) else write_error(path)
-    says = f"{cause or reason}; save to another path"
+    says = f"{cause or reason}" + ("; save to another path" if cause or isinstance(reason, RuntimeError) else "")
     if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         says = (
             f"the disk of {path.parent} is full ({cause.strerror}); delete files there, or save to another path. While a checkpoint is"

@@ -22,6 +22,9 @@ def row_length(parameter: Tensor) -> int:
     return parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() > 0 else 0
 
 
+STATE_BYTES = 12
+"""Of an element's state of AdamW where moments are fp32: master weight and two moments."""
+
 ALIGNMENT = 64
 """In elements. Parameter groups start at multiples of it, so that every state array starts on a cache line."""
 

@@ -189,9 +189,10 @@ class JobQueue:
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
-        """Whether a block's window closes in the open step and is published in it."""
+        """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
         at_once = self._staggered.of_block(block).publish_lag == 0
-        return at_once and block in self._staggered.closing_blocks(step)
+        # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
+        return at_once and block in self._staggered.closing_blocks(step) and self.next_due(block) is None
 
     def submit_in_backward(self, block: int, step: int, factor: Tensor, *, beta1: float) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.

@@ -16,7 +16,7 @@ from lightning_zenflow.estimate.cost import Cost, CostComparison, estimate
 from lightning_zenflow.estimate.machine import Machine, Workload
 from lightning_zenflow.estimate.shapes import shapes_of_count
 
-_USUAL = ZenFlowConfig(update_interval=4, publish_lag=1)
+_USUAL = ZenFlowConfig(update_interval=1, publish_lag=0, tail="none")
 """The schedule whose memory is meant: what training starts with. It is fixed, so that `estimate` does not search for one."""
 
 _FEW_CORES, _SLOW_PCIE_GB_S = 4, 10.0
@@ -33,7 +33,9 @@ class Examination:
     host: Host
     gpus: list[Gpu]
     pcie: list[Pcie]
-    """By GPU."""
+    """By GPU; empty if it could not be measured."""
+    pcie_error: str | None
+    """Why there is no measurement of PCIe."""
     worker: Worker | None
     worker_error: str | None
     """Why there is no measurement of the worker."""
@@ -52,11 +54,18 @@ def examine() -> Examination:
         worker = measure_worker(device, ZenFlowConfig().pt_reserved_cores_perc)
     except RuntimeError as reason:
         error = str(reason)
+    pcie: list[Pcie] = []
+    pcie_error = None
+    try:
+        pcie = [measure_pcie(index) for index in range(len(found))]
+    except RuntimeError as reason:  # torch's, as where another process has taken the memory
+        pcie_error = str(reason).partition("\n")[0]
     return Examination(
         versions=versions(),
         host=host(),
         gpus=found,
-        pcie=[measure_pcie(index) for index in range(len(found))],
+        pcie=pcie,
+        pcie_error=pcie_error,
         worker=worker,
         worker_error=error,
     )
@@ -104,7 +113,11 @@ def _missing(examination: Examination) -> list[str]:
 
 
 def _fitting(examination: Examination) -> list[str]:
-    """The largest models, where there are GPUs."""
+    """The largest models, where there are GPUs whose PCIe could be measured."""
+    if examination.pcie_error is not None:
+        return [
+            f"PCIe could not be measured ({examination.pcie_error}): run it again while nothing else uses the GPUs."
+        ]
     if not examination.gpus:
         what = "this build of torch has no CUDA" if examination.versions["CUDA"] == "none" else "torch sees none"
         return [f"No GPU ({what}): training runs on the CPU, for tests and small models."]
@@ -145,7 +158,7 @@ def _advice(examination: Examination) -> list[str]:
         each = facts.physical_cores / len(examination.gpus)
         if each < _FEW_CORES:
             sentences.append(f"{each:g} physical cores a GPU are few: data loaders compete with the worker.")
-        slow = min(min(pcie.d2h_gb_s, pcie.h2d_gb_s) for pcie in examination.pcie)
+        slow = min((min(pcie.d2h_gb_s, pcie.h2d_gb_s) for pcie in examination.pcie), default=_SLOW_PCIE_GB_S)
         if slow < _SLOW_PCIE_GB_S:
             sentences.append(
                 f"PCIe's {slow:.2g} GB/s are slow: a GPU in a slot of 16 lanes has 12 (PCIe 3) to 50 (PCIe 5)."
@@ -154,7 +167,8 @@ def _advice(examination: Examination) -> list[str]:
             sentences.append(
                 "Without a C compiler Triton's kernels cannot be built; torch's take over, which are slower."
             )
-        sentences.append(f"For your model, with its parameters and step time: {_estimate_command(examination)}")
+        if examination.pcie:
+            sentences.append(f"For your model, with its parameters and step time: {_estimate_command(examination)}")
     return sentences
 
 
@@ -210,14 +224,17 @@ def _rounded(value: float) -> float:
 def _gpu_rows(examination: Examination) -> list[tuple[str, str]]:
     if not examination.gpus:
         return [("GPU", "none")]
+    speeds = [
+        f"PCIe d2h {pcie.d2h_gb_s:.1f}, h2d {pcie.h2d_gb_s:.1f}, both at once {pcie.both_gb_s:.1f} GB/s each"
+        for pcie in examination.pcie
+    ] or ["PCIe not measured"] * len(examination.gpus)
     return [
         (
             f"GPU {index}",
-            f"{gpu.name}, {gpu.memory_gb:.1f} GB; PCIe d2h {pcie.d2h_gb_s:.1f}, h2d {pcie.h2d_gb_s:.1f},"
-            f" both at once {pcie.both_gb_s:.1f} GB/s each; "
+            f"{gpu.name}, {gpu.memory_gb:.1f} GB; {speed}; "
             + (f"{len(gpu.numa_cores)} cores on its NUMA node" if gpu.numa_cores else "NUMA node unknown"),
         )
-        for index, (gpu, pcie) in enumerate(zip(examination.gpus, examination.pcie, strict=True))
+        for index, (gpu, speed) in enumerate(zip(examination.gpus, speeds, strict=True))
     ]
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.estimate.byte_counts import STATE_BYTES, cpu_adamw_bytes, zero_offload_traffic
+from lightning_zenflow.core.partition import STATE_BYTES
+from lightning_zenflow.estimate.byte_counts import cpu_adamw_bytes, zero_offload_traffic
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.zenflow_cost import BACKWARD_SHARE, ZenFlowCost
 from lightning_zenflow.schedule.candidates import candidates_of
@@ -94,17 +95,24 @@ def estimate(workload: Workload, machine: Machine, config: ZenFlowConfig | None 
         raise ConfigValueError(
             f"gpus must be at most the number of parameters, {workload.model.numel}, got {machine.gpus}", "gpus"
         )
-    zenflow, model = _zenflow(workload, machine, config)
+    known: list[tuple[ZenFlowConfig, tuple[Cost, ZenFlowCost]]] = []
+
+    def cost_of(config: ZenFlowConfig) -> tuple[Cost, ZenFlowCost]:
+        # A fixed schedule is asked for several times; its simulation takes long. Configurations have no hash.
+        result = next((result for known_config, result in known if known_config == config), None)
+        if result is None:
+            result = _zenflow(workload, machine, config)
+            known.append((config, result))
+        return result
+
+    zenflow, model = cost_of(config)
     settled = model.settled_steps()[-1]
-    immediate, _ = _zenflow(
-        workload,
-        machine,
-        dataclasses.replace(config, update_interval=1, publish_lag=0, optimizer_in_backward=True, tail="none"),
+    immediate, _ = cost_of(
+        dataclasses.replace(config, update_interval=1, publish_lag=0, optimizer_in_backward=True, tail="none")
     )
     schedules = candidates_of(config.update_intervals, config.publish_lags)
     fixed = [
-        (_zenflow(workload, machine, dataclasses.replace(config, **dataclasses.asdict(schedule)))[0], schedule)
-        for schedule in schedules
+        (cost_of(dataclasses.replace(config, **dataclasses.asdict(schedule)))[0], schedule) for schedule in schedules
     ]
     # Of those that do not fit, none is chosen unless all of them are.
     fixed = [(cost, schedule) for cost, schedule in fixed if cost.fits_host is not False] or fixed

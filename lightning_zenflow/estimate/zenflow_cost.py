@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
+from lightning_zenflow.core.partition import STATE_BYTES
+from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
 from lightning_zenflow.schedule.auto_policy import LARGEST_TAIL, SchedulePolicy
@@ -133,17 +134,18 @@ class ZenFlowCost:
         """`auto`, with the schedules that the host has memory for."""
         config, host_mem = self._config, self._machine.host_mem
 
-        def fits(schedules: Sequence[UpdateSchedule], n_late: int = 0) -> bool:
+        def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.requires_tail) -> bool:
+            n_late = round(LARGEST_TAIL * self._n_blocks) if tail else 0
             n_bytes = self._arena_bytes(schedules, n_late=n_late) * self._machine.ranks_per_host
             return host_mem is None or n_bytes <= host_mem * GB
 
         candidates = candidates_of(config.update_intervals, config.publish_lags)
         kept = that_fit(candidates, fits)
-        has_room = not kept or fits(kept, n_late=round(LARGEST_TAIL * self._n_blocks))
+        has_room = config.requires_tail or not kept or fits(kept, tail=True)
         return SchedulePolicy(
             kept or candidates,
             hides_in_backward=self._in_backward,
-            allows_tail=config.allows_tail and (has_room or config.tail != "auto"),
+            allows_tail=config.allows_tail and has_room,
         )
 
     def _job_s(self, n_gradients: int, schedule: UpdateSchedule) -> float:

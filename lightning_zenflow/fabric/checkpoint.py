@@ -9,6 +9,7 @@ from typing import Any
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.utilities.load import _move_state_into
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -51,6 +52,16 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
         # Without a trailing slash, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(path)))
         self._session.save(path, write, is_global_zero=self.is_global_zero)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """State of `optimizer.state_dict()`, exact.
+
+        Raises:
+            RuntimeError: a step has its gradients and has not been done.
+        """
+        self.flush()
+        return super().get_optimizer_state(optimizer)
 
     @override
     def load_checkpoint(

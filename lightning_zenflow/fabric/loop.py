@@ -9,6 +9,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 
+# Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
 class MicroBatches(_BackwardSyncControl):
     """State of `fabric.no_backward_sync`: whether the step has further micro-batches.
 

@@ -133,6 +133,7 @@ class ZenFlowStrategy(CheckpointHooks):
         refuse_groups_without_training(user_optimizer, scheduled=True)
         assert isinstance(self.config, dict)
         self._deepspeed_engine, *_ = self._session.set_up(
+            # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
             partial(self._initialize_engine, module, user_optimizer),
             model=module,
             optimizer=user_optimizer,
@@ -179,8 +180,8 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         if optimizer.zenflow_step.is_complete:
             raise RuntimeError(
-                "fabric.backward was called twice in a step: call `optimizer.step()` between them, or run all micro-batches of a step but"
-                " the last under `fabric.no_backward_sync(model)`"
+                "fabric.backward was called twice in a step, or after `fabric.clip_gradients`: call `optimizer.step()` between them, or run"
+                " all micro-batches of a step but the last under `fabric.no_backward_sync(model)`, and clip after the last"
             )
         self._engine.set_gradient_accumulation_boundary(not self._micro_batches.more_to_come)
         self._was_interrupted = True
@@ -222,7 +223,8 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         step = self._after_backward("fabric.clip_gradients")
         self._norm.give(float(max_norm))
-        return step.gradient_norm()
+        with self._session.explained():
+            return step.gradient_norm()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:

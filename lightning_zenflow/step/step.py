@@ -90,8 +90,8 @@ class ZenFlowStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last micro-batch of a step has begun its backward pass, so that only `step` is missing; the same on every rank."""
-        return self._is_complete
+        """Whether only `step` is missing: the last micro-batch's backward pass has begun, or `gradient_norm` was called."""
+        return self._is_complete or self._context is not None
 
     def begin_backward(self, *, last: bool) -> None:
         """Counts a backward pass, before its first gradient.
@@ -165,7 +165,6 @@ class ZenFlowStep:
         """One optimizer step; the phases are those of the class docstring."""
         context = self._context or self._open()
         number, plan = context.number, context.plan
-        self._number = number
         # Read again: a hook may have changed them after backward.
         groups = self._environment.read_hyperparameters()
         self._rank.arena.write_hyperparameters(number, groups)
@@ -184,6 +183,8 @@ class ZenFlowStep:
         self.count = scale.count
         self.skipped.add_(~scale.finite)
         # seal
+        # From here on a flush applies the step; after an error before, it drops it.
+        self._number = number
         self._jobs.seal(number, scale.factor)
         # update
         with self._telemetry.tracer.span("exact step"):
@@ -230,14 +231,14 @@ class ZenFlowStep:
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted."""
-        if self._is_complete:
+        if self.is_complete:
             self.drop_gradients()
         elif not self.is_exact:
             self._flush()
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
-        complete = self._is_complete
+        complete = self.is_complete
         self._accumulation.clear()
         self._end_micro_batches()
         if complete:

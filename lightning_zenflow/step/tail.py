@@ -3,12 +3,10 @@
 from collections.abc import Sequence, Set
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.step.arrivals import Arrivals
 from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
-
-_STATE_BYTES = 12
-"""Of one device-owned entry, beside its gradient in the model's type: fp32 master weight and moments."""
 
 
 class TailCandidates:
@@ -34,4 +32,5 @@ class TailCandidates:
             return self._tail == "device"
         of_blocks = (self._rank.partition.blocks[block] for block in blocks)
         numel = sum(block.end - block.begin for block in of_blocks)
-        return has_room(numel * (_STATE_BYTES + self._rank.dtype.itemsize), self._rank.device)
+        # The state, and the gradient in the model's type.
+        return has_room(numel * (STATE_BYTES + self._rank.dtype.itemsize), self._rank.device)

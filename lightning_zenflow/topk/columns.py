@@ -25,7 +25,7 @@ from lightning_zenflow.worker.rank_state import RankState
 
 
 class ColumnState(ABC):
-    """Master weights and moments of n entries: [3, n] float32. Both kinds give the same bits.
+    """Master weights and moments of n entries: [3, n] float32. All kinds give the same bits.
 
     Args:
         exported: the state as its source gives it, [3, n]: in host memory (page-locked for a CUDA device), or on the device.

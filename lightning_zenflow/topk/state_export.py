@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.core.partition import Partition, Tile, align
+from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align
 from lightning_zenflow.native import protocol
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.topk.importance import column_count
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-
-_STATE_BYTES = 12
-"""Of one entry: fp32 master weight and moments."""
 
 _COLUMN_BYTES = 4
 
@@ -72,7 +69,7 @@ class RegionSize:
     @property
     def n_bytes(self) -> int:
         """Size of the region, rounded up to cache lines."""
-        return align(self.state_offset + self.n_entries * _STATE_BYTES)
+        return align(self.state_offset + self.n_entries * STATE_BYTES)
 
 
 def export_bytes(partition: Partition, topk_ratio: float, *, offload: bool) -> int:
@@ -154,7 +151,7 @@ class ExportRegion:
         memory = rank.arena.export.narrow(0, begin, size.n_bytes)
         self._tiles = memory[: size.columns_offset]
         self._columns = memory[size.columns_offset :][: size.n_columns * _COLUMN_BYTES].view(torch.int32)
-        self._state = memory[size.state_offset :][: size.n_entries * _STATE_BYTES].view(torch.float32)
+        self._state = memory[size.state_offset :][: size.n_entries * STATE_BYTES].view(torch.float32)
         self._request: int | None = None
         self._last_use: Event | None = None
 

@@ -158,7 +158,7 @@ def forget_start_up_peak(device: torch.device) -> None:
 def has_room(n_bytes: float, device: torch.device) -> bool:
     """Whether the device has `n_bytes` free beside the peak of its allocated memory since `forget_start_up_peak`; True for the CPU.
 
-    Call it in backward, after the peak of a step.
+    Call it in backward or right after a step, when a step has had its peak.
     """
     free, total = runtime_of(device).memory_beside_peak()
     return free >= n_bytes + _RESERVE * total

@@ -255,7 +255,7 @@ class Worker:
     def _send(self, message: bytes) -> None:
         if self._socket.fileno() < 0:
             raise WorkerError(
-                "the training has ended, and its ZenFlow worker with it: no step can follow but in another `fit`"
+                "the ZenFlow worker of this training has been ended, by its end or by an error: set up the training again"
             )
         # The socket's buffer holds far more jobs than are ever in flight, so a full one means that the worker does not read.
         self._socket.settimeout(self._timeout_s)

@@ -223,13 +223,13 @@ def _sizes_and_policy(
 
     available = host_bytes_for(resources.ranks_on_host)
 
-    def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.allows_tail and config.tail != "auto") -> bool:
+    def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.requires_tail) -> bool:
         return n_bytes(schedules, tail=tail) <= available
 
     candidates = candidates_of(config.update_intervals, config.publish_lags)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(that_fit(candidates, fits)) or candidates
-    allows_tail = config.allows_tail and (config.tail != "auto" or all_agree(fits(kept, tail=True)))
+    allows_tail = config.allows_tail and (config.requires_tail or all_agree(fits(kept, tail=True)))
     policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
     largest = sizes(candidates, tail=config.allows_tail)
     at_start = sizes([policy.schedule], tail=False)

@@ -62,7 +62,8 @@ def use_deepspeed_on_cpu() -> None:
 
 def release_destroyed_groups() -> None:
     """Makes DeepSpeed release its process groups if torch has destroyed them since, so that it makes new ones for the next engine."""
-    # Private: DeepSpeed does this only in its own `destroy_process_group`; Lightning and users call torch's.
+    # Private: DeepSpeed does this only in its own `destroy_process_group`; Lightning and users call torch's. `_world.pg_map` has the groups
+    # that torch has not destroyed; torch has no public list of them.
     group = groups._WORLD_GROUP
     if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
         groups._release_process_group_references()

@@ -12,7 +12,7 @@ from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.arena import Arena
 
-_WHERE = "call it between steps, such as in `on_train_batch_start` or `on_train_batch_end`"
+_WHERE = "call it between steps, as in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
 
 
 class FullState:
@@ -74,7 +74,7 @@ class FullState:
 
         Raises:
             ValueError: there is no state of this name.
-            RuntimeError: the next step has begun.
+            RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
         self._complete(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
@@ -82,7 +82,8 @@ class FullState:
         return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the state of a parameter after the last step; the model shows it from the next step on.
+        """Replaces the state of a parameter after the last step. Training goes on with it; the model shows it with the next publish of its
+        blocks, at most S + d steps later.
 
         Args:
             number: of the parameter.
@@ -135,10 +136,10 @@ class FullState:
 
     def _complete(self, number: int, caller: str) -> None:
         """Makes the arena exact."""
-        if self._step.has_gradients and not self._step.is_exact:
-            # A flush would drop the step.
+        # The same on every rank. A flush would drop the step's gradients.
+        if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({self._names[number]}): updates are pending between backward and the optimizer step; {_WHERE}"
+                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; {_WHERE}"
             )
         self._flush()
 

@@ -23,6 +23,7 @@ class HostState:
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
         flats: for each parameter group, DeepSpeed's flat fp32 partition; its values are copied into the arena.
+        partition: of this rank.
         partition_sizes: elements of each flat partition, padding included.
         arena: memory of the state from now on.
     """

@@ -47,10 +47,11 @@ class LostRanks:
         self._reachable: set[int] = set()
         self._is_cause = True
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        # Every rank connects to every other one twice; a full queue would look like a lost rank.
-        if world_size == 1 or 2 * world_size > int(read_file(_QUEUE) or 128):
+        if world_size == 1:
             return
-        own = _Rank(node=node, host=os.uname().nodename, address=self._listen(2 * world_size))
+        # Every rank connects to every other one twice; a full queue would look like a lost rank.
+        fits = 2 * world_size <= int(read_file(_QUEUE) or 128)
+        own = _Rank(node=node, host=os.uname().nodename, address=self._listen(2 * world_size) if fits else None)
         ranks: list[_Rank | None] = [None] * world_size
         dist.all_gather_object(ranks, own)
         self._ranks = [rank for rank in ranks if rank is not None]

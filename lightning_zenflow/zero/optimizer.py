@@ -177,11 +177,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale = self.zenflow_step.step()
+        # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
         self._global_grad_norm = scale.norm
         if self.loss_scaler.dynamic:
             # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
             with self.telemetry.stalls.measure("loss_scale"):
                 self.overflow = not bool(self._finite.read())
+            # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True

@@ -79,7 +79,7 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
         if parameter.requires_grad:
             raise MisconfigurationException(
                 f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup; set it"
-                " up trainable and freeze it in `on_train_start`"
+                " up trainable and freeze it after that, with the Trainer in `on_train_start`"
             )
 
 

@@ -232,10 +232,36 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
     fabric.backward(model.loss(2, 0, 0))
     with pytest.raises(RuntimeError, match="fabric.backward was called twice in a step"):
         fabric.backward(model.loss(2, 1, 0))
-    for read in (model.state_dict, fabric.strategy.flush, lambda: fabric.save(tmp_path / "c", {"model": model})):
+    reads = (
+        model.state_dict,
+        optimizer.state_dict,
+        fabric.strategy.flush,
+        lambda: fabric.save(tmp_path / "c", {"model": model}),
+    )
+    for read in reads:
         with pytest.raises(RuntimeError, match="between fabric.backward and optimizer.step"):
             read()
     optimizer.step()
+    with fabric.no_backward_sync(model):
+        fabric.backward(model.loss(3, 0, 0))
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="or after `fabric.clip_gradients`"):
+        fabric.backward(model.loss(3, 1, 0))
+    with pytest.raises(RuntimeError, match="between fabric.backward and optimizer.step"):
+        model.state_dict()
+    optimizer.step()
+
+
+def test_what_cannot_be_pickled_leaves_training_as_it_was(loop: Any, tmp_path: Path) -> None:
+    """Only rank 0 pickles it; the others, which wait for it, raise the same error."""
+    fabric, model, optimizer = loop
+    with (
+        open(tmp_path / "log", "w") as file,
+        pytest.raises(OSError, match="could not be saved: .*pickle.*; training can continue"),
+    ):
+        fabric.save(tmp_path / "c", {"model": model, "log": file})
+    assert not (tmp_path / "c").exists()
+    train_step(fabric, model, optimizer, 2)
 
 
 def linear(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -47,6 +47,19 @@ def test_changes_of_schedule_lose_nothing(options: dict[str, Any], flush_after: 
     assert_same_end(run, baseline())
 
 
+@pytest.mark.parametrize("lag", [1, 2])
+def test_no_older_weights_are_shown_after_a_change_to_no_lag(lag: int) -> None:
+    """A job of the former lag is in flight when a block's next weights could come up in backward."""
+    exact = {"weight_prediction": 0, "provisional_scale": 0}
+    options = {**AUTO, **exact, "tail": "none"}
+    case = replace(
+        CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, lag), (7, 1, 0)), strategy_options=options
+    )
+    late, immediate = run_here(case), run_here(replace(case, schedules=((1, 1, 0),)))
+    for ours, theirs in zip(late.shown[8:], immediate.shown[8:], strict=True):
+        assert_same_tensors(ours, theirs, "the shown weight")
+
+
 @given(
     schedules=st.lists(
         st.tuples(st.integers(2, 40), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, LARGEST_LAG)),

@@ -89,8 +89,11 @@ def cost_of(case: Case, *, room: bool = True) -> tuple[ZenFlowCost, ModelShapes]
     return ZenFlowCost(workload, machine, config), model
 
 
-@pytest.mark.parametrize(("s", "d"), [(4, 1), (1, 1), (1, 0), (2, 2)])
-@pytest.mark.parametrize("room", [True, False], ids=["room", "no_room"])
+SCHEDULES = [(4, 1), (1, 0), *(pytest.param(s, d, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))]
+
+
+@pytest.mark.parametrize(("s", "d"), SCHEDULES)
+@pytest.mark.parametrize("room", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["room", "no_room"])
 def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a window: the model's bytes and the words down in each step; up the model's bytes once, and what is read back."""
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: room)
@@ -108,7 +111,7 @@ def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.
     assert recorded[1] == s * cost.h2d_bytes(UpdateSchedule(update_interval=s, publish_lag=d)) - vectors
 
 
-@pytest.mark.parametrize(("s", "d"), [(4, 1), (1, 1), (1, 0), (2, 2)])
+@pytest.mark.parametrize(("s", "d"), SCHEDULES)
 def test_device_memory_of_settled_steps(s: int, d: int) -> None:
     """The package's allocations at their peak, in backward: state of owned entries, factored moments, kept gradients; nothing grows."""
     case = case_of(s, d)
@@ -146,6 +149,7 @@ def block_numel(case: Case) -> list[int]:
     return torch.bincount(of_elements, minlength=16).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("s", [1, 2])
 def test_weights_that_the_device_owns_are_not_copied(s: int) -> None:
     """Blocks of a tail that the device owns are updated there; what the worker makes of them stays on the host."""

@@ -1,6 +1,6 @@
 """A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -85,13 +85,22 @@ def of_step(device: RecordedDevice, step: int) -> list[Operation]:
     return device.order.operations[ends[step - 1] + 1 : ends[step]]
 
 
-@pytest.mark.parametrize("events_are_reached", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("name", CASES)
+def marked(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
+    """The names as parameters, all but the fast ones slow; .ci/run has both."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+    "events_are_reached", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"]
+)
+@pytest.mark.parametrize("name", marked(CASES, fast=("a network", "submitted in backward", "fp16")))
 def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
     assert not record(CASES[name], events_are_reached=events_are_reached).order.races
 
 
-@pytest.mark.parametrize("name", ["fixed gradients", "a network", "a layer used now and then"])
+@pytest.mark.parametrize(
+    "name", marked(["fixed gradients", "a network", "a layer used now and then"], fast=("a network",))
+)
 def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
     device = record(CASES[name])
@@ -108,7 +117,13 @@ def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPat
     assert_same_state(run, expected)
 
 
-@pytest.mark.parametrize("name", ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"])
+@pytest.mark.parametrize(
+    "name",
+    marked(
+        ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"],
+        fast=("submitted in backward",),
+    ),
+)
 def test_a_step_does_not_wait(name: str) -> None:
     """Neither selecting nor synchronous; a flush and a selection are waited for."""
     case = replace(CASES[name], strategy_options={**CASES[name].strategy_options, "select_interval": 0})

@@ -173,16 +173,23 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]]
         "on_before_optimizer_step",
         safe_get_full_fp32_param,
         RuntimeError,
-        "updates are pending between backward and the optimizer step; call it between steps",
+        "the gradients of a step are there and have not been applied; call it between steps",
+    ),
+    "in backward": (
+        "on_after_backward",
+        safe_get_full_fp32_param,
+        RuntimeError,
+        "the gradients of a step are there and have not been applied; call it between steps",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
+    """In the first step already, when nothing is pending."""
     hook, action, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
-        fit(linear(), ZenFlowStrategy(**LATE), callbacks=[At(hook, lambda m: action(next(m.parameters())))])
+        fit(linear(), ZenFlowStrategy(**LATE), steps=1, callbacks=[At(hook, lambda m: action(next(m.parameters())))])
 
 
 class Interrupted(LinearLossModule):

@@ -273,10 +273,30 @@ class InterruptedNet(SmallNet):
             raise Interrupted
 
 
-def interrupted(tmp_path: Path, **keys: Any) -> None:
+class InvalidRate(pl.Callback):
+    """Sets a learning rate that the step refuses, and takes it back before the checkpoint is saved."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        if trainer.global_step == 4:
+            self._set(optimizer, [math.nan] * len(self._rates))
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._set(trainer.optimizers[0], self._rates)
+
+    def _set(self, optimizer: Any, rates: list[float]) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def interrupted(tmp_path: Path, where: str, **keys: Any) -> None:
     strategy = ZenFlowStrategy(worker_cores=1, worker_timeout=250, **BUCKETS, **keys)
     saves = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True, every_n_train_steps=10**6)
-    fit(InterruptedNet(), strategy, steps=8, callbacks=[saves], enable_checkpointing=True)
+    if where == "backward":
+        fit(InterruptedNet(), strategy, steps=8, callbacks=[saves], enable_checkpointing=True)
+    fit(SmallNet(), strategy, steps=8, callbacks=[InvalidRate(), saves], enable_checkpointing=True)
 
 
 @pytest.mark.parametrize(
@@ -289,11 +309,12 @@ def interrupted(tmp_path: Path, **keys: Any) -> None:
         {"update_interval": 2, "publish_lag": 0},
     ],
 )
-def test_an_interrupted_backward_pass_leaves_the_exact_state_of_the_step_before(
-    tmp_path: Path, keys: dict[str, Any]
+@pytest.mark.parametrize(("where", "error"), [("backward", Interrupted), ("step", ValueError)])
+def test_an_interrupted_step_leaves_the_exact_state_of_the_step_before(
+    where: str, error: type[Exception], tmp_path: Path, keys: dict[str, Any]
 ) -> None:
-    with pytest.raises(Interrupted):
-        interrupted(tmp_path, **keys)
+    with pytest.raises(error):
+        interrupted(tmp_path, where, **keys)
     (saved,) = tmp_path.glob("*.ckpt")
     model = SmallNet()
     resumed = make_trainer(ZenFlowStrategy(worker_cores=1, **keys), max_steps=6)
