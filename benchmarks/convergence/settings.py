@@ -82,7 +82,10 @@ SETTINGS = {
     "delay_tuning": _delay("gpt", 400, "fine-tuning of the byte-level GPT, 400 steps"),
     "recall": _threshold("recall", 3000, "multi-query associative recall, 8 pairs, until 99 %"),
     "modular": _threshold(
-        "modular", 4000, "addition modulo 31 from half of all pairs, until 99 % of the other half", lrs=(2e-3, 4e-3, 8e-3)
+        "modular",
+        4000,
+        "addition modulo 31 from half of all pairs, until 99 % of the other half",
+        lrs=(2e-3, 4e-3, 8e-3),
     ),
     "addition": _threshold("addition", 4000, "sums of two numbers of three digits, until 99 % of the digits"),
     "mnist1d": _threshold("mnist1d", 3000, "MNIST-1D, until 90 %", lrs=_PERCEPTRON_LRS),

@@ -23,7 +23,7 @@ def row_length(parameter: Tensor) -> int:
 
 
 STATE_BYTES = 12
-"""Of an element's state of AdamW where moments are fp32: master weight and two moments."""
+"""Of an element's fp32 state: master weight and two moments."""
 
 ALIGNMENT = 64
 """In elements. Parameter groups start at multiples of it, so that every state array starts on a cache line."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.schedule.candidates import with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
+
+STATE_BYTES = 12
+"""Per parameter: fp32 master weight and two fp32 moments. Not imported: this module does without torch."""
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 """Of each moment in the arena, by `moments_dtype`."""

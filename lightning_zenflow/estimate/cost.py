@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_zenflow.config import ConfigValueError, ZenFlowConfig
-from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.estimate.byte_counts import cpu_adamw_bytes, zero_offload_traffic
+from lightning_zenflow.estimate.byte_counts import STATE_BYTES, cpu_adamw_bytes, zero_offload_traffic
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.zenflow_cost import BACKWARD_SHARE, ZenFlowCost
 from lightning_zenflow.schedule.candidates import candidates_of

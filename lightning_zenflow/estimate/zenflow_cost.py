@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, arena_bytes_of, replay_bytes
+from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
 from lightning_zenflow.schedule.auto_policy import LARGEST_TAIL, SchedulePolicy

@@ -232,5 +232,5 @@ def test_a_step_after_the_end_of_training() -> None:
     model = Net()
     trainer = fit(model)
     model.loss(0, 0, 0).backward()
-    with pytest.raises(WorkerError, match="the training has ended"):
+    with pytest.raises(WorkerError, match="worker of this training has been ended"):
         trainer.optimizers[0].step()
