@@ -37,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.unit)
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Torch computes with one thread, whatever the test before has left: with more, tests of small models take a hundred times as long
+    beside other processes."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def no_worker_is_left() -> Iterator[None]:
     """Fails a test after which a worker process of this process remains."""
