@@ -62,7 +62,8 @@ def cannot_run(path: Path, reason: object) -> str:
 
 def _size_by_header(path: Path) -> int:
     """Bytes of an ELF file with 64-bit addresses, at whose end linkers put the table of sections; 0 for other files."""
-    header = path.read_bytes()[:64]
+    with path.open("rb") as file:
+        header = file.read(64)
     if len(header) < 64 or header[:5] != b"\x7fELF\x02":
         return 0
     # e_shoff, e_shentsize and e_shnum of Elf64_Ehdr in elf(5).
