@@ -214,7 +214,7 @@ def test_a_node_that_cannot_be_reached_any_more_is_named(networks: list[str], ta
             ["ip", "netns", "exec", network, sys.executable],
             ENDLESS,
             GLOO_SOCKET_IFNAME=CABLE,
-            TIMEOUT_S="20",
+            TIMEOUT_S="60",
             **variables,
         )
     tasks.saved(ranks=2)
