@@ -19,6 +19,7 @@ _TIMEOUT_S = 5.0
 """For connections to hosts that do not answer at all."""
 _SETTLE_S = 1.0
 """Processes that are killed together do not end at the same instant."""
+_LOST = "\nLost: "
 _QUEUE = Path("/proc/sys/net/core/somaxconn")
 
 
@@ -61,6 +62,8 @@ class LostRanks:
         """Adds the lost ranks, if any, to the message of an error of torch's communication; leaves all other errors as they are."""
         if not self._reachable or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             return
+        if _LOST in str(error):  # an inner context has explained it
+            return
         # This rank fails for another one's sake; those that ask after it has ended shall not take it for the cause.
         self._is_cause = False
         time.sleep(_SETTLE_S)
@@ -71,7 +74,7 @@ class LostRanks:
         if lost:
             names = " and ".join(f"rank {', '.join(of_node)} of {node}" for node, of_node in nodes.items())
             error.args = (
-                f"{error}\nLost: {names}. What has ended says why in its own output; what still runs cannot be reached. Continue from the"
+                f"{error}{_LOST}{names}. What has ended says why in its own output; what still runs cannot be reached. Continue from the"
                 " last checkpoint, also on fewer nodes or ranks",
             )
 
