@@ -183,14 +183,16 @@ class TritonKernels(Kernels):
 
 def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
     """For `write_columns`: of each write the addresses and sizes; of each program its write, and its number in that write."""
-    rows, programs = [], []
-    for number, write in enumerate(writes):
+    rows = []
+    for write in writes:
         columns, n_indices = (0, 0) if write.columns is None else (write.columns.data_ptr(), write.columns.numel())
         sizes = n_indices, *write.matrix.shape, write.selected.shape[1]
         rows.append((write.matrix.data_ptr(), columns, write.selected.data_ptr(), *sizes))
-        of_write = torch.arange(_copy_programs(*write.selected.shape))
-        programs.append(torch.stack([torch.full_like(of_write, number), of_write], dim=1))
-    return torch.tensor(rows, dtype=torch.int64), torch.cat(programs)
+    n_programs = torch.tensor([_copy_programs(*write.selected.shape) for write in writes])
+    of_write = torch.repeat_interleave(n_programs)
+    first = n_programs.cumsum(0) - n_programs
+    programs = torch.stack([of_write, torch.arange(len(of_write)) - first[of_write]], dim=1)
+    return torch.tensor(rows, dtype=torch.int64), programs
 
 
 def _beside(tensor: Tensor, table: Tensor) -> Tensor:

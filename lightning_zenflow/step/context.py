@@ -6,7 +6,7 @@ from typing import Protocol
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
-from lightning_zenflow.topk.selector import ColumnSquaredNorms
+from lightning_zenflow.topk.column_norms import ColumnSquaredNorms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
 from lightning_zenflow.topk.columns import Columns
 from lightning_zenflow.topk.importance import (
     column_count,
@@ -51,31 +52,20 @@ SelectStrategy = Callable[[Tensor, SelectionContext], Tensor]
 distinct, at most `context.k`."""
 
 
-class ColumnSquaredNorms:
-    """Column proxies of all matrices of the model in one flat tensor, so that one all-reduce adds them over the ranks.
+class _Choice:
+    """Chosen columns of all parameters.
 
     Args:
-        columns: for each parameter of the model, the length of a row of its [out, rest] view; 0 where it has no columns to choose from.
+        layout: of the columns.
+        host: for each parameter, int64, ascending, on the CPU.
+        device: the same on the training device.
     """
 
-    def __init__(self, columns: Sequence[int], device: torch.device) -> None:
-        self._columns = list(columns)
-        self.flat = torch.zeros(sum(columns), device=device)
-        """float32; of this rank's rows until it is reduced."""
-        self._views = torch.split(self.flat, self._columns)
-
-    def of_parameter(self, parameter: int) -> Tensor:
-        """[columns], a view."""
-        return self._views[parameter]
-
-    def of_parameters(self) -> tuple[Tensor, ...]:
-        """Every parameter's proxies, views."""
-        return self._views
-
-    def on_host(self) -> tuple[Tensor, ...] | None:
-        """Every parameter's proxies on the CPU; None if any is not finite. Waits for the device."""
-        flat = self.flat.cpu()
-        return torch.split(flat, self._columns) if bool(torch.isfinite(flat).all()) else None
+    def __init__(self, layout: ColumnLayout, host: Sequence[Tensor], device: Sequence[Tensor]) -> None:
+        self.host, self.device = list(host), list(device)
+        self.owned = torch.zeros(layout.numel, dtype=torch.bool, device=device[0].device)
+        """Of all columns, whether they are chosen, on the training device."""
+        self.owned.index_fill_(0, layout.positions(self.host).to(self.owned.device), True)
 
 
 class Selector:
@@ -83,7 +73,7 @@ class Selector:
 
     Args:
         names: of the model's parameters.
-        columns: see `ColumnSquaredNorms`.
+        columns: see `ColumnLayout`.
         topk_ratio: share of the columns.
         strategy: "step" or "epoch" (what `interval` counts; "auto" counts steps), or the import path of a `SelectStrategy`.
         interval: steps or epochs between selections; 0 selects once; "auto" selects when the present choice no longer fits.
@@ -100,7 +90,7 @@ class Selector:
         device: torch.device,
     ) -> None:
         self._names = names
-        self._columns = columns
+        self._layout = ColumnLayout(columns)
         self._topk_ratio = topk_ratio
         self._by_epoch = strategy == "epoch"
         self._callable = None if strategy in ("auto", "step", "epoch") else import_strategy(strategy)
@@ -125,9 +115,7 @@ class Selector:
 
     def start_over(self) -> None:
         """Forgets all selections."""
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._current = [nothing for _ in self._names]
-        self._on_device = [nothing.to(self._device) for _ in self._names]
+        self._current = self._from_host([torch.empty(0, dtype=torch.int64) for _ in self._names])
         self._check_interval = _SHORTEST_CHECK
         self._misses = 0  # in a row
         self._next: int | None = 0  # step or epoch of the next selection
@@ -141,7 +129,7 @@ class Selector:
     def state_dict(self) -> dict[str, Any]:
         """Columns selected last, and the time of the next selection."""
         return {
-            "current": list(self._current),
+            "current": list(self._current.host),
             "check_interval": self._check_interval,
             "misses": self._misses,
             "next": self._next,
@@ -151,8 +139,7 @@ class Selector:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._current = list(state["current"])
-        self._on_device = [columns.to(self._device) for columns in self._current]
+        self._current = self._from_host(state["current"])
         self._check_interval, self._next = state["check_interval"], state["next"]
         # Older releases did not count them.
         self._misses = state.get("misses", 0)
@@ -164,17 +151,21 @@ class Selector:
 
     def new_column_norms(self) -> ColumnSquaredNorms:
         """New sums for the proxies of one step."""
-        return ColumnSquaredNorms(self._columns, self._device)
+        return ColumnSquaredNorms(self._layout, self._device)
 
     def max_interval_by_gradients(self, column_norms: ColumnSquaredNorms, share: float) -> Tensor | None:
-        """The gradient rule for the present columns and reduced proxies, see `importance`. Does not wait for the device."""
-        return max_interval_by_gradients(
-            self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device), share
-        )
+        """The gradient rule for the present columns and reduced proxies, see `importance`. Does not wait for the device.
+
+        Returns:
+            None if the model has no matrix.
+        """
+        if self._layout.numel == 0:
+            return None
+        return max_interval_by_gradients(column_norms.by_width(), self._layout.by_width(self._current.owned), share)
 
     def owned_norm_share(self, column_norms: ColumnSquaredNorms) -> Tensor:
         """Share of the gradient's squared norm in the present columns by reduced proxies, see `importance`. Does not wait."""
-        return owned_norm_share(self._of_matrices(column_norms.of_parameters()), self._of_matrices(self._on_device))
+        return owned_norm_share(column_norms.flat, self._current.owned)
 
     def select(self, column_norms: ColumnSquaredNorms, step: int) -> list[Columns | None] | None:
         """Chooses columns by reduced proxies. Waits for the device.
@@ -183,37 +174,46 @@ class Selector:
             For each parameter its columns, None standing for all; or None if nothing is to change, because the present choice still
             fits or because the step was not finite (then the next one is measured).
         """
-        proxies = column_norms.on_host()
-        if proxies is None:
+        if not column_norms.is_finite():
             return None
-        fresh = [self._choose(i, p, step) for i, p in enumerate(proxies)]
+        fresh = self._by_importance(column_norms) if self._callable is None else self._by_callable(column_norms, step)
         if self.n_selections > 0:
-            self._last_overlap = overlap(self._of_matrices(self._current), self._of_matrices(fresh))
+            self._last_overlap = overlap(self._current.owned, fresh.owned)
         fits = self._interval == "auto" and self._still_fits()
         self._schedule_next(step)
         if fits:
             return None
         self._current = fresh
-        self._on_device = [c.to(self._device) for c in fresh]
         self._n_selections += 1
         return [
-            None if n == 0 or c.numel() == n else Columns(device=d, host=c)
-            for n, c, d in zip(self._columns, fresh, self._on_device, strict=True)
+            None if n == 0 or host.numel() == n else Columns(device=device, host=host)
+            for n, host, device in zip(self._layout.columns, fresh.host, fresh.device, strict=True)
         ]
 
-    def _of_matrices(self, of_parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Entries of parameters that have columns to choose from."""
-        return [of_one for of_one, columns in zip(of_parameters, self._columns, strict=True) if columns]
+    def _by_importance(self, column_norms: ColumnSquaredNorms) -> _Choice:
+        # On the device, all matrices of a width at once: a large model has hundreds, and the host takes half a millisecond for each.
+        of_widths = [select_columns(norms, self._topk_ratio).view(-1) for norms in column_norms.by_width()]
+        flat = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *of_widths])
+        numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._layout.columns]
+        host, device = (self._layout.of_parameters(chosen, numbers) for chosen in (flat.cpu(), flat))
+        return _Choice(self._layout, host, device)
 
-    def _choose(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
-        if proxies.numel() == 0 or self._callable is None:
-            return select_columns(proxies, self._topk_ratio) if proxies.numel() else torch.empty(0, dtype=torch.int64)
+    def _by_callable(self, column_norms: ColumnSquaredNorms, step: int) -> _Choice:
+        proxies = column_norms.on_host()
+        return self._from_host([self._ask(i, p, step) if p.numel() else p.long() for i, p in enumerate(proxies)])
+
+    def _ask(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
+        assert self._callable is not None
         k = column_count(proxies.numel(), self._topk_ratio)
         context = SelectionContext(
-            parameter=self._names[parameter], step=step, epoch=self.epoch, k=k, current=self._current[parameter]
+            parameter=self._names[parameter], step=step, epoch=self.epoch, k=k, current=self._current.host[parameter]
         )
         chosen = self._callable(proxies, context)
         return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
+
+    def _from_host(self, columns: Sequence[Tensor]) -> _Choice:
+        on_device = torch.cat(list(columns)).to(self._device)
+        return _Choice(self._layout, columns, torch.split(on_device, [c.numel() for c in columns]))
 
     def _still_fits(self) -> bool:
         """Whether enough columns stay the same; lengthens the interval between checks while they do, or while they never do."""

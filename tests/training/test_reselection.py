@@ -15,7 +15,6 @@ from typing_extensions import override
 import random_selection
 from harness import EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.topk.importance import overlap
 from lightning_zenflow.topk.selector import Selector
 from networks import SmallNet
 from reference import AdamWState
@@ -230,10 +229,3 @@ def test_the_strategy_says_which_epoch_it_is() -> None:
     assert optimizer is not None
     assert trainer.global_step == 15
     assert optimizer.parts.selector.n_selections == 3  # epochs 0, 2 and 4
-
-
-def test_overlap() -> None:
-    a, b = torch.tensor([1, 2, 3, 4]), torch.tensor([3, 4, 5, 6])
-    assert overlap([a], [b]) == 0.5
-    assert overlap([a, a], [b, a]) == 0.75
-    assert overlap([torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]) == 1.0

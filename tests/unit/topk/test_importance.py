@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zenflow.topk.importance import column_count, max_interval_by_gradients, select_columns
+from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
+from lightning_zenflow.topk.importance import column_count, max_interval_by_gradients, overlap, select_columns
 from reference import owned_elements
 
 
@@ -39,6 +40,12 @@ def test_select_columns_with_ties(squared_norms: list[float], ratio: float) -> N
     assert chosen == sorted(best_first[: column_count(len(squared_norms), ratio)])
 
 
+def test_select_columns_of_many_matrices() -> None:
+    squared_norms = torch.randint(0, 5, (6, 40), generator=torch.Generator().manual_seed(0)).float()
+    one_by_one = [select_columns(of_one, 0.2) for of_one in squared_norms]
+    assert torch.equal(select_columns(squared_norms, 0.2), torch.stack(one_by_one))
+
+
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.3, 1.0])
 def test_the_oracle_selects_the_same(ratio: float) -> None:
     gradient = torch.randn(6, 3, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -47,25 +54,61 @@ def test_the_oracle_selects_the_same(ratio: float) -> None:
     assert torch.equal(owned.view_as(gradient), owned_elements(gradient, ratio))
 
 
+class TestColumnLayout:
+    LAYOUT = ColumnLayout([3, 0, 2, 3])
+
+    def test_matrices_of_a_width_are_together(self) -> None:
+        norms = ColumnSquaredNorms(self.LAYOUT, torch.device("cpu"))
+        for parameter, n in enumerate(self.LAYOUT.columns):
+            norms.of_parameter(parameter).add_(10 * parameter + torch.arange(n))
+        assert [of_width.tolist() for of_width in norms.by_width()] == [[[20, 21]], [[0, 1, 2], [30, 31, 32]]]
+        assert [of_one.tolist() for of_one in norms.on_host()] == [[0, 1, 2], [], [20, 21], [30, 31, 32]]
+
+    def test_some_columns_of_each(self) -> None:
+        chosen = [torch.tensor(columns, dtype=torch.int64) for columns in ([2], [], [0, 1], [1, 2])]
+        flat = torch.tensor([0, 1, 2, 1, 2])
+        split = self.LAYOUT.of_parameters(flat, [1, 0, 2, 2])
+        assert [of_one.tolist() for of_one in split] == [of_one.tolist() for of_one in chosen]
+        assert self.LAYOUT.positions(chosen).tolist() == [0, 1, 4, 6, 7]
+
+    def test_a_model_without_matrices(self) -> None:
+        norms = ColumnSquaredNorms(ColumnLayout([0, 0]), torch.device("cpu"))
+        assert norms.by_width() == []
+        assert norms.is_finite()
+
+
+@pytest.mark.parametrize(
+    ("before", "fresh", "share"),
+    [([1, 2, 3, 4], [3, 4, 5, 6], 0.5), ([1, 2, 7, 8], [1, 2, 3, 8], 0.75), ([], [], 1.0), ([1], [], 1.0)],
+)
+def test_overlap(before: list[int], fresh: list[int], share: float) -> None:
+    masks = [torch.tensor([column in chosen for column in range(9)]) for chosen in (before, fresh)]
+    assert overlap(*masks) == share
+
+
+def max_interval(column_norms: list[list[list[float]]], owned: list[list[list[int]]], share: float) -> float:
+    """Of matrices by width, and the columns of them that are owned."""
+    norms = [torch.tensor(of_width) for of_width in column_norms]
+    masks = [
+        torch.tensor([[column in mine for column in range(of_width.shape[1])] for mine in columns])
+        for of_width, columns in zip(norms, owned, strict=True)
+    ]
+    return float(max_interval_by_gradients(norms, masks, share))
+
+
 class TestMaxIntervalByGradients:
-    def test_by_hand(self) -> None:
-        column_norms = [
-            torch.tensor([9.0, 9.0, 1.0, 1.0]),
-            torch.tensor([16.0, 1.0, 1.0]),
-            torch.ones(5),
-            torch.ones(2),
-        ]
-        owned = [torch.tensor([0, 1]), torch.tensor([0]), torch.empty(0, dtype=torch.int64), torch.arange(2)]
-        assert float(max_interval_by_gradients(column_norms, owned, 0.99)) == pytest.approx(4.0)
-        assert float(max_interval_by_gradients(column_norms, owned, 0.5)) == pytest.approx(3.0)
-        assert float(max_interval_by_gradients(column_norms, owned, 0.0)) == pytest.approx(3.0)
+    @pytest.mark.parametrize(("share", "steps"), [(0.99, 4.0), (0.5, 3.0), (0.0, 3.0)])
+    def test_by_hand(self, share: float, steps: float) -> None:
+        column_norms = [[[1.0] * 2], [[16.0, 1.0, 1.0], [1.0] * 3], [[9.0, 9.0, 1.0, 1.0]]]
+        assert max_interval(column_norms, [[[0, 1]], [[0], []], [[0, 1]]], share) == pytest.approx(steps)
 
     def test_nothing_to_compare(self) -> None:
-        assert max_interval_by_gradients([torch.ones(3)], [torch.empty(0, dtype=torch.int64)], 0.99) is None
-        assert max_interval_by_gradients([], [], 0.99) is None
+        assert not math.isfinite(max_interval([[[1.0] * 3]], [[[]]], 0.99))
 
-    def test_not_finite_where_the_gradient_is_not_or_nothing_waits(self) -> None:
-        owned = [torch.tensor([0])]
-        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.inf])], owned, 1.0)))
-        assert not math.isfinite(float(max_interval_by_gradients([torch.tensor([1.0, torch.nan])], owned, 1.0)))
-        assert float(max_interval_by_gradients([torch.tensor([1.0, 0.0])], owned, 1.0)) == math.inf
+    @pytest.mark.parametrize("share", [0.0, 1.0])
+    def test_not_finite_where_the_gradient_is_not(self, share: float) -> None:
+        for wrong in (math.inf, math.nan):
+            assert not math.isfinite(max_interval([[[1.0, wrong], [4.0, 1.0]]], [[[0], [0]]], share))
+
+    def test_infinite_where_nothing_waits(self) -> None:
+        assert max_interval([[[1.0, 0.0]]], [[[0]]], 1.0) == math.inf
