@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import lightning
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.checkpoint.collective import load_together, save_together
 from lightning_zenflow.config import KEYS, check_keys
+from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.zero.config import refuse_options, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
@@ -38,7 +40,8 @@ class Session:
             which Lightning takes a DeepSpeed configuration, if it is set.
         given: keys of `ZenFlowConfig`.
         options: keywords of Lightning's strategy.
-        base: Lightning's strategy.
+        strategy: the strategy's class.
+        base: Lightning's, which it extends.
 
     Attributes:
         config: the validated configuration.
@@ -48,9 +51,22 @@ class Session:
     Raises:
         ConfigValueError: a key has a value that is not allowed.
         MisconfigurationException: a keyword is unknown; `config` cannot be read.
+        RuntimeError: this version of Lightning lacks a method that the strategy overrides.
     """
 
-    def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any], base: type) -> None:
+    def __init__(
+        self,
+        config: ConfigSource,
+        given: Mapping[str, Any],
+        options: Mapping[str, Any],
+        strategy: type,
+        base: type,
+    ) -> None:
+        if missing := missing_overrides(strategy, base):
+            raise RuntimeError(
+                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of lightning {lightning.__version__} (missing there:"
+                f" {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
+            )
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)  # type: ignore[attr-defined]  # Lightning's strategies have it
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")

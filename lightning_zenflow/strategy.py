@@ -95,7 +95,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     ) -> None:
         arguments = locals()
         given = {key: arguments[key] for key in KEYS if arguments[key] is not None}
-        self._session = Session(config, given, deepspeed_options, DeepSpeedStrategy)
+        self._session = Session(config, given, deepspeed_options, type(self), DeepSpeedStrategy)
         self.zenflow_config = self._session.config
         self._over = False
         super().__init__(config=self._session.deepspeed_config, **deepspeed_options)
@@ -114,8 +114,11 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
             callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
             attach_monitors(callbacks, self.zenflow_config)
 
+    # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
+
     @override
     def _configure_launcher(self) -> None:
+        # Private: the last call before other ranks are started.
         if not isinstance(self.accelerator, Accelerator):
             raise other_lightning()
         if is_interactive() and self.num_nodes * self.num_processes > 1:
@@ -136,6 +139,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
 
     @override
     def _format_config(self) -> None:
+        # Private: between the Trainer's values, which it reads, and the engine's construction.
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             self.config = prepare_deepspeed_config(
@@ -154,11 +158,13 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        # Only DeepSpeed's throughput log reads it. Lightning's own asks for the training data once more, and not all loaders have one.
+        # Private. Only DeepSpeed's throughput log reads the result. Lightning's own method asks for the training data once more, and not
+        # all loaders have one.
         return 1
 
     @override
     def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        # Private: calls the user's `configure_optimizers`; DeepSpeed replaces its result afterwards.
         try:
             optimizer, scheduler = super()._init_optimizers()
         except RuntimeError as error:
@@ -173,6 +179,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
+        # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         assert isinstance(self.config, dict)
         return self._session.set_up(
             partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler),

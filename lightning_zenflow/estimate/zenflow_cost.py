@@ -6,7 +6,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
 from lightning_zenflow.estimate.machine import GB, Machine, Workload
 from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
-from lightning_zenflow.schedule.auto_policy import LARGEST_TAIL, SchedulePolicy
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.candidates import candidates_of, that_fit
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 
@@ -134,7 +134,8 @@ class ZenFlowCost:
         config, host_mem = self._config, self._machine.host_mem
 
         def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.requires_tail) -> bool:
-            n_late = round(LARGEST_TAIL * self._n_blocks) if tail else 0
+            # Any rank's tail may be all of its blocks; memory is set aside for that.
+            n_late = self._n_blocks if tail else 0
             n_bytes = self._arena_bytes(schedules, n_late=n_late) * self._machine.ranks_per_host
             return host_mem is None or n_bytes <= host_mem * GB
 

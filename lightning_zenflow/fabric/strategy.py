@@ -65,7 +65,11 @@ class ZenFlowStrategy(CheckpointHooks):
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
         self._session = Session(
-            config, {key: value for key, value in given.items() if value is not None}, options, DeepSpeedStrategy
+            config,
+            {key: value for key, value in given.items() if value is not None},
+            options,
+            type(self),
+            DeepSpeedStrategy,
         )
         self.zenflow_config = self._session.config
         self._micro_batches = MicroBatches()
@@ -142,8 +146,9 @@ class ZenFlowStrategy(CheckpointHooks):
             ranks_on_host=self.num_processes,
             node=self.node_rank,
         )
-        # Fabric writes to the other one where the loop names the model in `fabric.backward`.
+        # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._engine = engine = self._deepspeed_engine
+        # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         optimizer = self._trained("fabric.setup")
         self._norm = MaxNorm(of_config=optimizer.max_norm)

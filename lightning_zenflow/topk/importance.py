@@ -86,4 +86,5 @@ def max_interval_by_gradients(column_norms: Sequence[Tensor], owned: Sequence[Te
     # Those that do not count come last.
     ascending = torch.where(counting, torch.cat(full_at), torch.inf).sort().values
     index = (counting.sum() * share).ceil().long().sub_(1).clamp_(min=0)
-    return torch.where(torch.stack(is_finite).all(), ascending[index], torch.nan)
+    # Not `ascending[index]`, which waits for the device.
+    return torch.where(torch.stack(is_finite).all(), ascending.index_select(0, index.view(1))[0], torch.nan)

@@ -1,6 +1,5 @@
 """Substitution of ZenFlow's optimizer for DeepSpeed's while the engine is built."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,15 +9,9 @@ import deepspeed.runtime.engine as engine_module
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn import Module
 
+from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.zero.broadcast_layout import BroadcastLayout
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-
-_OVERRIDDEN = tuple(
-    name
-    for name, member in vars(ZenFlowZeroOptimizer).items()
-    if inspect.isfunction(member) and getattr(member, "__override__", False)
-)
-"""Overridden methods of `DeepSpeedZeroOptimizer`. They must exist there, or DeepSpeed would never call them."""
 
 
 @contextmanager
@@ -35,7 +28,7 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Modu
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
     """
-    missing = [name for name in _OVERRIDDEN if name not in vars(DeepSpeedZeroOptimizer)]
+    missing = missing_overrides(ZenFlowZeroOptimizer, DeepSpeedZeroOptimizer)
     if vars(engine_module).get("DeepSpeedZeroOptimizer") is not DeepSpeedZeroOptimizer or missing:
         raise RuntimeError(
             _unsupported(f"missing in DeepSpeedZeroOptimizer: {missing}" if missing else "no name to replace")
