@@ -17,12 +17,8 @@ namespace {
 // journal adds half to the time of four steps, with 128 a few percent.
 constexpr size_t kTile = kTileElements;
 
-// In elements.
+// In elements. The hardware's prefetchers stop at each page of 4 KiB, and follow a limited number of streams.
 constexpr size_t kPrefetchDistance = 512;
-
-// Up to this many gradient streams the hardware prefetcher suffices and software prefetching costs up to a third; with 16 it
-// saves two fifths.
-constexpr size_t kStreams = 8;
 
 // Of an update's weights. The last update of a window publishes in the same pass, which saves a second square root and division.
 enum class Publish { kNothing, kExact, kPredicted };
@@ -147,11 +143,11 @@ void publish(const float* __restrict master, Published* __restrict published, si
     for (size_t i = 0; i < n; ++i) published[i] = from_float<Published>(master[i]);
 }
 
-// Of a tile's gradients. Reading beyond the end of the array is harmless: a prefetch never faults.
-template <typename Gradient>
-void prefetch(const Gradient* gradient) {
-    const char* const begin = reinterpret_cast<const char*>(gradient);
-    for (size_t byte = 0; byte < kTile * sizeof(Gradient); byte += 64) __builtin_prefetch(begin + byte);
+// Of one of a tile's arrays, a few tiles ahead. Beyond the end of the array it is harmless: a prefetch never faults.
+template <typename Element>
+void prefetch(const Element* tile) {
+    const char* const begin = reinterpret_cast<const char*>(tile + kPrefetchDistance);
+    for (size_t byte = 0; byte < kTile * sizeof(Element); byte += 64) __builtin_prefetch(begin + byte);
 }
 
 // Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, which only
@@ -183,7 +179,6 @@ template <typename Moment, typename Gradient, typename Published>
 void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
     const StateOf<Moment> state{any_state.master, static_cast<Moment*>(any_state.exp_avg),
                                 static_cast<Moment*>(any_state.exp_avg_sq)};
-    const size_t n_gradients = window.n_steps + (window.has_tentative ? 1 : 0);
     JournalEntry scratch;
     if (journal == nullptr && !std::is_same_v<Moment, float>) {
         scratch.position = 0;
@@ -196,11 +191,14 @@ void replay(const AnyState& any_state, size_t n, const WindowView& window, void*
         Published* const target = static_cast<Published*>(published) + begin;
         const auto update_of = [&](size_t step) {
             const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
-            if (n_gradients > kStreams) prefetch(gradient + kPrefetchDistance);
+            prefetch(gradient);
             const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
             return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size,
                                                noise};
         };
+        prefetch(tile.master);
+        prefetch(tile.exp_avg);
+        prefetch(tile.exp_avg_sq);
         if (window.n_steps > 0) {
             update_tile(tile, window.n_steps, window.has_tentative, size, journal, update_of);
         } else if (window.has_tentative) {
