@@ -150,14 +150,14 @@ def test_bf16_moments_take_four_bytes_a_parameter_less(keys: dict[str, int]) -> 
 
 
 def test_few_cores_take_longer_than_memory() -> None:
-    """One rank; 1 + 0.2 S ns a parameter and job of a core, of which the worker has half."""
+    """One rank; 0.1 + 0.42 S ns a parameter and job of a core, of which the worker has half."""
     many = predict(gpus=1, config=FIXED).zenflow
     assert predict(gpus=1, config=FIXED, cpu_cores=64).zenflow == many
     # Eight cores: 0.45 ns a parameter, where 44 bytes take 0.29.
-    assert predict(gpus=1, config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 * 1.8 / 4 / 4)
+    assert predict(gpus=1, config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 * 1.78 / 4 / 4)
     for cores in (2, [0, 1]):
         config = dataclasses.replace(FIXED, worker_cores=cores)
-        assert predict(gpus=1, config=config).zenflow.cpu_s == pytest.approx(4.001 * 1.8 / 2 / 4)
+        assert predict(gpus=1, config=config).zenflow.cpu_s == pytest.approx(4.001 * 1.78 / 2 / 4)
     # Four ranks have two cores each.
     assert predict(config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 / 4 * 1.8 / 1 / 4)
 
