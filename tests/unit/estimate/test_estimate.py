@@ -159,7 +159,7 @@ def test_few_cores_take_longer_than_memory() -> None:
         config = dataclasses.replace(FIXED, worker_cores=cores)
         assert predict(gpus=1, config=config).zenflow.cpu_s == pytest.approx(4.001 * 1.78 / 2 / 4)
     # Four ranks have two cores each.
-    assert predict(config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 / 4 * 1.8 / 1 / 4)
+    assert predict(config=FIXED, cpu_cores=8).zenflow.cpu_s == pytest.approx(4.001 / 4 * 1.78 / 1 / 4)
 
 
 @pytest.mark.parametrize("key", ["pcie", "cpu_bw"])
