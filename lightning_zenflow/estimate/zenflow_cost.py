@@ -53,8 +53,8 @@ class ZenFlowCost:
     def __init__(self, workload: Workload, machine: Machine, config: ZenFlowConfig) -> None:
         self._workload, self._machine, self._config = workload, machine, config
         self._in_backward = config.submits_in_backward
-        self._n_blocks = blocks_wanted(config.update_intervals, in_backward=self._in_backward)
         self._partition = workload.partition_numel(machine.gpus)
+        self._n_blocks = blocks_wanted(config.update_intervals, in_backward=self._in_backward, numel=self._partition)
         self._moment_bytes = MOMENT_BYTES[config.moments_dtype]
         self._weight_bytes = workload.dtype_bytes * self._partition
         self._upload_s = self._weight_bytes / machine.pcie_bytes_per_s

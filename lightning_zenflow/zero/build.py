@@ -88,7 +88,9 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
     """
     device = zero.weights[0].device
-    n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward)
+    n_blocks = blocks_wanted(
+        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(zero.partition_sizes)
+    )
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
     sizes, policy = _sizes_and_policy(config, zero, partition, resources)
     arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)

@@ -74,7 +74,7 @@ def expected(case: Case, factors: list[float], *, world_size: int = 1) -> Replay
     in_backward &= case.strategy_options.get("optimizer_in_backward", True)
     weights, gradients, groups = case.fixed_gradients(world_size=world_size)
     parameters = case.make_model().parameter_groups()
-    n_blocks = blocks_wanted([s], in_backward=in_backward)
+    n_blocks = blocks_wanted([s], in_backward=in_backward, numel=0)
     blocks, indices = places_of_elements(parameters, n_blocks, world_size)
     state = ReplayedAdamW(master=weights, elements=indices)
     first_tentative = 1 + (case.topk_ratio > 0) + bool(case.max_norm)

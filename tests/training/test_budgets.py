@@ -104,7 +104,7 @@ def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.
     (d2h, h2d), before = budgets.counted[steps[-1] - 1], budgets.counted[steps[0] - 2]
     assert recorded == (d2h - before[0], h2d - before[1])
     # With d = 0, each block that closes is submitted in backward with a word of its own.
-    n_words = s + (blocks_wanted([s], in_backward=True) if d == 0 else 0)
+    n_words = s + (blocks_wanted([s], in_backward=True, numel=0) if d == 0 else 0)
     assert recorded[0] == s * cost.d2h_bytes() + n_words * WORDS
     # Vectors have no provisional update, which the formula does not know.
     vectors = 0 if room else 2 * d * model.vector_numel

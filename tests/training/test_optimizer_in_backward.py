@@ -85,7 +85,11 @@ def run_at_the_end(case: Case) -> Run:
             "SchedulePolicy",
             lambda *args, **options: SchedulePolicy(*args, **{**options, "hides_in_backward": True}),
         )
-        patch.setattr(build, "blocks_wanted", lambda intervals, **_: blocks_wanted(intervals, in_backward=True))
+        patch.setattr(
+            build,
+            "blocks_wanted",
+            lambda intervals, numel, **_: blocks_wanted(intervals, in_backward=True, numel=numel),
+        )
         run, submissions = run_watched(case.with_keys(optimizer_in_backward=False))
     assert not submissions
     return run

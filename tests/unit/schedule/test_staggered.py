@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 
 
 @pytest.mark.parametrize("update_interval", [1, 2, 4, 7])
@@ -112,3 +112,18 @@ def test_slots_and_buffers_are_not_wasted(update_interval: int, publish_lag: int
     schedule = StaggeredSchedule(n_blocks=update_interval, update_interval=update_interval, publish_lag=publish_lag)
     slots, buffers, _ = simulate(schedule, synchronous=0, flush_steps=set(), steps=100)
     assert (slots, buffers) == (schedule.n_slots, schedule.n_publish_buffers)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "in_backward", "numel", "blocks"),
+    [
+        ([1], True, 0, 16),
+        ([1, 2], True, 16 << 24, 16),
+        ([1], True, (16 << 24) + 1, 17),
+        ([1], True, 7_000_000_000, 64),
+        ([4], False, 7_000_000_000, 4),
+        ([80], True, 7_000_000_000, 80),
+    ],
+)
+def test_blocks_of_a_partition(intervals: list[int], in_backward: bool, numel: int, blocks: int) -> None:
+    assert blocks_wanted(intervals, in_backward=in_backward, numel=numel) == blocks
