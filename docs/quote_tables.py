@@ -46,6 +46,7 @@ QUOTES = (
             "AdamW, 1 step late",
             "AdamW, 1 step late, error feedback",
             "NAdamW 0.99, 1 step late",
+            "DeepSpeed ZenFlow, S=4, repaired",
             "ZenFlowStrategy, S=1, d=0",
             "ZenFlowStrategy, S=1",
             "ZenFlowStrategy, S=4",
