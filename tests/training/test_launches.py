@@ -60,9 +60,9 @@ def test_launches_of_a_step(shapes: Shapes, provisional: bool, ceiling: int, mon
 
 @pytest.mark.parametrize("interval", ["auto", 4])
 def test_launches_of_a_selecting_step(interval: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Squared norms of columns take two launches a matrix, the choice the same number whatever the number of matrices, and one wait.
+    """Squared norms of columns take two launches a matrix, the choice the same number whatever the number of matrices.
 
-    All else that is counted are operations on the host, which prepare the blocks' changes.
+    The rest of what is counted are operations on the host, which prepare the blocks' changes.
     """
     of_fixed, matrices = [], sum(len(shape) > 1 for shape in LLAMA)
     for select_interval in (0, 4):
