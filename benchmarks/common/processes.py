@@ -1,6 +1,7 @@
 """Calls in processes of their own: `python -m benchmarks.common.processes FOLDER` performs the call that FOLDER holds."""
 
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -27,6 +28,8 @@ _RENDEZVOUS = (
 )
 _CALL, _RESULT, _OUTPUT = "call.pickle", "result.pickle", "output.txt"
 _TAIL = 2000
+_PR_SET_PDEATHSIG = 1
+"""prctl(2): the signal that this process receives when its parent ends. Python has no name for it."""
 
 
 def fresh_environment(**variables: str) -> dict[str, str]:
@@ -129,4 +132,6 @@ def _call(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A parent that is killed cannot end this process: an interrupted comparison would leave runs behind.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     _call(Path(sys.argv[1]))

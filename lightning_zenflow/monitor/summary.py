@@ -206,6 +206,7 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
 def _hiding_interval(load: float, situation: Situation) -> int | None:
     """The smallest larger S whose work hides; None if there is none, or if `auto` is free to choose it."""
     present = situation.schedule.update_interval
+    tentative = situation.config.submits_in_backward and situation.schedule.publish_lag == 0
     if situation.config.update_interval == "auto":
         # `auto` has not chosen an allowed S: the gradient rule forbids it, or training was too short.
         if 2 * present <= situation.config.max_update_interval:
@@ -214,7 +215,7 @@ def _hiding_interval(load: float, situation: Situation) -> int | None:
     else:
         candidates = list(range(present + 1, _LONGEST_WINDOW + 1))
     for interval in candidates:
-        scaled = load * relative_cost(interval) / relative_cost(present)
+        scaled = load * relative_cost(interval, tentative=tentative) / relative_cost(present, tentative=tentative)
         if interval <= _LONGEST_WINDOW and scaled <= _LIKELY_HIDDEN:
             return interval
     return None

@@ -97,13 +97,17 @@ def largest_power_of_two(limit: float) -> int:
     return 1 << max(0, int(math.log2(limit)) if limit >= 1 else 0)
 
 
-def relative_cost(update_interval: int) -> float:
-    """Worker's time per step under S, relative to S = 1.
+def relative_cost(update_interval: int, *, tentative: bool = False) -> float:
+    """Worker's time per step under S, relative to S = 1 with a lag.
 
     A job reads and writes master weights and moments once, and each gradient once. The coefficients are fitted to two cores near the
     limit of memory bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4); with more bandwidth, a larger S saves more.
+
+    Args:
+        update_interval: S.
+        tentative: whether a job applies one more gradient tentatively, as with d = 0 in backward.
     """
-    return (0.5 + 0.1 * update_interval) / (0.6 * update_interval)
+    return (0.5 + 0.1 * (update_interval + tentative)) / (0.6 * update_interval)
 
 
 def blocks_waited_for(load: float, stall: float, *, n_blocks: int, update_interval: int) -> int:
@@ -266,7 +270,11 @@ class SchedulePolicy:
         return sure[0] if self._calm >= self._patience else None
 
     def _scaled(self, load: float, schedule: UpdateSchedule) -> float:
-        return load * relative_cost(schedule.update_interval) / relative_cost(self.schedule.update_interval)
+        return load * self._cost(schedule) / self._cost(self.schedule)
+
+    def _cost(self, schedule: UpdateSchedule) -> float:
+        tentative = self._hides_in_backward and schedule.publish_lag == 0
+        return relative_cost(schedule.update_interval, tentative=tentative)
 
     def _limit(self, schedule: UpdateSchedule, limits: _Limits) -> float:
         """Largest load at which a schedule counts as hidden."""

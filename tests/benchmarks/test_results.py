@@ -3,9 +3,13 @@
 import importlib
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from support.processes import is_alive, wait_for
 
 from benchmarks.common import results
 from benchmarks.common.command_line import list_of, one_of
@@ -65,3 +69,14 @@ def test_results_and_failures_of_processes() -> None:
         run_process(json.loads, "[", timeout=60)
     with pytest.raises(RuntimeError, match="no result .exit status -9, after at most 0.2 s"):
         run_process(json.loads, "[1, 2]", timeout=0.2)
+
+
+def test_a_process_ends_with_a_benchmark_that_is_killed() -> None:
+    call = "import os; from benchmarks.common.processes import run_process; run_process(os.execvp, 'sleep', ['sleep', '100'], timeout=100)"
+    benchmark = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
+    children = psutil.Process(benchmark.pid).children
+    wait_for(lambda: any(child.cmdline() == ["sleep", "100"] for child in children()))
+    (child,) = children()
+    benchmark.kill()
+    benchmark.wait()
+    wait_for(lambda: not is_alive(child.pid))

@@ -50,7 +50,8 @@ def run(
         n_steps=n_steps,
         n_blocks=N_BLOCKS,
         device_s=device_s,
-        job_s=round_s,
+        # A job in backward applies one more gradient, tentatively.
+        job_s=lambda step, n: round_s(step, n + (early_share > 0 and auto.schedule.publish_lag == 0)),
         max_interval_by_gradients=max_interval_by_gradients,
         early_share=early_share,
         last_share=last_share,
@@ -91,7 +92,7 @@ def test_settles_at_the_least_stale_schedule_that_hides(full_update_s: float, ex
     ("full_update_s", "expected"),
     [
         (0.05, (1, 0)),
-        (0.28, (1, 0)),  # the last of 16 blocks is not hidden: 1.75 %
+        (0.24, (1, 0)),  # with the tentative gradient 0.28; the last of 16 blocks is not hidden: 1.75 %
         (0.6, (1, 1)),
         (0.8, (1, 1)),
         (2.0, (4, 1)),
@@ -102,6 +103,13 @@ def test_adamw_itself_wherever_it_hides_behind_backward(full_update_s: float, ex
     last = steps[-500:]
     assert {(s.schedule.update_interval, s.schedule.publish_lag) for s in last} == {expected}
     assert stall_share(last) <= 0.02
+
+
+def test_the_tentative_gradient_is_not_expected_where_there_is_a_lag() -> None:
+    """S = 8 with a lag takes 0.163 / 0.7 of S = 1, d = 0: with S = 16, memory would be needed and set aside for a longer window."""
+    steps = run(constant(1.0), jobs(2.7), early_share=0.6)
+    visited = [s.schedule for s in steps if s.schedule.update_interval > 1]
+    assert set(visited) == {UpdateSchedule(update_interval=8, publish_lag=1)}
 
 
 @pytest.mark.parametrize("allows_tail", [False, True])
@@ -149,7 +157,10 @@ def test_a_schedule_that_nearly_hides_behind_backward_is_tried_less_and_less_oft
 @pytest.mark.parametrize("full_update_s", [0.01 * 1.75**i for i in range(12)])
 def test_never_oscillates_whatever_the_speed(full_update_s: float, early_share: float) -> None:
     steps = run(constant(1.0), jobs(full_update_s), n_steps=4000, early_share=early_share)
-    tries_in_backward = early_share > 0 and 0.02 * N_BLOCKS < full_update_s < 0.4 / relative_cost(2)
+    looks_hidden = full_update_s * relative_cost(2, tentative=True) < 0.4
+    tries_in_backward = (
+        early_share > 0 and looks_hidden and full_update_s * relative_cost(1, tentative=True) > 0.02 * N_BLOCKS
+    )
     assert changes(steps[1000:]) <= (20 if tries_in_backward else 0)
 
 
