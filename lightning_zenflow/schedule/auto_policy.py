@@ -101,7 +101,8 @@ def relative_cost(update_interval: int, *, tentative: bool = False) -> float:
     """Worker's time per step under S, relative to S = 1 with a lag.
 
     A job reads and writes master weights and moments once, and each gradient once. The coefficients are fitted to two cores near the
-    limit of memory bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4); with more bandwidth, a larger S saves more.
+    limit of memory bandwidth (0.60, 0.67, 0.93 ns per parameter and job for S = 1, 2, 4); with more cores for that bandwidth, a larger S
+    saves more.
 
     Args:
         update_interval: S.
