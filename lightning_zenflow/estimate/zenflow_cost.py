@@ -1,6 +1,7 @@
 """Memory, traffic and step times of ZenFlow, by formula and by a simulation of its schedule. Pure Python."""
 
 from collections.abc import Sequence
+from functools import cache
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import MOMENT_BYTES, STATE_BYTES, arena_bytes_of, replay_bytes
@@ -119,12 +120,13 @@ class ZenFlowCost:
     def _simulate(self) -> list[SimulatedStep]:
         workload, config = self._workload, self._config
         policy = self._policy()
+        job_s = cache(self._job_s)
         return simulate(
             policy,
             n_steps=_SIMULATED_STEPS if config.measures else 2 * _SETTLED_STEPS,
             n_blocks=self._n_blocks,
             device_s=lambda step: workload.step_s + self.exposed_copy_s(policy.schedule),
-            job_s=lambda step, n_gradients: self._job_s(n_gradients, policy.schedule),
+            job_s=lambda step, n_gradients: job_s(n_gradients, policy.schedule),
             early_share=self._last_backward_s / workload.step_s if self._in_backward else 0.0,
             # The largest matrix is usually the embedding, whose gradient is the last.
             last_share=min(0.9, workload.model.largest_numel / workload.model.numel),
