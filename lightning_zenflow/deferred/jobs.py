@@ -190,7 +190,7 @@ class JobQueue:
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
-        at_once = self._staggered.of_block(block).publish_lag == 0
+        at_once = self._staggered.lag_of(block) == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
         return at_once and block in self._staggered.closing_blocks(step) and self.next_due(block) is None
 

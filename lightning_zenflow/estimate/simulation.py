@@ -7,7 +7,6 @@ job after the other. That is the part of the protocol (`deferred.jobs`) that tak
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 from lightning_zenflow.schedule.auto_control import ScheduleObserver
 from lightning_zenflow.schedule.auto_policy import Observation, SchedulePolicy, blocks_waited_for, observation_step
@@ -61,28 +60,22 @@ def simulate(
     opened = [0] * n_blocks  # last step of each block's last job
     in_flight: deque[tuple[int, float, float]] = deque()  # due step, seconds of computation, time of completion
     now = worker_free = 0.0
-
-    @cache
-    def staggered_of(schedule: UpdateSchedule, n_late: int) -> tuple[StaggeredSchedule, list[int]]:
-        """The schedule, and d of each block: asked of it for every job, that would take half of the simulation's time."""
-        # Gradients arrive in the order of the blocks' numbers.
-        tail = frozenset(range(n_blocks - n_late, n_blocks))
-        staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, tail=tail)
-        return staggered, [staggered.of_block(block).publish_lag for block in range(n_blocks)]
-
     for step in range(1, n_steps + 1):
         schedule = auto.schedule
+        # Gradients arrive in the order of the blocks' numbers.
         n_late = round(auto.tail * n_blocks)
-        staggered, lags = staggered_of(schedule, n_late)
+        tail = frozenset(range(n_blocks - n_late, n_blocks))
+        staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, tail=tail)
         work = device_s(step)
         now += work
         closing = staggered.closing_blocks(step)
         early_s = early_share * work if schedule.publish_lag == 0 else 0.0
         for number, block in enumerate(closing, start=1):
             seconds = job_s(step, step - opened[block])
-            arrived = 1.0 if lags[block] > 0 else min(1.0, number / (len(closing) * (1 - last_share)))
+            is_late = staggered.lag_of(block) > 0
+            arrived = 1.0 if is_late else min(1.0, number / (len(closing) * (1 - last_share)))
             worker_free = max(now - early_s * (1 - arrived), worker_free) + seconds
-            in_flight.append((step + lags[block], seconds, worker_free))
+            in_flight.append((staggered.publish_step(step, block), seconds, worker_free))
             opened[block] = step
         due = [i for i, (due_step, _, _) in enumerate(in_flight) if due_step <= step]
         published = [in_flight.popleft() for _ in range(due[-1] + 1 if due else 0)]

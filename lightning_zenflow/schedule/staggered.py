@@ -111,14 +111,17 @@ class StaggeredSchedule:
         """Blocks whose window closes at the end of `step`."""
         return range(step % self.update_interval, self.n_blocks, self.update_interval)
 
+    def lag_of(self, block: int) -> int:
+        """The lag d of one block, in steps."""
+        return max(1, self.publish_lag) if block in self.tail else self.publish_lag
+
     def of_block(self, block: int) -> UpdateSchedule:
         """S and d of one block."""
-        lag = max(1, self.publish_lag) if block in self.tail else self.publish_lag
-        return UpdateSchedule(update_interval=self.update_interval, publish_lag=lag)
+        return UpdateSchedule(update_interval=self.update_interval, publish_lag=self.lag_of(block))
 
     def publish_step(self, step: int, block: int) -> int:
         """Step at whose end a job of a block submitted at the end of `step` is published."""
-        return step + self.of_block(block).publish_lag
+        return step + self.lag_of(block)
 
     @property
     def is_immediate(self) -> bool:
