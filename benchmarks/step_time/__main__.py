@@ -3,6 +3,7 @@
     python -m benchmarks.step_time                                # on CUDA if available, else on the simulated accelerator
     python -m benchmarks.step_time --device simulated --params 150e6 --compute-ms 540
     python -m benchmarks.step_time --device simulated --params 150e6 --embedding --methods floor,zero_offload,zenflow_auto
+    python -m benchmarks.step_time --device simulated --params 150e6 --asynchronous --methods floor,zero_offload,zenflow_exact
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
@@ -43,6 +44,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         action="store_true",
         help="15 %% of the simulated accelerator's weights are an embedding, whose gradient comes last",
     )
+    add(
+        "--asynchronous",
+        action="store_true",
+        help="the simulated accelerator computes while the host copies, as a GPU does",
+    )
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
     add("--steps", type=int, default=24, help="timed steps")
@@ -56,9 +62,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         reason = METHODS[name].not_on.get(options.device)
         if reason is not None:
             parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
-    if options.embedding and options.device != "simulated":
-        parser.error(f"--embedding applies to --device simulated only, got --device {options.device}")
-    size = f"{options.params / 1e6:g}M{'_embedding' * options.embedding}"
+    of_simulated = [name for name in ("embedding", "asynchronous") if getattr(options, name)]
+    if of_simulated and options.device != "simulated":
+        parser.error(f"--{of_simulated[0]} applies to --device simulated only, got --device {options.device}")
+    size = "_".join([f"{options.params / 1e6:g}M", *of_simulated])
     options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
     return options
 
@@ -84,6 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
                 steps=options.steps,
                 embedding=options.embedding,
+                asynchronous=options.asynchronous,
             )
             try:
                 runs[-1].append(run_process(run, spec, timeout=options.timeout))

@@ -2,7 +2,8 @@
 
 Layers of the simulated accelerator hold real weights, so gradients, buckets and optimizer states are real. Forward and backward sleep and
 return a prepared gradient: all cores are left to offloading, as beside a GPU. What the device would do itself, DeepSpeed's bucket
-copies for instance, is charged to the CPU too; the method `floor` measures it.
+copies for instance, is charged to the CPU too; the method `floor` measures it. A synchronous accelerator computes nothing meanwhile, an
+asynchronous one goes on computing, as a GPU does beside its copy engines.
 """
 
 import time
@@ -44,19 +45,59 @@ class TimedModule(pl.LightningModule):
         return DataLoader(range(self._steps))  # type: ignore[arg-type]
 
 
+class _SynchronousClock:
+    """A device whose kernels the host waits for: work of the host between two kernels delays the second."""
+
+    def forward(self, seconds: float) -> None:
+        """Runs a kernel of the forward pass."""
+        time.sleep(seconds)
+
+    def backward(self, seconds: float) -> None:
+        """Runs a kernel of the backward pass."""
+        time.sleep(seconds)
+
+
+class _AsynchronousClock(_SynchronousClock):
+    """A device that has a queue of kernels: it computes one after the other, whatever the host does.
+
+    The forward pass is enqueued when the host gets there, the backward pass right behind it. The host waits only for a kernel of the
+    backward pass, whose gradient it takes.
+    """
+
+    def __init__(self) -> None:
+        self._idle_at = 0.0
+
+    @override
+    def forward(self, seconds: float) -> None:
+        self._idle_at = max(self._idle_at, time.perf_counter()) + seconds
+
+    @override
+    def backward(self, seconds: float) -> None:
+        self._idle_at += seconds
+        time.sleep(max(0.0, self._idle_at - time.perf_counter()))
+
+
 class _Layer(torch.autograd.Function):
-    """Sleeps, and returns the prepared gradient as the weight's."""
+    """Takes the device's time, and returns the prepared gradient as the weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.gradient, ctx.backward_s = gradient, backward_s
-        time.sleep(forward_s)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        clock: _SynchronousClock,
+        forward_s: float,
+        backward_s: float,
+    ) -> Tensor:
+        ctx.gradient, ctx.clock, ctx.backward_s = gradient, clock, backward_s
+        clock.forward(forward_s)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        time.sleep(ctx.backward_s)
-        return outputs[0], ctx.gradient, None, None, None
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        ctx.clock.backward(ctx.backward_s)
+        return outputs[0], ctx.gradient, None, None, None, None
 
 
 _EMBEDDING_SHARE = 0.15
@@ -70,9 +111,12 @@ class SimulatedAccelerator(TimedModule):
         params: number of weights, rounded down to whole layers.
         compute_s: seconds a step.
         embedding: make the first layer an embedding of 15 % of the weights, which takes no time to compute; its gradient comes last.
+        asynchronous: the device computes while the host works.
     """
 
-    def __init__(self, *, steps: int, params: float, compute_s: float, embedding: bool = False) -> None:
+    def __init__(
+        self, *, steps: int, params: float, compute_s: float, embedding: bool = False, asynchronous: bool = False
+    ) -> None:
         super().__init__(steps)
         rows, columns = 4096, 1024
         n_layers = max(1 + embedding, int(params / (rows * columns)))
@@ -83,6 +127,7 @@ class SimulatedAccelerator(TimedModule):
         # Columns of different norms, as in real gradients; a buffer, so that it takes the model's dtype.
         largest = max(shape[0] for shape in shapes)
         self.register_buffer("gradient", torch.randn(largest, columns) * torch.logspace(-5, -3, columns))
+        self.clock = _AsynchronousClock() if asynchronous else _SynchronousClock()
         self._computes = [0] * embedding + [1] * n_layers
         self._forward_s, self._backward_s = compute_s / 3 / n_layers, compute_s * 2 / 3 / n_layers
 
@@ -92,7 +137,7 @@ class SimulatedAccelerator(TimedModule):
         for weight, computes in zip(self.weights, self._computes, strict=True):
             gradient = self.gradient[: weight.shape[0]]
             times = computes * self._forward_s, computes * self._backward_s
-            x = _Layer.apply(x, weight, gradient, *times)  # type: ignore[no-untyped-call]
+            x = _Layer.apply(x, weight, gradient, self.clock, *times)  # type: ignore[no-untyped-call]
         return x.float().sum()
 
 

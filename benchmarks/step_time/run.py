@@ -50,7 +50,8 @@ class StepSpec:
     recompute: bool = False
     text: bool = False
     embedding: bool = False
-    """See `SimulatedAccelerator`."""
+    """This and the next: see `SimulatedAccelerator`."""
+    asynchronous: bool = False
 
     @property
     def total_steps(self) -> int:
@@ -203,7 +204,11 @@ def make_module(spec: StepSpec) -> TimedModule:
     """The model of a run."""
     if spec.device == "simulated":
         return SimulatedAccelerator(
-            steps=spec.total_steps, params=spec.params, compute_s=spec.compute_s, embedding=spec.embedding
+            steps=spec.total_steps,
+            params=spec.params,
+            compute_s=spec.compute_s,
+            embedding=spec.embedding,
+            asynchronous=spec.asynchronous,
         )
     # Billions of random weights take the device a second, one core minutes.
     with torch.device("cuda" if spec.device == "cuda" else "cpu"):

@@ -85,6 +85,41 @@ def test_models_have_the_size_they_are_named_by() -> None:
     assert len(simulated.weights) == 36
 
 
+class _Time:
+    """Takes the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("asynchronous", "ends"), [(False, [103.0, 106.5, 115.5]), (True, [103.0, 105.0, 112.0])])
+def test_host_work_delays_a_synchronous_accelerator_only(
+    asynchronous: bool, ends: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step's kernels take 1 s forward and 2 s, 2 s and 2 s backward; the host works for 1.5 s and for 7 s in between."""
+    clock = _Time()
+    monkeypatch.setattr("benchmarks.step_time.models.time", clock)
+    with torch.device("meta"):
+        device = SimulatedAccelerator(steps=1, params=5e6, compute_s=3.0, asynchronous=asynchronous).clock
+    found = []
+    device.forward(1.0)
+    for host_s in (1.5, 7.0, 0.0):
+        device.backward(2.0)
+        found.append(clock.now)
+        clock.now += host_s
+    assert found == ends
+    # The next step begins when the host gets there.
+    device.forward(1.0)
+    device.backward(1.0)
+    assert clock.now == ends[-1] + 2.0
+
+
 def test_kernel_benchmark() -> None:
     triad, jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
     assert triad > 0
