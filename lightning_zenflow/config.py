@@ -245,6 +245,11 @@ class ZenFlowConfig:
         return self.update_intervals == [1] and self.publish_lags == [0] and not self.allows_tail
 
     @property
+    def owned_ratio(self) -> float:
+        """Largest share of the columns that the device may own: `topk_ratio`, or 0 where nothing is ever late."""
+        return 0.0 if self.is_immediate else self.topk_ratio
+
+    @property
     def submits_in_backward(self) -> bool:
         """Whether this configuration allows steps with d = 0, which submit in backward."""
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags

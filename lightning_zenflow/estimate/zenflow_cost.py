@@ -63,6 +63,8 @@ class ZenFlowCost:
         self._sums = workload.accumulate_grad_batches - 1 if config.accumulate_on == "host" else 0
         self._has_provisional_update = config.compensation.updates_provisionally
         self._factor_bytes = self._has_provisional_update * 4 * workload.model.factor_numel / machine.gpus
+        self._owned_numel = workload.model.device_owned_numel(config.owned_ratio) / machine.gpus
+        self._owned_bytes = (STATE_BYTES + workload.dtype_bytes) * self._owned_numel
         self._device_bytes = self._fixed_device_bytes()
         self._cores = self._worker_cores()
         self._steps = self._simulate()
@@ -93,7 +95,7 @@ class ZenFlowCost:
             n_blocks=self._n_blocks,
             schedules=schedules,
             dtype_bytes=self._workload.dtype_bytes,
-            owned_numel=self._workload.model.device_owned_numel(self._config.topk_ratio) / self._machine.gpus,
+            owned_numel=self._owned_numel,
             offload=self._config.offload,
             in_backward=self._in_backward,
             n_late=n_late,
@@ -175,23 +177,22 @@ class ZenFlowCost:
         return max(1.0, of_rank - round(config.pt_reserved_cores_perc * of_rank))
 
     def _fixed_device_bytes(self) -> float:
-        """Weights, buckets, state and gradients of device-owned columns, accumulated gradients.
-
-        The provisional update works in place (`kernels.triton`); its factors are made where something is late.
-        """
-        workload, config, gpus = self._workload, self._config, self._machine.gpus
-        model, b = workload.model, workload.dtype_bytes
-        n_bytes = (STATE_BYTES + b) * model.device_owned_numel(config.topk_ratio) / gpus
+        """Weights, buckets, accumulated gradients."""
+        workload, model = self._workload, self._workload.model
+        sums = 0
         if workload.accumulate_grad_batches > 1:
-            on_host = config.accumulate_on == "host"
-            n_bytes += b * (min(model.largest_numel, self._partition) if on_host else self._partition)
-        return workload.weight_bytes + workload.bucket_bytes(bucket_size(model.numel)) + n_bytes
+            on_host = self._config.accumulate_on == "host"
+            sums = min(model.largest_numel, self._partition) if on_host else self._partition
+        return workload.weight_bytes + workload.bucket_bytes(bucket_size(model.numel)) + workload.dtype_bytes * sums
 
     def _late_bytes(self) -> float:
-        """Factors of the provisional update of all that was late in the run."""
+        """State and gradients of device-owned columns, where anything was late in the run, and factors of the provisional update of all
+        that was; the update itself works in place (`kernels.triton`).
+        """
         if not all(schedule.is_immediate for schedule in self._schedules):
-            return self._factor_bytes
-        return 0.0 if self.owns_tail else self.tail * self._factor_bytes
+            return self._owned_bytes + self._factor_bytes
+        lags = self.tail > 0 and not self.owns_tail
+        return lags * (self._owned_bytes + self.tail * self._factor_bytes)
 
     def _read_back_bytes(self, schedule: UpdateSchedule) -> float:
         """Gradients that are copied to the device again in a step, to be reapplied after a publish."""
@@ -201,4 +202,5 @@ class ZenFlowCost:
     def _kept_bytes(self, schedule: UpdateSchedule) -> float:
         """Gradients that stay on the device for that: all or none."""
         kept = self._has_provisional_update * self._weight_bytes * schedule.kept_share
-        return kept if self._device_bytes + self._factor_bytes + kept <= self._machine.gpu_mem * GB else 0.0
+        needed = self._device_bytes + self._owned_bytes + self._factor_bytes + kept
+        return kept if needed <= self._machine.gpu_mem * GB else 0.0

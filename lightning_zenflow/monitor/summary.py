@@ -70,7 +70,7 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
 
     Args:
         training: the training, of two steps or more.
-        before: reading after its first step, which is synchronous and allocates memory: it is counted, but not averaged.
+        before: reading after its first step, which compiles and allocates memory: it is counted, but not averaged.
         now: reading after its last step.
     """
     _, *step_s = training.step_s
@@ -105,7 +105,7 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
         skipped_share=(now.skipped_steps - before.skipped_steps) / n,
         late_share=late_share,
     )
-    head = f"ZenFlow: {n + 1} steps; the averages leave out the first one, which is synchronous"
+    head = f"ZenFlow: {n + 1} steps; the averages leave out the first one"
     lines = [head, tabulate(rows.items(), tablefmt="plain", disable_numparse=True)]
     sentence = advice(situation)
     return "\n".join(lines if sentence is None else [*lines, sentence])

@@ -32,8 +32,8 @@ class StepKind(Protocol):
         """Every window closes and is published in the step itself."""
 
     @property
-    def selects(self) -> bool:
-        """Columns are selected."""
+    def changes_columns(self) -> bool:
+        """Blocks change their columns from this step on."""
 
 
 class ScheduleObserver:
@@ -192,7 +192,7 @@ class ScheduleControl:
 
         Args:
             step: number of the step.
-            plan: kind of the step. One that selects columns waits for reasons of its own and is left out. In a synchronous one the worker
+            plan: kind of the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
                 computes for one gradient, as with S = 1, and its wait is not the schedule's.
             max_interval_by_gradients: 0-D on the device, the same on every rank; None if it was not measured.
             may_change: whether the schedule may change after this step; the same on every rank.
@@ -205,7 +205,7 @@ class ScheduleControl:
         seen = None
         if plan.synchronous and self.schedule.update_interval > 1:
             self.interrupt()
-        elif not plan.selects:
+        elif not plan.changes_columns:
             waited = 0.0 if plan.synchronous else stall
             seen = self._observer.add(device_s=max(0.0, duration - stall), worker_s=worker, stall_s=waited)
         if seen is not None and self._sent is None:

@@ -23,6 +23,13 @@ class StepPlan:
     """Column proxies are added up."""
     selects: bool
     """The proxies decide on new columns."""
+    releases: bool
+    """The device gives up its columns, because nothing is late any more."""
+
+    @property
+    def changes_columns(self) -> bool:
+        """Blocks change their columns from this step on, each with its own next window."""
+        return self.selects or self.releases
 
 
 @dataclass(frozen=True, kw_only=True)

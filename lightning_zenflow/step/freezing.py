@@ -48,12 +48,19 @@ class Freezing:
         """As `of_slices`, for all columns of every parameter."""
         return self.of_slices([None] * len(self._parameters))
 
+    def no_columns(self) -> list[Columns | None]:
+        """As `of_slices`, for no column of any parameter."""
+        return self.of_slices([self._none()] * len(self._parameters))
+
     def of_slices(self, columns: Sequence[Columns | None]) -> list[Columns | None]:
         """For each slice the columns of its parameter; no columns where it is frozen.
 
         Args:
             columns: for each parameter, columns over the whole row; None: all.
         """
-        nothing = torch.empty(0, dtype=torch.int64)
-        none = Columns(device=nothing.to(self._parameters[0].device), host=nothing) if self._parameters else None
+        none = self._none() if self._parameters else None
         return [columns[s.parameter] if self._trained[s.parameter] else none for s in self._partition.slices]
+
+    def _none(self) -> Columns:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return Columns(device=nothing.to(self._parameters[0].device), host=nothing)

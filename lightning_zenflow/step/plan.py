@@ -48,16 +48,26 @@ class Planner:
         """Whether the device owns the weights of the tail."""
         return self._control is not None and self._control.owns_tail
 
+    @property
+    def _wants_columns(self) -> bool:
+        """Whether some weights are late, so that the device gains by updating others at once."""
+        lags = not self._jobs.schedule.is_immediate or (bool(self._jobs.staggered.tail) and not self.owns_tail)
+        return self._config.owned_ratio > 0 and lags
+
+    @property
+    def _awaits_selection(self) -> bool:
+        return self._wants_columns and self._selector.n_selections == 0
+
     def start_over(self, step: int, count: int) -> None:
-        """Makes the next steps synchronous until columns are selected: the rest of the warm-up, or the next step alone.
+        """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
 
         Args:
             step: last step so far.
             count: number of applied steps; the warm-up is not repeated after a checkpoint is loaded.
         """
-        self._changing_until = step
-        self._synchronous_until = step + max(0, self._config.full_warm_up_rounds - count)
         self._selector.start_over()
+        self._changing_until = step
+        self._synchronous_until = step + max(self._awaits_selection, self._config.full_warm_up_rounds - count)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on."""
@@ -78,26 +88,25 @@ class Planner:
 
     def plan(self, step: int) -> StepPlan:
         """Plan of the next step."""
-        selects_any = self._config.topk_ratio > 0
-        awaits_selection = selects_any and self._selector.n_selections == 0
-        synchronous = step <= self._synchronous_until or awaits_selection
-        schedule_waits = self._control is not None and self._control.waits
-        selects = (
-            selects_any and step >= self._synchronous_until and self._selector.measures(step) and not schedule_waits
-        )
+        wants_columns = self._wants_columns
+        synchronous = step <= self._synchronous_until
+        may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits)
+        selects = may_change and wants_columns and self._selector.measures(step)
+        releases = may_change and not wants_columns and self._selector.n_selections > 0
         observes = self._control is not None and self._control.observes_next
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,
             shows_exact_weights=synchronous or self._jobs.staggered.is_immediate,
-            # In a step that selects, windows must end after the selection.
-            submits_in_backward=in_backward and not (synchronous or selects),
-            measures=selects or (selects_any and observes),
+            # In a step that changes columns, windows must end after the change.
+            submits_in_backward=in_backward and not (synchronous or selects or releases),
+            measures=selects or (wants_columns and observes),
             selects=selects,
+            releases=releases,
         )
 
-    def selected(self, step: int) -> None:
-        """Notes a selection or a change of the tail in `step`: blocks change their columns from now on, each with its own next window."""
+    def columns_change(self, step: int) -> None:
+        """Notes new columns or a new tail in `step`: blocks change from now on, each with its own next window."""
         self._changing_until = step + self._jobs.age
 
     def interrupt(self) -> None:
@@ -116,6 +125,9 @@ class Planner:
         Returns:
             Whether the tail has changed, on any rank.
         """
+        if plan.synchronous and self._awaits_selection:
+            # The gradient was not finite; nothing could be selected.
+            self._synchronous_until = max(self._synchronous_until, step + 1)
         if self._control is None:
             return False
         before, tail_before = self._control.schedule, self._control.tail_share
@@ -132,7 +144,7 @@ class Planner:
                 f"ZenFlow: from step {step + 1} on the blocks that arrive last, {decision.tail:.0%} of all ranks' blocks and at most"
                 f" {self._control.largest_tail_share:.0%} of one rank's, {where}: {decision.reason}"
             )
-            self.selected(step)
+            self.columns_change(step)
             return True
         rank_zero_info(
             f"ZenFlow: from step {step + 1} on update_interval={schedule.update_interval},"

@@ -1,6 +1,6 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.context import StepContext, StepEnvironment
 from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.topk.columns import Columns
 
 
 class ZenFlowStep:
@@ -26,8 +27,8 @@ class ZenFlowStep:
     2. *clip*: one factor for all weights, on the device; NaN if the step must change nothing.
     3. *seal*: factor and step number follow the gradients to the worker.
     4. *update*: exact AdamW of the device-owned entries.
-    5. *select*: at the end of the warm-up, and from time to time after it, the columns with the largest gradients become device-owned;
-       each block changes its columns with its next window.
+    5. *select*: where weights are late, the columns with the largest gradients become device-owned, at the end of the warm-up and from
+       time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
        device-owned weights are written over them. Blocks that the device owns entirely are left out.
@@ -339,6 +340,9 @@ class ZenFlowStep:
     def _select(self, context: StepContext) -> Tensor | None:
         """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""
         norms, selector = context.column_norms, self._selector
+        if context.plan.releases:
+            selector.start_over()
+            self._change_columns(self._freezing.no_columns(), context)
         if norms is None:
             return None
         self._add_over_ranks(norms.flat)
@@ -353,8 +357,11 @@ class ZenFlowStep:
             with self._telemetry.stalls.measure("select"):
                 columns = selector.select(norms, context.number)
             if columns is not None:
-                self._ownership.select(self._freezing.of_slices(columns))
-                self._planner.selected(context.number)
+                self._change_columns(self._freezing.of_slices(columns), context)
             if not knows_columns:
                 self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
         return max_interval
+
+    def _change_columns(self, of_slices: Sequence[Columns | None], context: StepContext) -> None:
+        self._ownership.select(of_slices)
+        self._planner.columns_change(context.number)

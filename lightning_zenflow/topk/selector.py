@@ -96,6 +96,7 @@ class Selector:
         self._callable = None if strategy in ("auto", "step", "epoch") else import_strategy(strategy)
         self._interval = interval
         self._device = device
+        self._epoch = 0
         self.start_over()
 
     @property
@@ -119,7 +120,7 @@ class Selector:
         self._check_interval = _SHORTEST_CHECK
         self._misses = 0  # in a row
         self._next: int | None = 0  # step or epoch of the next selection
-        self._epoch = self._n_selections = 0
+        self._n_selections = 0
         self._last_overlap: float | None = None
 
     def start_epoch(self, epoch: int) -> None:

@@ -154,7 +154,7 @@ def _build_step(
         interval=config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, worker, topk_ratio=config.topk_ratio, offload=config.offload)
+    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio, offload=config.offload)
     provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
     control = None
@@ -217,7 +217,7 @@ def _sizes_and_policy(
             dtype=zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=len(resources.cores.cores),
-            export_bytes=export_bytes(partition, config.topk_ratio, offload=config.offload),
+            export_bytes=export_bytes(partition, config.owned_ratio, offload=config.offload),
         )
 
     def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
@@ -262,10 +262,11 @@ def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedul
     given = {"update_interval": schedule.update_interval, "publish_lag": schedule.publish_lag}
     auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
     nodes = ", ".join(map(str, numa_nodes(cores.cores)))
+    unused = " (of no use: no weight is ever late)" if config.owned_ratio < config.topk_ratio else ""
     where = f"worker on cores {list(cores.cores)}{f' of NUMA node {nodes}' if nodes else ''} ({cores.reason})"
     return (
         f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank in {len(rank.partition.blocks)} blocks;"
         f" update_interval={schedule.update_interval}{auto['update_interval']},"
-        f" publish_lag={schedule.publish_lag}{auto['publish_lag']}; topk_ratio={config.topk_ratio:g}; {where},"
+        f" publish_lag={schedule.publish_lag}{auto['publish_lag']}; topk_ratio={config.topk_ratio:g}{unused}; {where},"
         f" training with {torch.get_num_threads()} threads; {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
     )

@@ -25,7 +25,7 @@ from scripted_schedule import scripted
 
 ALL_AUTO = {**EVERYTHING, **AUTO, "select_interval": 5}
 SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 2), (20, 2, 2), (26, 1, 1), (29, 4, 0))
-CASE = Case(steps=40, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strategy_options=AUTO)
+CASE = Case(steps=60, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strategy_options=AUTO)
 
 
 @functools.cache

@@ -32,10 +32,10 @@ CASES = {
     "SmallNet": replace(CASE, model="SmallNet"),
     "parameters without a gradient": replace(CASE, model="LinearLossModule"),
     "bf16": replace(CASE, precision="bf16-true"),
-    "nothing on the device": replace(CASE, topk_ratio=0.0),
+    "S=2, nothing on the device": replace(CASE, update_interval=2, topk_ratio=0.0),
     "accumulation": replace(CASE, accumulate=3),
     "accumulation on the host": replace(CASE, accumulate=2).with_keys(accumulate_on="host"),
-    "reselection": CASE.with_keys(**RESELECTING),
+    "reselection": replace(CASE, update_interval=2).with_keys(**RESELECTING),
     "flush in between": replace(CASE, flush_after=(5, 6)),
     "checkpointing": replace(CASE, model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}),
     "reentrant checkpointing": replace(CASE, model_options={"checkpoint": "reentrant"}),
@@ -45,6 +45,10 @@ CASES = {
     "warm-up": replace(CASE, warm_up=4),
     "weight prediction and provisional update": CASE.with_keys(**APPROXIMATE),
     "S=2": replace(CASE, update_interval=2),
+    "S=2, frozen and unfrozen": replace(
+        CASE, update_interval=2, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}
+    ),
+    "S=2, a layer used now and then": replace(CASE, update_interval=2, model_options={"used_every": 3}),
     "S=4, everything": replace(CASE, update_interval=4, flush_after=(5, 6)).with_keys(**APPROXIMATE, **RESELECTING),
     "changes of schedule": replace(
         CASE,
@@ -103,15 +107,14 @@ def test_the_same_bits_as_at_the_end_of_the_step(name: str) -> None:
 
 
 def test_all_blocks_are_submitted_in_backward() -> None:
-    """But for the first step's, which selects; the last layers' come first."""
+    """Also of the first step, because nothing is selected and nothing is clipped; the last layers' come first."""
     _, submissions = run_watched(CASE)
     of_step = [
         [submission.block for submission in submissions if submission.step == step] for step in range(1, CASE.steps + 1)
     ]
-    assert of_step[0] == []
-    blocks = sorted(of_step[1])
+    blocks = sorted(of_step[0])
     assert blocks == list(range(len(blocks))) and len(blocks) > 8
-    assert all(sorted(blocks_of_step) == blocks for blocks_of_step in of_step[1:])
+    assert all(sorted(blocks_of_step) == blocks for blocks_of_step in of_step)
     assert all(submission.factor == 1.0 for submission in submissions)
 
 

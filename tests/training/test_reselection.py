@@ -1,6 +1,7 @@
 """Columns change owners while training goes on, and nothing is reset, dropped or applied twice."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 import random_selection
-from harness import EVERYTHING, Case, Run, fit, make_trainer, run_here
+from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.topk.selector import Selector
 from networks import SmallNet
@@ -85,12 +86,46 @@ def check(case: Case) -> int:
 
 @pytest.mark.parametrize(
     ("update_interval", "publish_lag", "select_interval"),
-    [(4, 1, 3), (1, 0, 1), (2, 3, 2), (3, 2, 5), (4, 0, 4), (1, 1, 1)],
+    [(4, 1, 3), (2, 0, 1), (2, 3, 2), (3, 2, 5), (4, 0, 4), (1, 1, 1)],
 )
 def test_random_columns_in_turn(update_interval: int, publish_lag: int, select_interval: int) -> None:
     options = {"select_interval": select_interval, "select_strategy": "random_selection:choose"}
     case = case_of(update_interval=update_interval, publish_lag=publish_lag, strategy_options=options)
     assert check(case) > 0
+
+
+class Owned(pl.Callback):
+    """Notes after each step how many entries the device owns."""
+
+    def __init__(self) -> None:
+        self.numel: list[int] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        optimizer = trainer.strategy.zenflow_optimizer
+        assert optimizer is not None
+        self.numel.append(optimizer.parts.ownership.numel)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_nothing_is_selected_where_nothing_is_late(in_backward: bool) -> None:
+    options = {"optimizer_in_backward": in_backward, "select_strategy": "random_selection:choose"}
+    owned = Owned()
+    case = case_of(update_interval=1, publish_lag=0, strategy_options=options)
+    run = run_here(case, callbacks=[owned])
+    assert owned.numel == [0] * STEPS
+    assert_same_run(run, run_here(replace(case, topk_ratio=0)))
+
+
+def test_columns_are_selected_and_released_with_the_lag() -> None:
+    owned = Owned()
+    case = case_of(schedules=((3, 4, 1), (8, 1, 0), (12, 2, 0)), strategy_options=AUTO)
+    assert_same_state(run_here(case, callbacks=[owned]), baseline())
+    is_owned = [numel > 0 for numel in owned.numel]
+    # S and d change after steps 3, 8 and 12; the next step selects or releases, and blocks follow with their next windows.
+    assert is_owned[:4] == [False] * 4 and all(is_owned[7:9])
+    assert is_owned[10:12] == [False] * 2 and is_owned[-1]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -152,7 +187,7 @@ def test_a_strategy_that_cannot_be_used_is_refused(path: str, message: str) -> N
 
 def test_a_strategy_that_returns_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="must return a 1-D int64 tensor of at most"):
-        fit(SmallNet(length=3), ZenFlowStrategy(select_strategy="random_selection:choose_too_many"))
+        fit(SmallNet(length=3), ZenFlowStrategy(update_interval=4, select_strategy="random_selection:choose_too_many"))
 
 
 def selector(interval: Any, strategy: str = "step", *, columns: int = 40) -> Selector:
@@ -222,7 +257,8 @@ def test_epochs_are_counted_by_the_trainer() -> None:
 
 
 def test_the_strategy_says_which_epoch_it_is() -> None:
-    trainer = make_trainer(ZenFlowStrategy(select_strategy="epoch", select_interval=2), max_epochs=5)
+    strategy = ZenFlowStrategy(update_interval=2, select_strategy="epoch", select_interval=2)
+    trainer = make_trainer(strategy, max_epochs=5)
     trainer.fit(SmallNet(length=3))
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer

@@ -34,7 +34,7 @@ COMMIT_EARLY = {
     "accumulation on the host, S=4": replace(CASE, update_interval=4, steps=13, accumulate=2).with_keys(
         accumulate_on="host", **APPROXIMATE
     ),
-    "reselection": CASE.with_keys(**RESELECTING),
+    "reselection": replace(CASE, update_interval=2).with_keys(**RESELECTING),
     "clipped, not finite": replace(
         CASE, model="LinearLossModule", max_norm=0.5, accumulate=2, model_options={"not_finite": {(4, 0): float("nan")}}
     ).with_keys(accumulate_on="host"),

@@ -282,5 +282,5 @@ def test_a_slow_worker_counts_as_stall() -> None:
     model.slow_by_s = 0.3
     # Every step waits for its own jobs.
     stalls = optimizer_of(fit(model, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)).telemetry.stalls
-    assert stalls.seconds["publish_wait"] + stalls.seconds["slot"] > 0.1
+    assert sum(stalls.seconds.get(cause, 0.0) for cause in ("publish_wait", "slot")) > 0.1
     assert stalls.worker_restarts == 0

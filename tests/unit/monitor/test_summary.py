@@ -136,7 +136,7 @@ class TestSummary:
 
     def test_by_hand(self) -> None:
         assert summary(self.TRAINING, reading(steps=1), self.NOW).splitlines() == [
-            "ZenFlow: 5 steps; the averages leave out the first one, which is synchronous",
+            "ZenFlow: 5 steps; the averages leave out the first one",
             "step, median and p99  500 and 2500 ms",
             "waits                 device 1.0%, training thread 5.0% of the time",
             "CPU work              500 ms a step, 98.0% hidden",
