@@ -92,8 +92,8 @@ class ZenFlowConfig:
     """
 
     topk_ratio: float = _key(0.05, number(0, 1), unit="fraction of columns")
-    """Input columns of each matrix that the device updates in every step. The device also updates all 1-D parameters; at 0 the host
-    updates everything."""
+    """Input columns of each matrix that the device updates in every step, while weights that the host updates are late. The device also
+    updates all 1-D parameters; at 0 the host updates everything."""
 
     select_strategy: str = _key(
         "step",

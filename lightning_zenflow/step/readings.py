@@ -69,7 +69,7 @@ class CounterReader:
             owns_tail=any(map(self._ownership.owns_entirely, tail)),
             prediction_steps=self._jobs.prediction_steps,
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
-            owned_norm_share=self._owned_share,
+            owned_norm_share=self._owned_share if self._ownership.numel else None,
             selections=self._selector.n_selections,
             selection_overlap=self._selector.last_overlap,
             trainer_rss_bytes=psutil.Process().memory_info().rss,
