@@ -118,8 +118,8 @@ def test_slots_and_buffers_are_not_wasted(update_interval: int, publish_lag: int
     ("intervals", "in_backward", "numel", "blocks"),
     [
         ([1], True, 0, 16),
-        ([1, 2], True, 16 << 24, 16),
-        ([1], True, (16 << 24) + 1, 17),
+        ([1, 2], True, 16 << 22, 16),
+        ([1], True, (16 << 22) + 1, 17),
         ([1], True, 7_000_000_000, 64),
         ([4], False, 7_000_000_000, 4),
         ([80], True, 7_000_000_000, 80),
