@@ -27,7 +27,7 @@ class Quote:
 QUOTES = (
     Quote(
         document="docs/performance.md",
-        table="step_time_simulated_151M_1x16",
+        table="step_time_simulated_151M_asynchronous_1x16",
         columns=("method", "mean ms", "p99/p50", "time / zero_offload", "waiting", "host GB"),
         rows=(
             "floor: gradients dropped, no step",

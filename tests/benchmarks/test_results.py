@@ -19,7 +19,9 @@ from benchmarks.common.provenance import ROOT
 SHOWN = {
     "convergence.__main__ --report-only": "convergence.md",
     "step_time.__main__ --report-only --name cpu_150M_1x16": "performance.md",
-    "step_time.__main__ --report-only --name simulated_151M_1x16": "performance.md",
+    "step_time.__main__ --report-only --name simulated_151M_asynchronous_1x16": "performance.md",
+    "step_time.__main__ --report-only --name asynchronous_151M_540": "performance.md",
+    "step_time.__main__ --report-only --name simulated_151M_540": "performance.md",
     "step_time.__main__ --report-only --name embedding_151M": "performance.md",
     "step_time.__main__ --report-only --name memory_50M": "performance.md",
     "step_time.bookkeeping --report-only": "performance.md",
