@@ -51,8 +51,9 @@ class Planner:
     @property
     def _wants_columns(self) -> bool:
         """Whether some weights are late, so that the device gains by updating others at once."""
-        lags = not self._jobs.schedule.is_immediate or (bool(self._jobs.staggered.tail) and not self.owns_tail)
-        return self._config.owned_ratio > 0 and lags
+        # Not this rank's own tail: there may be none on a rank that did not wait, and all ranks select together.
+        tail_lags = self._control is not None and self._control.tail_share > 0 and not self._control.owns_tail
+        return self._config.owned_ratio > 0 and (tail_lags or not self._jobs.schedule.is_immediate)
 
     @property
     def _awaits_selection(self) -> bool:

@@ -6,13 +6,18 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch import distributed as dist
 
 from lightning_zenflow.schedule.auto_control import StepKind
 from lightning_zenflow.schedule.auto_policy import Decision, SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
-Entry = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...], bool]
-"""Step, S and d; and perhaps the blocks of the tail, and whether the device owns it."""
+Entry = (
+    tuple[int, int, int]
+    | tuple[int, int, int, tuple[int, ...], bool]
+    | tuple[int, int, int, tuple[int, ...], bool, int]
+)
+"""Step, S and d; and perhaps the blocks of the tail, and whether the device owns it; and perhaps the only rank that has a tail."""
 
 
 class ScriptedSchedule:
@@ -26,6 +31,8 @@ class ScriptedSchedule:
     def __init__(self, script: Sequence[Entry], auto: SchedulePolicy) -> None:
         self._script = list(script)
         self.tail: frozenset[int] = frozenset()
+        self.tail_share = 0.0
+        """As `ScheduleControl.tail_share`, of 16 blocks: the same on every rank."""
         self.owns_tail = False
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
@@ -36,19 +43,19 @@ class ScriptedSchedule:
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
         schedule = {"update_interval": self.schedule.update_interval, "publish_lag": self.schedule.publish_lag}
-        return {"schedule": schedule, "tail": sorted(self.tail), "owns_tail": self.owns_tail}
+        tail = {"tail": sorted(self.tail), "tail_share": self.tail_share, "owns_tail": self.owns_tail}
+        return {"schedule": schedule, **tail}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `ScheduleControl.load_state_dict`."""
         self.schedule = UpdateSchedule(**state["schedule"])
-        self.tail, self.owns_tail = frozenset(state["tail"]), state["owns_tail"]
+        self.tail, self.tail_share = frozenset(state["tail"]), state["tail_share"]
+        self.owns_tail = state["owns_tail"]
 
     @property
-    def tail_share(self) -> float:
-        """As `ScheduleControl.tail_share`, for 16 blocks."""
-        return len(self.tail) / 16
-
-    largest_tail_share = tail_share
+    def largest_tail_share(self) -> float:
+        """As `ScheduleControl.largest_tail_share`."""
+        return self.tail_share
 
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
@@ -63,7 +70,9 @@ class ScriptedSchedule:
             return None
         _, update_interval, publish_lag, *tail = self._script.pop(0)
         if tail:
-            self.tail, self.owns_tail = frozenset(tail[0]), tail[1]
+            blocks, self.owns_tail, *only_rank = tail
+            self.tail_share = len(blocks) / 16
+            self.tail = frozenset(blocks if not only_rank or dist.get_rank() == only_rank[0] else ())
         self.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
         self.changes.append((step, self.schedule))
         return Decision(schedule=self.schedule, tail=self.tail_share, reason="the script says so")

@@ -124,7 +124,9 @@ def test_a_killed_worker_changes_no_bit(on_device: bool) -> None:
 
 def test_two_ranks() -> None:
     """Each rank has a tail of its own; on the second one other parameters arrive last."""
-    cases = {name: replace(CLIPPED, schedules=(entry,)) for name, entry in (("lag", LAG), ("device", DEVICE))}
+    # Columns are selected where a tail lags; all ranks do it together, also those that have no tail.
+    entries = {"lag": LAG, "device": DEVICE, "lag, on one rank": (*LAG, 1), "device, on one rank": (*DEVICE, 1)}
+    cases = {name: replace(CLIPPED, schedules=(entry,)) for name, entry in entries.items()}
     runs = run_on_ranks({**cases, "exact": CLIPPED.exact()})
     for name in cases:
         for run in runs[name]:
