@@ -286,6 +286,11 @@ def test_quoted_tables_are_those_of_the_documents() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=short)
+def test_headings_have_lines_of_their_own(document: Path) -> None:
+    assert re.findall(r"^.*\S #{2,} \w.*$", document.read_text(), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=short)
 def test_links(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if "://" in target:
