@@ -71,14 +71,29 @@ class StepScale:
 def predicted_squared_norm(partial: Tensor, ratio: Tensor, last: Tensor) -> Tensor:
     """Predicts the squared norm of a step's whole gradient from the part of it that has arrived.
 
-    The part is taken to be the same share of the whole as in the last step. Where that step had no such part, the last norm counts.
+    The part is taken to be the same share of the whole as in the steps before. Where the last step had no such part, its norm counts.
 
     Args:
         partial: 0-D float64; sum of squares so far. The result is not finite if it is not.
-        ratio: 0-D float64; whole over part in the last step whose norm was finite; NaN if the part was zero.
-        last: 0-D float64; the whole squared norm of that step.
+        ratio: 0-D float64; whole over part, result of `smoothed_ratio`.
+        last: 0-D float64; the whole squared norm of the last step whose norm was finite.
     """
     return torch.where(ratio.isnan(), torch.maximum(partial, last), partial * ratio)
+
+
+def smoothed_ratio(ratio: Tensor, whole: Tensor, partial: Tensor) -> Tensor:
+    """Geometric mean of whole over part in a step and of this mean before it, so that a step counts half as much as the next.
+
+    Args:
+        ratio: float64 [n]; the mean before; NaN where the step before had no such part.
+        whole: 0-D float64; the step's squared norm.
+        partial: float64 [n]; parts of it.
+
+    Returns:
+        float64 [n]; NaN where a part is zero.
+    """
+    latest = torch.where(partial > 0, whole / partial, torch.nan)
+    return torch.where(ratio.isnan(), latest, ratio.sqrt() * latest.sqrt())
 
 
 def step_scale(sum_of_squares: Tensor, *, max_norm: float, loss_scale: float, count: Tensor) -> StepScale:

@@ -1,4 +1,4 @@
-"""Prediction of the gradient norm during backward, from the norms of the last step."""
+"""Prediction of the gradient norm during backward, from the norms of the steps before."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import predicted_squared_norm
+from lightning_zenflow.core.step_inputs import predicted_squared_norm, smoothed_ratio
 from lightning_zenflow.kernels.base import add_up
 
 
 class NormPrediction:
-    """Squared norms of a step's gradients up to each block's arrival, in this step and in the last one whose norm was finite.
+    """Squared norms of a step's gradients up to each block's arrival, and their ratios to the whole in steps whose norm was finite.
 
     Nothing here is read by the host. The prediction is a function of the gradients alone, so that runs repeat; ranks predict from their own
     parts.
@@ -55,7 +55,7 @@ class NormPrediction:
 
     def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
         """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
-        ratio = torch.where(self._partial > 0, squared_norm / self._partial, torch.nan)
+        ratio = smoothed_ratio(self._ratio, squared_norm, self._partial)
         self._ratio.copy_(torch.where(finite, ratio, self._ratio))
         self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
         self.knows_last = True

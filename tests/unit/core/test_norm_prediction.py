@@ -1,0 +1,91 @@
+"""The squared norm that a step is expected to have, from the part that has arrived."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.step_inputs import predicted_squared_norm, smoothed_ratio
+from lightning_zenflow.step.norm_prediction import NormPrediction
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def test_smoothed_ratio() -> None:
+    before = torch.tensor([math.nan, 4.0, 4.0, 4.0], dtype=torch.float64)
+    partial = torch.tensor([2.0, 2.0, 8.0, 0.0], dtype=torch.float64)
+    ratio = smoothed_ratio(before, scalar(32.0), partial)
+    assert ratio[:3].tolist() == pytest.approx([16.0, 8.0, 4.0])
+    assert ratio[3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("partial", "ratio", "predicted"), [(2.0, 3.0, 6.0), (2.0, math.nan, 5.0), (7.0, math.nan, 7.0)]
+)
+def test_predicted_squared_norm(partial: float, ratio: float, predicted: float) -> None:
+    assert predicted_squared_norm(scalar(partial), scalar(ratio), scalar(5.0)).item() == predicted
+
+
+def squared_norms(n_steps: int) -> Tensor:
+    """Of two blocks' gradients, each the product of the step's own scale, which is to be predicted, and noise."""
+    noise = torch.randn(n_steps, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scale = torch.linspace(0, 3, n_steps, dtype=torch.float64)[:, None]
+    return (scale + 0.3 * noise).exp()
+
+
+def predictions(norms: Tensor, *, loss_scale: float = 1.0) -> Tensor:
+    """Of each step but the first, when the first block's gradient has arrived."""
+    norm = NormPrediction(2, torch.device("cpu"))
+    result = []
+    for step, of_blocks in enumerate(norms * loss_scale**2):
+        norm.open()
+        norm.add(0, [of_blocks[:1]])
+        if step > 0:
+            result.append(norm.predict(0, loss_scale=loss_scale).clone())
+        norm.end_step(norm.add(1, [of_blocks[1:]]), finite=torch.tensor(True), loss_scale=loss_scale)
+        if step == 0:
+            assert norm.knows_last
+    return torch.stack(result) / loss_scale**2
+
+
+def test_predictions_follow_the_scale_and_average_the_noise() -> None:
+    norms = squared_norms(400)
+    whole = norms.sum(dim=1)
+    error = (predictions(norms) / whole[1:]).log().abs().mean()
+    of_last_ratio = (norms[1:, 0] * (whole / norms[:, 0])[:-1] / whole[1:]).log().abs().mean()
+    assert error < 0.9 * of_last_ratio
+    torch.testing.assert_close(predictions(norms, loss_scale=1024.0), predictions(norms))
+
+
+def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
+    norm = NormPrediction(1, torch.device("cpu"))
+    for squared_norm, finite in ((4.0, True), (math.inf, False), (math.nan, False)):
+        norm.open()
+        norm.end_step(norm.add(0, [scalar(squared_norm / 2).reshape(1)]) * 2, finite=torch.tensor(finite), loss_scale=1.0)
+    norm.open()
+    norm.add(0, [scalar(3.0).reshape(1)])
+    assert norm.predict(0, loss_scale=1.0).item() == pytest.approx(6.0)
+
+
+def test_predictions_continue_from_a_checkpoint() -> None:
+    norms = squared_norms(20)
+    whole, first, rest = (NormPrediction(2, torch.device("cpu")) for _ in range(3))
+
+    def train(prediction: NormPrediction, part: Tensor) -> None:
+        for of_blocks in part:
+            prediction.open()
+            prediction.add(0, [of_blocks[:1]])
+            prediction.end_step(prediction.add(1, [of_blocks[1:]]), finite=torch.tensor(True), loss_scale=1.0)
+
+    assert first.state_dict() is None
+    train(whole, norms)
+    train(first, norms[:10])
+    rest.load_state_dict(first.state_dict())
+    train(rest, norms[10:])
+    for prediction in (whole, rest):
+        prediction.open()
+        prediction.add(0, [scalar(1.0).reshape(1)])
+    assert torch.equal(rest.predict(0, loss_scale=1.0), whole.predict(0, loss_scale=1.0))
