@@ -85,7 +85,7 @@ SETTINGS = {
         "modular",
         4000,
         "addition modulo 31 from half of all pairs, until 99 % of the other half",
-        lrs=(2e-3, 4e-3, 8e-3),
+        lrs=(2e-3, 4e-3, 8e-3, 16e-3),
     ),
     "addition": _threshold("addition", 4000, "sums of two numbers of three digits, until 99 % of the digits"),
     "mnist1d": _threshold("mnist1d", 3000, "MNIST-1D, until 90 %", lrs=_PERCEPTRON_LRS),

@@ -64,7 +64,9 @@ def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
     norm = NormPrediction(1, torch.device("cpu"))
     for squared_norm, finite in ((4.0, True), (math.inf, False), (math.nan, False)):
         norm.open()
-        norm.end_step(norm.add(0, [scalar(squared_norm / 2).reshape(1)]) * 2, finite=torch.tensor(finite), loss_scale=1.0)
+        norm.end_step(
+            norm.add(0, [scalar(squared_norm / 2).reshape(1)]) * 2, finite=torch.tensor(finite), loss_scale=1.0
+        )
     norm.open()
     norm.add(0, [scalar(3.0).reshape(1)])
     assert norm.predict(0, loss_scale=1.0).item() == pytest.approx(6.0)
