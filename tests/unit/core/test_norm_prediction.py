@@ -36,16 +36,27 @@ def squared_norms(n_steps: int) -> Tensor:
     return (scale + 0.3 * noise).exp()
 
 
+def arrive(prediction: NormPrediction, squared_norm: Tensor) -> None:
+    """Begins a step, in which the first block's gradient arrives: 0-D float64."""
+    prediction.open()
+    prediction.add(0, [squared_norm.reshape(1)])
+
+
+def end_step(prediction: NormPrediction, squared_norm: Tensor, loss_scale: float = 1.0) -> None:
+    """The second block's gradient arrives."""
+    whole = prediction.add(1, [squared_norm.reshape(1)])
+    prediction.end_step(whole, finite=torch.tensor(True), loss_scale=loss_scale)
+
+
 def predictions(norms: Tensor, *, loss_scale: float = 1.0) -> Tensor:
     """Of each step but the first, when the first block's gradient has arrived."""
     norm = NormPrediction(2, torch.device("cpu"))
     result = []
-    for step, of_blocks in enumerate(norms * loss_scale**2):
-        norm.open()
-        norm.add(0, [of_blocks[:1]])
+    for step, (first, second) in enumerate(norms * loss_scale**2):
+        arrive(norm, first)
         if step > 0:
             result.append(norm.predict(0, loss_scale=loss_scale).clone())
-        norm.end_step(norm.add(1, [of_blocks[1:]]), finite=torch.tensor(True), loss_scale=loss_scale)
+        end_step(norm, second, loss_scale)
         if step == 0:
             assert norm.knows_last
     return torch.stack(result) / loss_scale**2
@@ -67,8 +78,7 @@ def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
         norm.end_step(
             norm.add(0, [scalar(squared_norm / 2).reshape(1)]) * 2, finite=torch.tensor(finite), loss_scale=1.0
         )
-    norm.open()
-    norm.add(0, [scalar(3.0).reshape(1)])
+    arrive(norm, scalar(3.0))
     assert norm.predict(0, loss_scale=1.0).item() == pytest.approx(6.0)
 
 
@@ -77,10 +87,9 @@ def test_predictions_continue_from_a_checkpoint() -> None:
     whole, first, rest = (NormPrediction(2, torch.device("cpu")) for _ in range(3))
 
     def train(prediction: NormPrediction, part: Tensor) -> None:
-        for of_blocks in part:
-            prediction.open()
-            prediction.add(0, [of_blocks[:1]])
-            prediction.end_step(prediction.add(1, [of_blocks[1:]]), finite=torch.tensor(True), loss_scale=1.0)
+        for of_first, of_second in part:
+            arrive(prediction, of_first)
+            end_step(prediction, of_second)
 
     assert first.state_dict() is None
     train(whole, norms)
@@ -88,6 +97,5 @@ def test_predictions_continue_from_a_checkpoint() -> None:
     rest.load_state_dict(first.state_dict())
     train(rest, norms[10:])
     for prediction in (whole, rest):
-        prediction.open()
-        prediction.add(0, [scalar(1.0).reshape(1)])
+        arrive(prediction, scalar(1.0))
     assert torch.equal(rest.predict(0, loss_scale=1.0), whole.predict(0, loss_scale=1.0))
