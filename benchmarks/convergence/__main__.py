@@ -27,9 +27,10 @@ from benchmarks.common.results import update_document
 from benchmarks.convergence import records
 from benchmarks.convergence.methods import METHODS, names_of
 from benchmarks.convergence.records import Record, Spec, newest
-from benchmarks.convergence.report import summarise, write_reports
+from benchmarks.convergence.report import write_reports
 from benchmarks.convergence.run import run
 from benchmarks.convergence.settings import SETTINGS
+from benchmarks.convergence.summary import summarise
 
 CACHE = Path.home() / ".cache" / "lightning_zenflow"
 

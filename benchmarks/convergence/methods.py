@@ -16,6 +16,8 @@ from benchmarks.peers.rounded_moments import RoundedMoments
 from benchmarks.peers.zero_offload import ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
 
+Family = Literal["AdamW", "ZenFlowStrategy", "ZenFlowStrategy, switched off in part", "others"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -23,8 +25,10 @@ class Method:
 
     make_strategy: Callable[[], Strategy]
     title: str
+    family: Family
+    """Its colour in the plots."""
     main: bool = False
-    """In the plots, and in settings whose runs take minutes."""
+    """Whether its training loss is plotted; without delay also whether it is a row of settings whose runs take minutes."""
     about_delay: bool = False
     """Whether it is a row of the settings about delay."""
     plain: str | None = None
@@ -35,13 +39,30 @@ class Method:
 
 
 def _zenflow(
-    title: str, *, main: bool = False, about_delay: bool = False, plain: str | None = None, **keys: Any
+    title: str,
+    *,
+    family: Family = "ZenFlowStrategy",
+    main: bool = False,
+    about_delay: bool = False,
+    plain: str | None = None,
+    **keys: Any,
 ) -> Method:
     """`ZenFlowStrategy` with S=4, d=1 and its defaults except for `keys`; the worker has one core, as the trainer."""
     keys = {"topk_ratio": 0.05, "update_interval": 4, "publish_lag": 1, "worker_cores": 1, **keys}
     return Method(
-        make_strategy=lambda: ZenFlowStrategy(**keys), title=title, main=main, about_delay=about_delay, plain=plain
+        make_strategy=lambda: ZenFlowStrategy(**keys),
+        title=title,
+        family=family,
+        main=main,
+        about_delay=about_delay,
+        plain=plain,
     )
+
+
+def _switched_off(title: str, *, main: bool = False, about_delay: bool = False, **keys: Any) -> Method:
+    """`ZenFlowStrategy` with S=4, d=1 and without one of its parts."""
+    family: Family = "ZenFlowStrategy, switched off in part"
+    return _zenflow(title, family=family, main=main, about_delay=about_delay, **keys)
 
 
 Rule = Callable[[Sequence[Tensor], float], list[Optimizer]]
@@ -76,6 +97,7 @@ def _delayed(
     delays: Literal["constant", "by stage"] = "constant",
     error_feedback: bool = False,
     plain: str | None = None,
+    main: bool = False,
 ) -> Method:
     """A rule of torch whose gradients are `delay` steps late, or 0 to `delay` in a pipeline of `delay` + 1 stages."""
 
@@ -93,6 +115,8 @@ def _delayed(
     return Method(
         make_strategy=lambda: SingleDeviceStrategy("cpu"),
         title=title,
+        family="others",
+        main=main,
         about_delay=True,
         plain=plain,
         make_optimizer=make_optimizer,
@@ -104,6 +128,7 @@ def _deepspeed_zenflow(title: str, *, repair: bool, main: bool = False) -> Metho
     return Method(
         make_strategy=lambda: DeepSpeedZenFlow(repair=repair),
         title=title,
+        family="others",
         main=main,
         about_delay=repair,
         plain="neither" if repair else None,
@@ -111,13 +136,18 @@ def _deepspeed_zenflow(title: str, *, repair: bool, main: bool = False) -> Metho
 
 
 METHODS = {
-    "adamw": Method(make_strategy=ZeroOffload, title="DeepSpeed ZeRO-2 offload, AdamW", main=True, about_delay=True),
+    "adamw": Method(
+        make_strategy=ZeroOffload, title="DeepSpeed ZeRO-2 offload, AdamW", family="AdamW", main=True, about_delay=True
+    ),
     "adamw_nearest": Method(
-        make_strategy=lambda: RoundedMoments("nearest"), title="AdamW, bf16 moments, both rounded to nearest"
+        make_strategy=lambda: RoundedMoments("nearest"),
+        title="AdamW, bf16 moments, both rounded to nearest",
+        family="AdamW",
     ),
     "adamw_stochastic": Method(
         make_strategy=lambda: RoundedMoments("stochastic"),
         title="AdamW, bf16 moments, the second rounded stochastically",
+        family="AdamW",
     ),
     "deepspeed_zenflow": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, repaired", repair=True, main=True),
     "deepspeed_zenflow_as_is": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, as released", repair=False),
@@ -141,32 +171,37 @@ METHODS = {
     "zenflow_auto": _zenflow(
         "ZenFlowStrategy, S and d auto", update_interval="auto", publish_lag="auto", main=True, about_delay=True
     ),
-    "no_weight_prediction": _zenflow("S=4, no weight prediction", weight_prediction=0),
-    "no_provisional": _zenflow("S=4, no provisional update", provisional_scale=0),
-    "constants": _zenflow(
+    "no_weight_prediction": _switched_off("S=4, no weight prediction", weight_prediction=0),
+    "no_provisional": _switched_off("S=4, no provisional update", provisional_scale=0),
+    "constants": _switched_off(
         "S=4, weight prediction of 4, provisional update of 0.5", weight_prediction=4, provisional_scale=0.5
     ),
-    "neither": _zenflow(
+    "neither": _switched_off(
         "S=4, no weight prediction, no provisional update",
         weight_prediction=0,
         provisional_scale=0,
         main=True,
         about_delay=True,
     ),
-    "no_reselection": _zenflow("S=4, columns selected once", select_interval=0),
-    "no_topk": _zenflow("S=4, no columns on the device", topk_ratio=0.0),
-    "delayed_1": _delayed("AdamW, 1 step late", delay=1, rule=_adamw_rule(0.9)),
+    "no_reselection": _switched_off("S=4, columns selected once", select_interval=0),
+    "no_topk": _switched_off("S=4, no columns on the device", topk_ratio=0.0),
+    "delayed_1": _delayed("AdamW, 1 step late", delay=1, rule=_adamw_rule(0.9), main=True),
     "delayed_2": _delayed("AdamW, 2 steps late", delay=2, rule=_adamw_rule(0.9)),
     "delayed_4": _delayed("AdamW, 4 steps late", delay=4, rule=_adamw_rule(0.9)),
     "feedback_1": _delayed(
-        "AdamW, 1 step late, error feedback", delay=1, rule=_adamw_rule(0.9), error_feedback=True, plain="delayed_1"
+        "AdamW, 1 step late, error feedback",
+        delay=1,
+        rule=_adamw_rule(0.9),
+        error_feedback=True,
+        plain="delayed_1",
+        main=True,
     ),
     "feedback_4": _delayed(
         "AdamW, 4 steps late, error feedback", delay=4, rule=_adamw_rule(0.9), error_feedback=True, plain="delayed_4"
     ),
     "beta95_1": _delayed("AdamW with beta1 = 0.95, 1 step late", delay=1, rule=_adamw_rule(0.95), plain="delayed_1"),
     "beta98_1": _delayed("AdamW with beta1 = 0.98, 1 step late", delay=1, rule=_adamw_rule(0.98), plain="delayed_1"),
-    "nadamw_1": _delayed("NAdamW 0.99, 1 step late", delay=1, rule=_nadamw_rule, plain="delayed_1"),
+    "nadamw_1": _delayed("NAdamW 0.99, 1 step late", delay=1, rule=_nadamw_rule, plain="delayed_1", main=True),
     "nadamw_4": _delayed("NAdamW 0.99, 4 steps late", delay=4, rule=_nadamw_rule, plain="delayed_4"),
     "stages_4": _delayed("AdamW, 4 to 0 steps late by stage", delay=4, rule=_adamw_rule(0.9), delays="by stage"),
     "nadamw_stages_4": _delayed(
@@ -191,6 +226,11 @@ def names_of(which: Literal["main", "all", "delay"] | tuple[str, ...]) -> list[s
         return [name for name, method in METHODS.items() if method.about_delay]
     rows = {name: method for name, method in METHODS.items() if not method.clips}
     return [name for name, method in rows.items() if method.main or which == "all"]
+
+
+def family_of(method: str) -> Family:
+    """The family of a method or a removed one."""
+    return "ZenFlowStrategy, switched off in part" if method in REMOVED else METHODS[method].family
 
 
 def title_of(method: str) -> str:

@@ -78,7 +78,12 @@ SETTINGS = {
         "small_gpt", 400, "byte-level GPT from random weights, 2 layers of width 64, 400 steps", lrs=(1e-3, 2e-3)
     ),
     "delay_small": _delay("small_gpt", 3000, "byte-level GPT from random weights, 2 layers of width 64, 3000 steps"),
-    "delay_large": _delay("large_gpt", 3000, "byte-level GPT from random weights, 4 layers of width 128, 3000 steps"),
+    "delay_large": _delay(
+        "large_gpt",
+        3000,
+        "byte-level GPT from random weights, 4 layers of width 128, 3000 steps",
+        lrs=(5e-4, 1e-3, 2e-3),
+    ),
     "delay_tuning": _delay("gpt", 400, "fine-tuning of the byte-level GPT, 400 steps"),
     "recall": _threshold("recall", 3000, "multi-query associative recall, 8 pairs, until 99 %"),
     "modular": _threshold(

@@ -1,0 +1,155 @@
+"""Plots of a setting: training loss, and each method's runs beside AdamW's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.convergence.methods import METHODS, Family, family_of, title_of
+from benchmarks.convergence.settings import Setting
+from benchmarks.convergence.summary import BASELINE, Summary, loss_of, share_of_gap, steps_to_loss_of
+
+COLOURS: Mapping[Family, str] = {
+    "AdamW": "black",
+    "ZenFlowStrategy": "tab:blue",
+    "ZenFlowStrategy, switched off in part": "tab:red",
+    "others": "tab:orange",
+}
+LINE_STYLES = ("-", "--", ":", "-.", (0, (1, 3)), (0, (5, 4)))
+
+
+def plot(summaries: Sequence[Summary], setting: Setting, path: Path) -> None:
+    """Draws the runs at each method's best learning rate into a PNG file: losses, or the steps until a threshold."""
+    shown = [summary for summary in summaries if summary.best]
+    if not shown:
+        return
+    height = 1.3 + 0.26 * len(shown)
+    if setting.measure == "steps":
+        figure = Figure(figsize=(9, height), layout="constrained")
+        _draw_thresholds(figure.subplots(), shown)
+    else:
+        figure = Figure(figsize=(13, 4 + height), layout="constrained")
+        top, bottom = figure.subfigures(2, squeeze=False, height_ratios=(4, height))[:, 0]
+        _draw_curves(top.subplots(), shown)
+        draw = (_draw_losses, _draw_shares, _draw_steps) if setting.methods == "delay" else (_draw_losses,)
+        panels = bottom.subplots(ncols=len(draw), sharey=True, squeeze=False)[0]
+        for draw_panel, axes in zip(draw, panels, strict=True):
+            draw_panel(axes, shown)
+        _name_rows(panels[0], shown)
+    figure.suptitle(setting.title)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_curves(axes: Axes, shown: Sequence[Summary]) -> None:
+    """Training loss of the main methods. The first tenth of the steps is cut off above: it would take most of the height."""
+    styles = {family: cycle(LINE_STYLES) for family in COLOURS}
+    highest = -math.inf
+    for summary in shown:
+        if isinstance(summary.setting.methods, str) and not (
+            summary.method in METHODS and METHODS[summary.method].main
+        ):
+            continue
+        curve, every = summary.curve(), summary.best[0].loss_every
+        family = family_of(summary.method)
+        axes.plot(
+            range(every, every * len(curve) + 1, every),
+            curve,
+            label=title_of(summary.method),
+            color=COLOURS[family],
+            linestyle=next(styles[family]),
+            linewidth=1.2,
+        )
+        highest = max(highest, curve[len(curve) // 10])
+        if summary.method == BASELINE:
+            axes.axhline(curve[-1], color="black", linewidth=0.5)
+    if math.isfinite(highest):
+        axes.set_ylim(top=highest)
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    axes.set(xlabel="step", ylabel="training loss, mean of the last 50 steps")
+    axes.grid(alpha=0.3)
+
+
+def _draw_losses(axes: Axes, shown: Sequence[Summary]) -> None:
+    baseline = next((s for s in shown if s.method == BASELINE), shown[0])
+    reference = mean(map(loss_of, baseline.best))
+    values = [[100 * (loss_of(record) / reference - 1) for record in summary.best] for summary in shown]
+    # Linear within 1 %, where rows near AdamW's lie; logarithmic beyond.
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xticks([-10, -1, 0, 1, 10], ["-10", "-1", "0", "+1", "+10"])
+    axes.minorticks_off()
+    _draw_rows(axes, shown, values, list(map(mean, values)))
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, -1.1), max(right, 1.1))
+    axes.axvline(0, color="black", linewidth=0.5)
+    axes.set(xlabel=f"val. loss to {'AdamW' if baseline.method == BASELINE else title_of(baseline.method)}, %")
+
+
+def _draw_shares(axes: Axes, shown: Sequence[Summary]) -> None:
+    by_name = {summary.method: summary for summary in shown}
+    for row, summary in enumerate(shown):
+        share = share_of_gap(summary, by_name)
+        if share is not None:
+            colour = COLOURS[family_of(summary.method)]
+            axes.plot([share.low, share.high], [row, row], color=colour, linewidth=1.2)
+            axes.plot([share.of_means], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
+    for share_of in (0, 100):
+        axes.axvline(share_of, color="black", linewidth=0.5)
+    axes.set(xlabel="share of the gap, %")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_steps(axes: Axes, shown: Sequence[Summary]) -> None:
+    baseline = next((s for s in shown if s.method == BASELINE), None)
+    if baseline is not None:
+        steps = [steps_to_loss_of(baseline, summary) for summary in shown]
+        _draw_rows(axes, shown, [[] for _ in shown], steps, missing_at=baseline.setting.steps)
+        axes.axvline(steps_to_loss_of(baseline, baseline), color="black", linewidth=0.5)
+        axes.set_xlim(left=0)
+    axes.set(xlabel="steps to AdamW's training loss")
+
+
+def _draw_thresholds(axes: Axes, shown: Sequence[Summary]) -> None:
+    setting = shown[0].setting
+    values = [[record.steps_to_threshold or math.inf for record in summary.best] for summary in shown]
+    medians = [summary.steps_at(summary.best_lr or 0.0) for summary in shown]
+    axes.set_xscale("log")
+    _draw_rows(axes, shown, values, medians, missing_at=setting.steps)
+    limits = axes.get_xlim()
+    ticks = [n * 10**power for power in (1, 2, 3) for n in (1, 2, 5)]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlim(limits)
+    axes.minorticks_off()
+    for summary, steps in zip(shown, medians, strict=True):
+        if summary.method == BASELINE and math.isfinite(steps):
+            axes.axvline(steps, color="black", linewidth=0.5)
+    axes.set(xlabel="steps until the threshold, of each seed, and median (x: not reached)")
+    _name_rows(axes, shown)
+
+
+def _draw_rows(
+    axes: Axes,
+    shown: Sequence[Summary],
+    values: Sequence[Sequence[float]],
+    middles: Sequence[float],
+    missing_at: float = math.inf,
+) -> None:
+    """A row for each method: a dot for each seed, a bar for the mean or median; a cross at `missing_at` for what is infinite."""
+    for row, (summary, of_row, middle) in enumerate(zip(shown, values, middles, strict=True)):
+        colour = COLOURS[family_of(summary.method)]
+        finite = [value for value in of_row if math.isfinite(value)]
+        axes.plot(finite, [row] * len(finite), color=colour, marker="o", markersize=4, alpha=0.5, linestyle="none")
+        if math.isfinite(middle):
+            axes.plot([middle], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
+        if len(finite) < len(of_row) or math.isinf(middle):
+            axes.plot([missing_at], [row], color=colour, marker="x", markersize=6)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _name_rows(axes: Axes, shown: Sequence[Summary]) -> None:
+    names = [f"{title_of(summary.method)} (lr {summary.best_lr:g}, {len(summary.best)} seeds)" for summary in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize="small")
+    axes.set_ylim(len(shown) - 0.5, -0.5)

@@ -1,0 +1,111 @@
+"""What the tables and plots say of a method: its runs at its best learning rate, and how they compare with AdamW's."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import mean, median
+
+from benchmarks.convergence.methods import METHODS, REMOVED
+from benchmarks.convergence.records import Record, newest
+from benchmarks.convergence.settings import Setting
+
+BASELINE = "adamw"
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """A method in one setting: its runs at its best learning rate."""
+
+    method: str
+    setting: Setting
+    by_lr: dict[float, list[Record]]
+    """The runs of each learning rate without failures."""
+    failed: list[Record] = field(default_factory=list)
+
+    @property
+    def best_lr(self) -> float | None:
+        """The one with the lowest mean validation loss or median of steps, and then loss, of those with the most seeds; None where every
+        learning rate has a failed run."""
+        most = max(map(len, self.by_lr.values()), default=0)
+        candidates = [lr for lr, runs in self.by_lr.items() if len(runs) == most]
+        if self.setting.measure == "steps":
+            return min(candidates, key=lambda lr: (self.steps_at(lr), self.mean_at(lr)), default=None)
+        return min(candidates, key=self.mean_at, default=None)
+
+    @property
+    def best(self) -> list[Record]:
+        """The runs at the best learning rate, one for each seed."""
+        return [] if self.best_lr is None else self.by_lr[self.best_lr]
+
+    def mean_at(self, lr: float) -> float:
+        """Mean validation loss over the seeds."""
+        return mean(loss_of(record) for record in self.by_lr[lr])
+
+    def steps_at(self, lr: float) -> float:
+        """Median over the seeds of the steps until the threshold; infinite where it was not reached."""
+        return median(record.steps_to_threshold or math.inf for record in self.by_lr[lr])
+
+    def curve(self) -> list[float]:
+        """Training loss at the best learning rate, mean over the seeds and the last 50 steps, each `loss_every` steps."""
+        curves = [smooth(record.train_loss, 5) for record in self.best]
+        return [mean(at_step) for at_step in zip(*curves, strict=True)]
+
+
+def loss_of(record: Record) -> float:
+    """The validation loss of a successful run."""
+    assert record.val_loss is not None
+    return record.val_loss
+
+
+def summarise(records: Iterable[Record], setting: Setting) -> list[Summary]:
+    """A summary for each method, in the order of `METHODS`; of several records of a run the newest counts."""
+    by_method: dict[str, dict[float, list[Record]]] = defaultdict(lambda: defaultdict(list))
+    for spec, record in sorted(newest(records).items()):
+        by_method[spec.method][spec.lr].append(record)
+    summaries = []
+    for method in sorted(by_method, key=[*METHODS, *REMOVED].index):
+        by_lr = by_method[method]
+        failed = [record for runs in by_lr.values() for record in runs if record.error is not None]
+        whole = {lr: runs for lr, runs in by_lr.items() if all(record.error is None for record in runs)}
+        summaries.append(Summary(method=method, setting=setting, by_lr=whole, failed=failed))
+    return summaries
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and the preceding ones, at most `window` values."""
+    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapShare:
+    """Share of the gap between a plain delay and AdamW that a method recovers, in percent."""
+
+    of_means: float
+    """Of the mean losses over the seeds that all three have."""
+    low: float
+    """Lowest share of one of these seeds."""
+    high: float
+    """Highest share."""
+
+
+def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare | None:
+    """The share of the gap that a method recovers; None without a plain method (`Method.plain`) or where a plain delay costs nothing."""
+    plain = by_name.get(METHODS[summary.method].plain or "") if summary.method in METHODS else None
+    baseline = by_name.get(BASELINE)
+    if plain is None or baseline is None or not summary.best:
+        return None
+    losses = [{record.spec.seed: loss_of(record) for record in s.best} for s in (plain, baseline, summary)]
+    seeds = set.intersection(*(set(of_seed) for of_seed in losses))
+    late, adamw, own = ([of_seed[seed] for seed in sorted(seeds)] for of_seed in losses)
+    if not seeds or mean(late) <= max(adamw):
+        return None
+    shares = [100 * (d - o) / (d - a) for d, a, o in zip(late, adamw, own, strict=True) if d > a]
+    of_means = 100 * (mean(late) - mean(own)) / (mean(late) - mean(adamw))
+    return GapShare(of_means=of_means, low=min(shares), high=max(shares))
+
+
+def steps_to_loss_of(baseline: Summary, summary: Summary) -> float:
+    """Steps until a method's training loss is the last one of `baseline`; infinite where it is not reached."""
+    goal, every = baseline.curve()[-1], summary.best[0].loss_every
+    return next((every * (i + 1) for i, loss in enumerate(summary.curve()) if loss <= goal), math.inf)
