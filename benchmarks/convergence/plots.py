@@ -108,7 +108,7 @@ def _draw_steps(axes: Axes, shown: Sequence[Summary]) -> None:
         steps = [steps_to_loss_of(baseline, summary) for summary in shown]
         _draw_rows(axes, shown, [[] for _ in shown], steps, missing_at=baseline.setting.steps)
         axes.axvline(steps_to_loss_of(baseline, baseline), color="black", linewidth=0.5)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.05 * baseline.setting.steps)
     axes.set(xlabel="steps to AdamW's training loss")
 
 
