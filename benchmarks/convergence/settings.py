@@ -84,7 +84,7 @@ SETTINGS = {
         "byte-level GPT from random weights, 4 layers of width 128, 3000 steps",
         lrs=(5e-4, 1e-3, 2e-3),
     ),
-    "delay_tuning": _delay("gpt", 400, "fine-tuning of the byte-level GPT, 400 steps"),
+    "delay_tuning": _delay("gpt", 400, "fine-tuning of the byte-level GPT, 400 steps", lrs=(*_DELAY_LRS, 8e-3)),
     "recall": _threshold("recall", 3000, "multi-query associative recall, 8 pairs, until 99 %"),
     "modular": _threshold(
         "modular",
