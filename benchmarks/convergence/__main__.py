@@ -165,8 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_missing(first, options, path)
             run_missing(at_best_lr(rest, first, records.read(path)), options, path)
     tables = write_reports(records.read(path), options.results)
-    for setting, text in tables.items():
-        print(f"\n{setting}: {SETTINGS[setting].title}\n\n{text}")
+    for name, text in tables.items():
+        title = SETTINGS[name].title if name in SETTINGS else "all settings about delay, to AdamW"
+        print(f"\n{name}: {title}\n\n{text}")
     update_document("convergence.md", tables, options.results)
     return 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.common.results import markdown
-from benchmarks.convergence.methods import title_of
+from benchmarks.convergence.methods import METHODS, names_of, title_of
 from benchmarks.convergence.plots import plot
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import SETTINGS
@@ -35,8 +35,7 @@ def table(summaries: Sequence[Summary]) -> str:
             row["val. loss"] = f"{mean(losses):.4f}"
             row["min..max"] = f"{min(losses):.4f}..{max(losses):.4f}"
             row["seeds"] = str(len(losses))
-            if baseline is not None and baseline.best_lr is not None:
-                row["to AdamW"] = f"{100 * (mean(losses) / baseline.mean_at(baseline.best_lr) - 1):+.1f} %"
+            row["to AdamW"] = _to(summary, baseline)
             accuracies = [record.dev_accuracy for record in summary.best if record.dev_accuracy is not None]
             if accuracies:
                 row["dev. accuracy"] = f"{100 * mean(accuracies):.1f} %"
@@ -46,6 +45,29 @@ def table(summaries: Sequence[Summary]) -> str:
         row["mean at each lr"] = _at_each_lr(summary, "{:.4f}", summary.mean_at)
         rows.append(row)
     return markdown(rows)
+
+
+def overview(by_setting: Mapping[str, Sequence[Summary]]) -> str:
+    """The Markdown table of all settings about delay: the main methods, as differences to AdamW."""
+    about_delay = {name: summaries for name, summaries in by_setting.items() if SETTINGS[name].methods == "delay"}
+    rows = []
+    for method in [name for name in names_of("delay") if METHODS[name].main]:
+        row = {"method": title_of(method)}
+        for name, summaries in about_delay.items():
+            of_method = {summary.method: summary for summary in summaries}
+            row[name] = _to(of_method[method], of_method.get(BASELINE)) if method in of_method else ""
+        rows.append(row)
+    return markdown(rows)
+
+
+def _to(summary: Summary, baseline: Summary | None) -> str:
+    """The difference to AdamW as text."""
+    difference = None if baseline is None else summary.to(baseline)
+    if difference is None:
+        return ""
+    if math.isinf(difference):
+        return "not reached"
+    return f"{difference:+.1f} %" if summary.setting.measure == "loss" else f"{difference:+.0f} %"
 
 
 def _share(summary: Summary, by_name: Mapping[str, Summary]) -> str:
@@ -73,8 +95,7 @@ def steps_table(summaries: Sequence[Summary]) -> str:
             row["best lr"], row["reached"] = f"{summary.best_lr:g}", f"{len(reached)} of {len(summary.best)}"
             row["steps"] = "not reached" if math.isinf(median_steps) else f"{median_steps:g}"
             row["min..max"] = f"{min(reached)}..{max(reached)}" if reached else ""
-            if baseline is not None and baseline.best_lr is not None and not math.isinf(median_steps):
-                row["to AdamW"] = f"{100 * (median_steps / baseline.steps_at(baseline.best_lr) - 1):+.0f} %"
+            row["to AdamW"] = _to(summary, baseline)
         row["median at each lr"] = _at_each_lr(summary, "{:g}", summary.steps_at)
         rows.append(row)
     return markdown(rows)
@@ -107,22 +128,25 @@ def provenance(records: Sequence[Record]) -> str:
 
 
 def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
-    """Writes table and plot of each setting; returns the tables by setting."""
+    """Writes table and plot of each setting, and the overview of those about delay; returns the tables by name."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for spec, record in newest(records).items():
         # Shortened trials are another comparison.
         if spec.steps == SETTINGS[spec.setting].steps:
             by_setting[spec.setting].append(record)
-    tables = {}
+    tables, by_name = {}, {}
     for setting in SETTINGS:
         if setting in by_setting:
             runs = by_setting[setting]
             _check_beginnings(setting, runs)
-            summaries = summarise(runs, SETTINGS[setting])
+            summaries = by_name[setting] = summarise(runs, SETTINGS[setting])
             make_table = steps_table if SETTINGS[setting].measure == "steps" else table
             tables[setting] = f"{make_table(summaries)}\n\n{provenance(runs)}"
-            (folder / f"convergence_{setting}.md").write_text(f"{tables[setting]}\n")
             plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
+    if any(SETTINGS[setting].methods == "delay" for setting in tables):
+        tables["delay"] = overview(by_name)
+    for name, text in tables.items():
+        (folder / f"convergence_{name}.md").write_text(f"{text}\n")
     return tables
 
 

@@ -46,6 +46,14 @@ class Summary:
         """Median over the seeds of the steps until the threshold; infinite where it was not reached."""
         return median(record.steps_to_threshold or math.inf for record in self.by_lr[lr])
 
+    def to(self, baseline: "Summary") -> float | None:
+        """Difference to another method in percent, of the mean loss or the median of steps; infinite where a threshold was not reached."""
+        if self.best_lr is None or baseline.best_lr is None:
+            return None
+        if self.setting.measure == "steps":
+            return 100 * (self.steps_at(self.best_lr) / baseline.steps_at(baseline.best_lr) - 1)
+        return 100 * (self.mean_at(self.best_lr) / baseline.mean_at(baseline.best_lr) - 1)
+
     def curve(self) -> list[float]:
         """Training loss at the best learning rate, mean over the seeds and the last 50 steps, each `loss_every` steps."""
         curves = [smooth(record.train_loss, 5) for record in self.best]

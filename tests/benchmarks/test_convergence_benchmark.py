@@ -102,7 +102,16 @@ def test_every_kind_of_setting_has_a_plot(setting: str, tmp_path: Path) -> None:
         for seed in (0, 1)
     ]
     failed = replace(runs[-1], spec=replace(runs[-1].spec, method="zenflow_auto"), val_loss=None, error="killed")
-    report.write_reports([*runs, failed], tmp_path)
+    tables = report.write_reports([*runs, failed], tmp_path)
+    assert ("delay" in tables) == (SETTINGS[setting].methods == "delay")
+    if "delay" in tables:
+        rows = {row.split("|")[1].strip(): row for row in tables["delay"].splitlines()[2:]}
+        assert (
+            "not reached" in rows["AdamW, 1 step late"]
+            if setting == "recall"
+            else "+20.0 %" in rows["AdamW, 1 step late"]
+        )
+        assert "%" not in rows["ZenFlowStrategy, S and d auto"]
     assert (tmp_path / f"convergence_{setting}.png").read_bytes().startswith(b"\x89PNG")
 
 
