@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -59,10 +60,7 @@ def _zenflow(
     )
 
 
-def _switched_off(title: str, *, main: bool = False, about_delay: bool = False, **keys: Any) -> Method:
-    """`ZenFlowStrategy` with S=4, d=1 and without one of its parts."""
-    family: Family = "ZenFlowStrategy, switched off in part"
-    return _zenflow(title, family=family, main=main, about_delay=about_delay, **keys)
+_switched_off = partial(_zenflow, family="ZenFlowStrategy, switched off in part")
 
 
 Rule = Callable[[Sequence[Tensor], float], list[Optimizer]]

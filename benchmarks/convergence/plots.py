@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 
 from benchmarks.convergence.methods import METHODS, Family, family_of, title_of
 from benchmarks.convergence.settings import Setting
-from benchmarks.convergence.summary import BASELINE, Summary, loss_of, share_of_gap, steps_to_loss_of
+from benchmarks.convergence.summary import (
+    BASELINE,
+    GapShare,
+    Summary,
+    baseline_of,
+    loss_of,
+    share_of_gap,
+    steps_to_loss_of,
+)
 
 COLOURS: Mapping[Family, str] = {
     "AdamW": "black",
@@ -74,7 +82,7 @@ def _draw_curves(axes: Axes, shown: Sequence[Summary]) -> None:
 
 
 def _draw_losses(axes: Axes, shown: Sequence[Summary]) -> None:
-    baseline = next((s for s in shown if s.method == BASELINE), shown[0])
+    baseline = baseline_of(shown) or shown[0]
     reference = mean(map(loss_of, baseline.best))
     values = [[100 * (loss_of(record) / reference - 1) for record in summary.best] for summary in shown]
     # Linear within 1 %, where rows near AdamW's lie; logarithmic beyond.
@@ -92,7 +100,7 @@ def _draw_shares(axes: Axes, shown: Sequence[Summary]) -> None:
     by_name = {summary.method: summary for summary in shown}
     for row, summary in enumerate(shown):
         share = share_of_gap(summary, by_name)
-        if share is not None:
+        if isinstance(share, GapShare):
             colour = COLOURS[family_of(summary.method)]
             axes.plot([share.low, share.high], [row, row], color=colour, linewidth=1.2)
             axes.plot([share.of_means], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
@@ -103,7 +111,7 @@ def _draw_shares(axes: Axes, shown: Sequence[Summary]) -> None:
 
 
 def _draw_steps(axes: Axes, shown: Sequence[Summary]) -> None:
-    baseline = next((s for s in shown if s.method == BASELINE), None)
+    baseline = baseline_of(shown)
     if baseline is not None:
         steps = [steps_to_loss_of(baseline, summary) for summary in shown]
         _draw_rows(axes, shown, [[] for _ in shown], steps, missing_at=baseline.setting.steps)

@@ -12,12 +12,20 @@ from benchmarks.convergence.methods import METHODS, names_of, title_of
 from benchmarks.convergence.plots import plot
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import SETTINGS
-from benchmarks.convergence.summary import BASELINE, Summary, loss_of, share_of_gap, steps_to_loss_of, summarise
+from benchmarks.convergence.summary import (
+    GapShare,
+    Summary,
+    baseline_of,
+    loss_of,
+    share_of_gap,
+    steps_to_loss_of,
+    summarise,
+)
 
 
 def table(summaries: Sequence[Summary]) -> str:
     """The Markdown table of one setting."""
-    baseline = next((s for s in summaries if s.method == BASELINE and s.best), None)
+    baseline = baseline_of(summaries)
     with_development_set = any(record.dev_accuracy is not None for s in summaries for record in s.best)
     about_delay = any(summary.setting.methods == "delay" for summary in summaries)
     by_name = {summary.method: summary for summary in summaries if summary.best}
@@ -55,7 +63,7 @@ def overview(by_setting: Mapping[str, Sequence[Summary]]) -> str:
         row = {"method": title_of(method)}
         for name, summaries in about_delay.items():
             of_method = {summary.method: summary for summary in summaries}
-            row[name] = _to(of_method[method], of_method.get(BASELINE)) if method in of_method else ""
+            row[name] = _to(of_method[method], baseline_of(summaries)) if method in of_method else ""
         rows.append(row)
     return markdown(rows)
 
@@ -72,7 +80,7 @@ def _to(summary: Summary, baseline: Summary | None) -> str:
 
 def _share(summary: Summary, by_name: Mapping[str, Summary]) -> str:
     share = share_of_gap(summary, by_name)
-    return "" if share is None else f"{share.of_means:.0f} % ({share.low:.0f}..{share.high:.0f})"
+    return f"{share.of_means:.0f} % ({share.low:.0f}..{share.high:.0f})" if isinstance(share, GapShare) else share or ""
 
 
 def _steps_to_loss(summary: Summary, baseline: Summary | None) -> str:
@@ -84,7 +92,7 @@ def _steps_to_loss(summary: Summary, baseline: Summary | None) -> str:
 
 def steps_table(summaries: Sequence[Summary]) -> str:
     """The Markdown table of a setting with a threshold."""
-    baseline = next((s for s in summaries if s.method == BASELINE and s.best_lr is not None), None)
+    baseline = baseline_of(summaries)
     rows = []
     for summary in summaries:
         row = {"method": title_of(summary.method), "name": f"`{summary.method}`"}

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
+from typing import Literal
 
 from benchmarks.convergence.methods import METHODS, REMOVED
 from benchmarks.convergence.records import Record, newest
@@ -97,8 +98,14 @@ class GapShare:
     """Highest share."""
 
 
-def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare | None:
-    """The share of the gap that a method recovers; None without a plain method (`Method.plain`) or where a plain delay costs nothing."""
+def baseline_of(summaries: Iterable[Summary]) -> Summary | None:
+    """AdamW's summary, if it has a whole learning rate."""
+    return next((summary for summary in summaries if summary.method == BASELINE and summary.best), None)
+
+
+def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare | Literal["no gap"] | None:
+    """The share of the gap that a method recovers; "no gap" where a plain delay costs nothing, None without a plain method
+    (`Method.plain`)."""
     plain = by_name.get(METHODS[summary.method].plain or "") if summary.method in METHODS else None
     baseline = by_name.get(BASELINE)
     if plain is None or baseline is None or not summary.best:
@@ -107,7 +114,7 @@ def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare |
     seeds = set.intersection(*(set(of_seed) for of_seed in losses))
     late, adamw, own = ([of_seed[seed] for seed in sorted(seeds)] for of_seed in losses)
     if not seeds or mean(late) <= max(adamw):
-        return None
+        return "no gap"
     shares = [100 * (d - o) / (d - a) for d, a, o in zip(late, adamw, own, strict=True) if d > a]
     of_means = 100 * (mean(late) - mean(own)) / (mean(late) - mean(adamw))
     return GapShare(of_means=of_means, low=min(shares), high=max(shares))

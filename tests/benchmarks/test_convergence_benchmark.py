@@ -106,11 +106,7 @@ def test_every_kind_of_setting_has_a_plot(setting: str, tmp_path: Path) -> None:
     assert ("delay" in tables) == (SETTINGS[setting].methods == "delay")
     if "delay" in tables:
         rows = {row.split("|")[1].strip(): row for row in tables["delay"].splitlines()[2:]}
-        assert (
-            "not reached" in rows["AdamW, 1 step late"]
-            if setting == "recall"
-            else "+20.0 %" in rows["AdamW, 1 step late"]
-        )
+        assert ("not reached" if setting == "recall" else "+20.0 %") in rows["AdamW, 1 step late"]
         assert "%" not in rows["ZenFlowStrategy, S and d auto"]
     assert (tmp_path / f"convergence_{setting}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -209,7 +205,7 @@ def test_the_share_of_the_gap_that_a_method_recovers() -> None:
     assert "95 % (90..100)" in rows["zenflow_s1"] and "not reached" in rows["delayed_1"]
     feedback = [*runs, record("feedback_4", 1e-3, 0, 2.04)]
     rows = {row.split("`")[1]: row for row in report.table(summarise_delay(feedback)).splitlines()[2:]}
-    assert "%" not in rows["feedback_4"].split("|")[8]
+    assert "no gap" in rows["feedback_4"]
 
 
 def summarise_delay(runs: list[Record]) -> list[summary.Summary]:
