@@ -1,9 +1,11 @@
 """Processes: whether they are alive, waiting until they are or are not, and what memory they share."""
 
 import contextlib
+import gc
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -40,12 +42,33 @@ class ArenaWatch:
         os.close(self._fd)
 
 
+def _open_files() -> Iterator[tuple[int, str]]:
+    """Descriptors of this process, and what each is open for."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            yield int(fd), os.readlink(f"/proc/self/fd/{fd}")
+
+
+@contextlib.contextmanager
+def leaves_no_file_open() -> Iterator[None]:
+    """What is open after the block was open before it.
+
+    Garbage of earlier tests may hold descriptors, and a collection in the block may close them: garbage is collected first, and a
+    file that is closed meanwhile is no failure.
+    """
+    gc.collect()
+    before = Counter(name for _, name in _open_files())
+    yield
+    gc.collect()
+    more = Counter(name for _, name in _open_files()) - before
+    assert not more, f"left open: {dict(more)}"
+
+
 def shared_bytes() -> int:
     """Shared memory of ours that this process holds."""
     sizes = {}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the folder's own
-            if "memfd:zenflow-" in os.readlink(f"/proc/self/fd/{fd}"):
-                status = os.fstat(int(fd))
-                sizes[status.st_ino] = 512 * status.st_blocks
+    for fd, name in _open_files():
+        if "memfd:zenflow-" in name:
+            status = os.fstat(fd)
+            sizes[status.st_ino] = 512 * status.st_blocks
     return sum(sizes.values())

@@ -14,7 +14,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.topology import allowed_cores
-from processes import is_alive, wait_for
+from processes import is_alive, leaves_no_file_open, wait_for
 from reference import Group, adamw_reference
 from small_arena import GROUPS, fill_slot, gradient_of, make_arena, make_partition, write_step
 
@@ -194,10 +194,6 @@ def test_an_executable_that_is_not_the_worker(arena: Arena, monkeypatch: pytest.
 
 
 def test_nothing_is_left_open(partition: Partition) -> None:
-    def open_files() -> list[str]:
-        # The folder's own descriptor is gone by the time its link is read.
-        return sorted(os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists())
-
     def start_and_close(*, fail: bool) -> None:
         arena = make_arena(partition)
         if fail:
@@ -212,10 +208,9 @@ def test_nothing_is_left_open(partition: Partition) -> None:
         arena.close(keep_state=False)
 
     start_and_close(fail=False)
-    before = open_files()
-    for fail in (False, True, False, True):
-        start_and_close(fail=fail)
-    assert open_files() == before
+    with leaves_no_file_open():
+        for fail in (False, True, False, True):
+            start_and_close(fail=fail)
 
 
 def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker: Worker) -> None:
