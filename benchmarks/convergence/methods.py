@@ -71,9 +71,11 @@ def _adamw_rule(beta1: float) -> Rule:
     return lambda weights, decay: [torch.optim.AdamW(weights, betas=(beta1, 0.999), weight_decay=decay)]
 
 
-def _nadamw_rule(weights: Sequence[Tensor], decay: float) -> list[Optimizer]:
-    """NAdamW of AsyncPP (arXiv 2505.01099)."""
-    return [torch.optim.NAdam(weights, betas=(0.99, 0.999), weight_decay=decay, decoupled_weight_decay=True)]
+def _nadamw_rule(beta1: float) -> Rule:
+    """NAdamW; with 0.99 that of AsyncPP (arXiv 2505.01099)."""
+    return lambda weights, decay: [
+        torch.optim.NAdam(weights, betas=(beta1, 0.999), weight_decay=decay, decoupled_weight_decay=True)
+    ]
 
 
 def _muon_rule(weights: Sequence[Tensor], decay: float) -> list[Optimizer]:
@@ -199,11 +201,12 @@ METHODS = {
     ),
     "beta95_1": _delayed("AdamW with beta1 = 0.95, 1 step late", delay=1, rule=_adamw_rule(0.95), plain="delayed_1"),
     "beta98_1": _delayed("AdamW with beta1 = 0.98, 1 step late", delay=1, rule=_adamw_rule(0.98), plain="delayed_1"),
-    "nadamw_1": _delayed("NAdamW 0.99, 1 step late", delay=1, rule=_nadamw_rule, plain="delayed_1", main=True),
-    "nadamw_4": _delayed("NAdamW 0.99, 4 steps late", delay=4, rule=_nadamw_rule, plain="delayed_4"),
+    "nadamw": _delayed("NAdamW 0.9", delay=0, rule=_nadamw_rule(0.9)),
+    "nadamw_1": _delayed("NAdamW 0.99, 1 step late", delay=1, rule=_nadamw_rule(0.99), plain="delayed_1", main=True),
+    "nadamw_4": _delayed("NAdamW 0.99, 4 steps late", delay=4, rule=_nadamw_rule(0.99), plain="delayed_4"),
     "stages_4": _delayed("AdamW, 4 to 0 steps late by stage", delay=4, rule=_adamw_rule(0.9), delays="by stage"),
     "nadamw_stages_4": _delayed(
-        "NAdamW 0.99, 4 to 0 steps late by stage", delay=4, rule=_nadamw_rule, delays="by stage", plain="stages_4"
+        "NAdamW 0.99, 4 to 0 steps late by stage", delay=4, rule=_nadamw_rule(0.99), delays="by stage", plain="stages_4"
     ),
     "muon": _delayed("Muon", delay=0, rule=_muon_rule),
     "muon_1": _delayed("Muon, 1 step late", delay=1, rule=_muon_rule, plain="delayed_1"),
