@@ -1,7 +1,6 @@
 """On a CUDA device: page-locked memory, how much of the device's is used, and that no step waits for the device."""
 
 import gc
-import time
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -45,15 +44,13 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         torch.cuda.synchronize()
         torch.cuda._sleep(500 * MILLISECOND)
         done = torch.cuda.Event()
-        begin = time.perf_counter()
         for slot, gradient in zip(arena.slots, gradients, strict=True):
             assert slot.is_pinned() and slot[-1:].is_pinned()
             slot.copy_(gradient, non_blocking=True)
         arena.clip[3].copy_(torch.full((), 0.5, device=device()), non_blocking=True)
         arena.sequence[3].copy_(torch.full((), 7, device=device()), non_blocking=True)
         done.record()
-        assert time.perf_counter() - begin < 0.2
-        assert not done.query()
+        assert not done.query(), "a copy waited for the device"
         done.synchronize()
         assert torch.equal(arena.slots, gradients.cpu())
         assert float(arena.clip[3]) == 0.5 and int(arena.sequence[3]) == 7
