@@ -1,6 +1,7 @@
 """Does training with `ZenFlowStrategy` converge like AdamW? Trains small models with every method and tabulates the results.
 
     python -m benchmarks.convergence                                     # everything: hours on two cores
+    python -m benchmarks.convergence --quick                             # training under delay: ten minutes
     python -m benchmarks.convergence --settings fast --methods adamw,zenflow_s4 --seeds 1
     python -m benchmarks.convergence --report-only
     python -m benchmarks.convergence --check-repeat
@@ -48,6 +49,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--lrs", type=list_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
     add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...", help="the first chooses the learning rate")
+    add("--quick", action="store_true", help="setting delay_quick with one seed: ten minutes on two cores")
     add("--all-seeds-at-all-lrs", action="store_true", help="run every seed at every learning rate")
     add("--steps", type=int, help="optimizer steps; default: the setting's; others are left out of the tables")
     add("--jobs", type=int, default=2, help="concurrent runs; the cores are divided among them")
@@ -57,6 +59,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--check-repeat", action="store_true", help="run zenflow_s4 twice and compare the bits of the final weights")
     parser.add_results()
     options = parser.parse(arguments)
+    if options.quick:
+        options.settings, options.seeds = ["delay_quick"], options.seeds[:1]
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     return options

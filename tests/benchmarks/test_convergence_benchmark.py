@@ -151,6 +151,13 @@ def test_the_grid_has_every_method_where_runs_are_short() -> None:
     assert len(set(specs)) == len(specs)
 
 
+def test_the_quick_comparison_has_every_row_about_delay_and_one_seed() -> None:
+    options = convergence.parse_arguments(["--quick"])
+    specs = convergence.grid(options, options.seeds)
+    assert {spec.method for spec in specs} == {name for name, method in METHODS.items() if method.about_delay}
+    assert {spec.setting for spec in specs} == {"delay_quick"} and {spec.seed for spec in specs} == {1}
+
+
 def test_further_seeds_run_at_the_learning_rate_that_was_best_with_the_first() -> None:
     options = convergence.parse_arguments(["--settings", "fast", "--methods", "adamw,zenflow_s4,zenflow_s1"])
     first, rest = convergence.grid(options, [1]), convergence.grid(options, [2, 3])
