@@ -71,11 +71,24 @@ def _adamw_rule(beta1: float) -> Rule:
     return lambda weights, decay: [torch.optim.AdamW(weights, betas=(beta1, 0.999), weight_decay=decay)]
 
 
-def _nadamw_rule(beta1: float) -> Rule:
-    """NAdamW; with 0.99 that of AsyncPP (arXiv 2505.01099)."""
+def _nadamw_rule(beta1: float, *, momentum_decay: float = 4e-3) -> Rule:
+    """NAdamW; with 0.99 and torch's momentum decay, that of AsyncPP (arXiv 2505.01099).
+
+    The momentum in step t is beta1 (1 - 0.96^(momentum_decay t) / 2): with torch's default about half of beta1 in these short trainings.
+    """
     return lambda weights, decay: [
-        torch.optim.NAdam(weights, betas=(beta1, 0.999), weight_decay=decay, decoupled_weight_decay=True)
+        torch.optim.NAdam(
+            weights,
+            betas=(beta1, 0.999),
+            weight_decay=decay,
+            momentum_decay=momentum_decay,
+            decoupled_weight_decay=True,
+        )
     ]
+
+
+_NESTEROV = _nadamw_rule(0.9, momentum_decay=1e4)
+"""AdamW with Nesterov's momentum: a decay so large leaves beta1 as it is from the first step."""
 
 
 def _muon_rule(weights: Sequence[Tensor], decay: float) -> list[Optimizer]:
@@ -131,7 +144,6 @@ def _deepspeed_zenflow(title: str, *, repair: bool, main: bool = False) -> Metho
         family="others",
         main=main,
         about_delay=repair,
-        plain="neither" if repair else None,
     )
 
 
@@ -161,13 +173,9 @@ METHODS = {
     "zenflow_s2": _zenflow("ZenFlowStrategy, S=2", update_interval=2, main=True),
     "zenflow_s4": _zenflow("ZenFlowStrategy, S=4", main=True, about_delay=True, plain="neither"),
     "zenflow_s8": _zenflow("ZenFlowStrategy, S=8", update_interval=8, main=True),
-    "zenflow_s2_d0": _zenflow(
-        "ZenFlowStrategy, S=2, d=0", update_interval=2, publish_lag=0, about_delay=True, plain="delayed_1"
-    ),
-    "zenflow_s4_d0": _zenflow("ZenFlowStrategy, S=4, d=0", publish_lag=0, about_delay=True, plain="neither"),
-    "zenflow_s8_d0": _zenflow(
-        "ZenFlowStrategy, S=8, d=0", update_interval=8, publish_lag=0, about_delay=True, plain="neither"
-    ),
+    "zenflow_s2_d0": _zenflow("ZenFlowStrategy, S=2, d=0", update_interval=2, publish_lag=0, about_delay=True),
+    "zenflow_s4_d0": _zenflow("ZenFlowStrategy, S=4, d=0", publish_lag=0, about_delay=True),
+    "zenflow_s8_d0": _zenflow("ZenFlowStrategy, S=8, d=0", update_interval=8, publish_lag=0, about_delay=True),
     "zenflow_auto": _zenflow(
         "ZenFlowStrategy, S and d auto", update_interval="auto", publish_lag="auto", main=True, about_delay=True
     ),
@@ -201,7 +209,8 @@ METHODS = {
     ),
     "beta95_1": _delayed("AdamW with beta1 = 0.95, 1 step late", delay=1, rule=_adamw_rule(0.95), plain="delayed_1"),
     "beta98_1": _delayed("AdamW with beta1 = 0.98, 1 step late", delay=1, rule=_adamw_rule(0.98), plain="delayed_1"),
-    "nadamw": _delayed("NAdamW 0.9", delay=0, rule=_nadamw_rule(0.9)),
+    "nesterov": _delayed("AdamW with Nesterov momentum", delay=0, rule=_NESTEROV),
+    "nesterov_1": _delayed("AdamW with Nesterov momentum, 1 step late", delay=1, rule=_NESTEROV, plain="delayed_1"),
     "nadamw_1": _delayed("NAdamW 0.99, 1 step late", delay=1, rule=_nadamw_rule(0.99), plain="delayed_1", main=True),
     "nadamw_4": _delayed("NAdamW 0.99, 4 steps late", delay=4, rule=_nadamw_rule(0.99), plain="delayed_4"),
     "stages_4": _delayed("AdamW, 4 to 0 steps late by stage", delay=4, rule=_adamw_rule(0.9), delays="by stage"),
@@ -209,7 +218,7 @@ METHODS = {
         "NAdamW 0.99, 4 to 0 steps late by stage", delay=4, rule=_nadamw_rule(0.99), delays="by stage", plain="stages_4"
     ),
     "muon": _delayed("Muon", delay=0, rule=_muon_rule),
-    "muon_1": _delayed("Muon, 1 step late", delay=1, rule=_muon_rule, plain="delayed_1"),
+    "muon_1": _delayed("Muon, 1 step late", delay=1, rule=_muon_rule),
 }
 """Error feedback (arXiv 2606.30634): its formula was not to be had. The form here is the one that its description implies: the update of a
 late gradient stands in for the one that is not known yet as well, and is taken back when that arrives, so the weights are those of the late

@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Literal
 
@@ -47,18 +47,34 @@ class Summary:
         """Median over the seeds of the steps until the threshold; infinite where it was not reached."""
         return median(record.steps_to_threshold or math.inf for record in self.by_lr[lr])
 
+    def of_seeds(self, seeds: Set[int]) -> "Summary":
+        """The same method's, by these seeds alone."""
+        by_lr = {lr: [run for run in runs if run.spec.seed in seeds] for lr, runs in self.by_lr.items()}
+        return replace(self, by_lr={lr: runs for lr, runs in by_lr.items() if runs})
+
     def to(self, baseline: "Summary") -> float | None:
-        """Difference to another method in percent, of the mean loss or the median of steps; infinite where a threshold was not reached."""
-        if self.best_lr is None or baseline.best_lr is None:
+        """Difference to another method in percent, of the mean loss or the median of steps, over the seeds of both.
+
+        Infinite where the median run misses the threshold; None where that of `baseline` does, or there is no seed of both.
+        """
+        own, other = with_equal_seeds(self, baseline)
+        if own.best_lr is None or other.best_lr is None:
             return None
-        if self.setting.measure == "steps":
-            return 100 * (self.steps_at(self.best_lr) / baseline.steps_at(baseline.best_lr) - 1)
-        return 100 * (self.mean_at(self.best_lr) / baseline.mean_at(baseline.best_lr) - 1)
+        if self.setting.measure == "loss":
+            return 100 * (own.mean_at(own.best_lr) / other.mean_at(other.best_lr) - 1)
+        steps = other.steps_at(other.best_lr)
+        return None if math.isinf(steps) else 100 * (own.steps_at(own.best_lr) / steps - 1)
 
     def curve(self) -> list[float]:
         """Training loss at the best learning rate, mean over the seeds and the last 50 steps, each `loss_every` steps."""
         curves = [smooth(record.train_loss, 5) for record in self.best]
         return [mean(at_step) for at_step in zip(*curves, strict=True)]
+
+
+def with_equal_seeds(*summaries: Summary) -> list[Summary]:
+    """The summaries by the seeds that all of them have at their best learning rates."""
+    seeds = set.intersection(*({run.spec.seed for run in summary.best} for summary in summaries))
+    return [summary.of_seeds(seeds) for summary in summaries]
 
 
 def loss_of(record: Record) -> float:
@@ -110,10 +126,10 @@ def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare |
     baseline = by_name.get(BASELINE)
     if plain is None or baseline is None or not summary.best:
         return None
-    losses = [{record.spec.seed: loss_of(record) for record in s.best} for s in (plain, baseline, summary)]
-    seeds = set.intersection(*(set(of_seed) for of_seed in losses))
-    late, adamw, own = ([of_seed[seed] for seed in sorted(seeds)] for of_seed in losses)
-    if not seeds or mean(late) <= max(adamw):
+    equal = with_equal_seeds(plain, baseline, summary)
+    # In the order of their seeds.
+    late, adamw, own = ([loss_of(record) for record in s.best] for s in equal)
+    if not own or mean(late) <= max(adamw):
         return "no gap"
     shares = [100 * (d - o) / (d - a) for d, a, o in zip(late, adamw, own, strict=True) if d > a]
     of_means = 100 * (mean(late) - mean(own)) / (mean(late) - mean(adamw))
@@ -121,6 +137,9 @@ def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare |
 
 
 def steps_to_loss_of(baseline: Summary, summary: Summary) -> float:
-    """Steps until a method's training loss is the last one of `baseline`; infinite where it is not reached."""
-    goal, every = baseline.curve()[-1], summary.best[0].loss_every
-    return next((every * (i + 1) for i, loss in enumerate(summary.curve()) if loss <= goal), math.inf)
+    """Steps until a method's training loss is the last one of `baseline`, over the seeds of both; infinite where it is not reached."""
+    own, other = with_equal_seeds(summary, baseline)
+    if not own.best or not other.best:
+        return math.inf
+    goal, every = other.curve()[-1], own.best[0].loss_every
+    return next((every * (i + 1) for i, loss in enumerate(own.curve()) if loss <= goal), math.inf)
