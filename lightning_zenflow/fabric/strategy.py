@@ -178,11 +178,7 @@ class ZenFlowStrategy(CheckpointHooks):
         is_other = module is not self._engine
         if is_other:
             raise RuntimeError("fabric.backward: model must be the one that was set up with the optimizer, got another")
-        if self._was_interrupted:
-            raise RuntimeError(
-                "fabric.backward: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start"
-                " again from a checkpoint"
-            )
+        self._refuse_partial_gradients("fabric.backward")
         if optimizer.zenflow_step.is_complete:
             raise RuntimeError(
                 "fabric.backward was called twice in a step, or after `fabric.clip_gradients`: call `optimizer.step()` between them, or run"
@@ -243,7 +239,7 @@ class ZenFlowStrategy(CheckpointHooks):
 
         Raises:
             MisconfigurationException: there is a closure.
-            RuntimeError: no backward pass was before.
+            RuntimeError: no backward pass was before, or an error interrupted one.
         """
         if kwargs:
             raise MisconfigurationException(
@@ -326,8 +322,16 @@ class ZenFlowStrategy(CheckpointHooks):
             raise RuntimeError(f"{what}: {ended}; call `model, optimizer = fabric.setup(model, optimizer)` before")
         return optimizer
 
+    def _refuse_partial_gradients(self, what: str) -> None:
+        if self._was_interrupted:
+            raise RuntimeError(
+                f"{what}: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start again from"
+                " a checkpoint"
+            )
+
     def _after_backward(self, what: str) -> ZenFlowStep:
         step = self._trained(what).zenflow_step
+        self._refuse_partial_gradients(what)
         if step.micro_batches == 0:
             raise RuntimeError(
                 f"{what} must come after `fabric.backward(loss)`, got no backward pass since the last step"
