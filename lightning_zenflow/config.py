@@ -107,15 +107,15 @@ class ZenFlowConfig:
     longer have the largest gradients."""
 
     update_interval: int | Literal["auto"] = _key("auto", integer(1, _LARGEST_INTERVAL) | AUTO, unit="steps")
-    """Window S: the worker replays the gradients of S steps in one pass. At most max_update_interval. "auto" takes the smallest power
-    of two whose work hides behind training; see `lightning_zenflow.schedule.auto_policy`."""
+    """Window S: the worker replays the gradients of S steps in one pass. At most max_update_interval. "auto" takes a power of
+    two: with publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.schedule.auto_policy`."""
 
     max_update_interval: int = _key(16, integer(1, _LARGEST_INTERVAL), unit="steps")
     """Upper bound of update_interval, hence of the gradients held in host memory."""
 
     publish_lag: int | Literal["auto"] = _key("auto", integer(0, _LARGEST_INTERVAL) | AUTO, unit="steps")
-    """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes the smallest lag,
-    up to 2, without waiting."""
+    """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0, 1 or 2:
+    with update_interval, the least stale pair whose work hides behind training."""
 
     optimizer_in_backward: bool = _key(True, BOOLEAN)
     """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that AdamW itself hides behind backward. With
@@ -131,7 +131,8 @@ class ZenFlowConfig:
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
     overlap_step: bool = _key(True, BOOLEAN)
-    """Runs the worker's updates concurrently with the next steps. If false, training is synchronous, as with publish_lag 0."""
+    """Runs the worker's updates concurrently with the next steps. If false, each step waits for the worker at its end, as with
+    publish_lag 0 and optimizer_in_backward false."""
 
     weight_prediction: float | int | Literal["auto"] = _key("auto", number(0, _LARGEST_FACTOR) | AUTO, unit="steps")
     """Steps along the momentum by which published weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean

@@ -1,6 +1,6 @@
 """The formula of the provisional update: an approximate step on host-owned weights, overwritten by the next publish.
 
-Host-owned weights would otherwise keep their values for up to S + d steps. The update is Adam's without momentum and with a factored
+Without it, host-owned weights would show a gradient up to S + d - 1 steps late. The update is Adam's without momentum and with a factored
 second moment, as in Adafactor (arXiv 1804.04235, section 3), which takes one float per row and one per column:
 
     v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).

@@ -26,8 +26,10 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/hidden_percent": "share of the worker's computation that the device did not wait for",
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
-    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are published a step later than others",
-    "zenflow/overlap/largest_lag_steps": "largest lag of a block that anyone sees: d; 1 with a tail that the device does not own",
+    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last: published a step later than others, or owned by"
+    " the device",
+    "zenflow/overlap/largest_lag_steps": "largest lag of a block's weights that a forward pass sees: d; 1 with a tail that the device"
+    " does not own",
     "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
     " ended the step; on CUDA the device is behind it",

@@ -12,7 +12,7 @@ A_n and B_(n,i) over these passes, which minimise the mean square distance from 
 and only the approximations of v remain.
 
 This matters for stability more than for the lag itself. A gradient that is one step late lowers the largest stable curvature of Adam with
-beta1 = 0.9 from 38 / step size to 1.1 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
+beta1 = 0.9 from 38 / step size to 1.0 / step size, and to 0.4 / step size with S = 4. See docs/decisions.md.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
 leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena: it is
-updated in the step itself instead of up to S + d steps later. Therefore a new selection moves nothing back to the host, and a flush ends
-with `DeviceColumns.request` and `DeviceColumns.load`.
+updated in the step itself instead of up to S + d - 1 steps later. Therefore a new selection moves nothing back to the host, and a flush
+ends with `DeviceColumns.request` and `DeviceColumns.load`.
 """
 
 from abc import ABC, abstractmethod

@@ -329,8 +329,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         difference = self.zenflow_step.load_state_dict(saved, count)
         if difference:
             rank_zero_info(
-                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: columns are selected anew, and"
-                " the schedule and the second moments of provisional updates start again"
+                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
+                " the selection of columns and the second moments of provisional updates start again"
             )
 
     @override
