@@ -52,7 +52,8 @@ class DelayedOptimizer(Optimizer):
         super().__init__(params, {"lr": lr})
         self._shown = list(params)
         self._masters = [p.detach().float().clone() for p in params]
-        self._rule = rule(self._masters)
+        self.rules = rule(self._masters)
+        """The optimizers of the masters."""
         self._delays = delays
         self._error_feedback = error_feedback
         self._max_norm = max_norm
@@ -65,7 +66,7 @@ class DelayedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for optimizer in self._rule:
+        for optimizer in self.rules:
             for group in optimizer.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
         for shown, master in zip(self._shown, self._masters, strict=True):
@@ -77,7 +78,7 @@ class DelayedOptimizer(Optimizer):
             assert master.grad is not None
             waiting.append(master.grad)
             master.grad = waiting.popleft() if len(waiting) > delay else None
-        for optimizer in self._rule:
+        for optimizer in self.rules:
             optimizer.step()
         for shown, master, old, delay in zip(self._shown, self._masters, before, self._delays, strict=True):
             shown.copy_(master + delay * (master - old) if self._error_feedback else master)

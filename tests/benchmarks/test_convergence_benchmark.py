@@ -235,6 +235,81 @@ def test_a_threshold_counts_the_median_of_the_steps() -> None:
         assert text in row
 
 
+def of_recall(method: str, steps: Sequence[int | None]) -> list[Record]:
+    """A run for each seed, from 0."""
+    return [
+        Record(
+            spec=Spec(setting="recall", method=method, lr=1e-3, seed=seed, steps=3000),
+            val_loss=0.0,
+            steps_to_threshold=n,
+        )
+        for seed, n in enumerate(steps)
+    ]
+
+
+def steps_rows(runs: list[Record]) -> dict[str, str]:
+    table = report.steps_table(summary.summarise(runs, SETTINGS["recall"]))
+    return {row.split("`")[1]: row for row in table.splitlines()[2:]}
+
+
+def test_methods_are_compared_over_the_seeds_that_both_have() -> None:
+    rows = steps_rows([*of_recall("adamw", (100, 200, 300, 1000, 1000)), *of_recall("zenflow_s1", (110, 220, 330))])
+    assert " 300 " in rows["adamw"] and "+10 %" in rows["zenflow_s1"], (
+        "of all five seeds, and to 200 of the first three"
+    )
+    losses = {"adamw": (2.0, 2.0, 8.0), "delayed_1": (2.4, 2.4, 9.0), "zenflow_s1": (2.1, 2.1)}
+    runs = [
+        record(method, 1e-3, seed, loss) for method, of_seeds in losses.items() for seed, loss in enumerate(of_seeds)
+    ]
+    rows = {row.split("`")[1]: row for row in report.table(summarise_delay(runs)).splitlines()[2:]}
+    assert "+5.0 %" in rows["zenflow_s1"] and "75 % (75..75)" in rows["zenflow_s1"]
+
+
+def test_a_threshold_that_is_not_reached() -> None:
+    rows = steps_rows([*of_recall("adamw", (100, 200)), *of_recall("neither", (None, None))])
+    assert rows["neither"].count("not reached") == 2
+    rows = steps_rows([*of_recall("adamw", (None, None)), *of_recall("zenflow_s1", (100, 200))])
+    assert "%" not in rows["zenflow_s1"] and "%" not in rows["adamw"], "nothing to compare with"
+
+
+def test_error_feedback_moves_on_by_the_delay_times_the_last_update() -> None:
+    shown, exact = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
+    exact.load_state_dict(shown.state_dict())
+
+    def rule(weights: Sequence[Tensor]) -> list[Optimizer]:
+        return [torch.optim.AdamW(weights)]
+
+    feedback = DelayedOptimizer([shown.weight], 0.1, rule=rule, delays=[2], error_feedback=True)
+    plain = DelayedOptimizer([exact.weight], 0.1, rule=rule, delays=[2])
+    for step in range(5):
+        before = exact.weight.detach().clone()
+        shown.weight.grad = exact.weight.grad = torch.tensor([[1.0 + step, -0.1 * step]])
+        feedback.step()
+        plain.step()
+        assert torch.equal(shown.weight, exact.weight + 2 * (exact.weight - before))
+
+
+def test_rules_of_the_other_optimizers() -> None:
+    network = torch.nn.Sequential(
+        torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+    )
+
+    def rules(name: str) -> list[Optimizer]:
+        optimizer = METHODS[name].make_optimizer(network, 0.1, 0.01)
+        assert isinstance(optimizer, DelayedOptimizer)
+        network(torch.arange(5)).square().sum().backward()
+        for _ in range(3):
+            optimizer.step()
+        return optimizer.rules
+
+    (nesterov,) = rules("nesterov")
+    (state, *_) = nesterov.state.values()
+    assert float(state["mu_product"]) == pytest.approx(0.9**3), "beta1 does not decay"
+    muon, adamw = rules("muon")
+    assert [tuple(w.shape) for w in muon.param_groups[0]["params"]] == [(4, 4)]
+    assert sorted(tuple(w.shape) for w in adamw.param_groups[0]["params"]) == [(4,), (4,), (4, 4), (5,), (5, 4), (5, 4)]
+
+
 def test_gradients_are_applied_as_late_as_asked() -> None:
     late, on_time = torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(2, 1, bias=False)
     on_time.load_state_dict(late.state_dict())
