@@ -219,27 +219,11 @@ def summarise_delay(runs: list[Record]) -> list[summary.Summary]:
     return summary.summarise(runs, SETTINGS["delay_small"])
 
 
-def test_a_threshold_counts_the_median_of_the_steps() -> None:
-    steps = {1e-3: (500, 700, 600), 2e-3: (400, None, None)}
-    runs = [
-        Record(
-            spec=Spec(setting="recall", method="adamw", lr=lr, seed=seed, steps=3000),
-            val_loss=0.0,
-            steps_to_threshold=n,
-        )
-        for lr, of_seeds in steps.items()
-        for seed, n in enumerate(of_seeds)
-    ]
-    (row,) = report.steps_table(summary.summarise(runs, SETTINGS["recall"])).splitlines()[2:]
-    for text in ("0.001", "600", "500..700", "3 of 3", "0.002: inf"):
-        assert text in row
-
-
-def of_recall(method: str, steps: Sequence[int | None]) -> list[Record]:
+def of_recall(method: str, steps: Sequence[int | None], lr: float = 1e-3) -> list[Record]:
     """A run for each seed, from 0."""
     return [
         Record(
-            spec=Spec(setting="recall", method=method, lr=1e-3, seed=seed, steps=3000),
+            spec=Spec(setting="recall", method=method, lr=lr, seed=seed, steps=3000),
             val_loss=0.0,
             steps_to_threshold=n,
         )
@@ -248,8 +232,18 @@ def of_recall(method: str, steps: Sequence[int | None]) -> list[Record]:
 
 
 def steps_rows(runs: list[Record]) -> dict[str, str]:
-    table = report.steps_table(summary.summarise(runs, SETTINGS["recall"]))
-    return {row.split("`")[1]: row for row in table.splitlines()[2:]}
+    lines = report.steps_table(summary.summarise(runs, SETTINGS["recall"])).splitlines()[2:]
+    rows = {row.split("`")[1]: row for row in lines}
+    assert len(rows) == len(lines), "a row for each method"
+    return rows
+
+
+def test_a_threshold_counts_the_median_of_the_steps() -> None:
+    (row,) = steps_rows(
+        [*of_recall("adamw", (500, 700, 600)), *of_recall("adamw", (400, None, None), lr=2e-3)]
+    ).values()
+    for text in ("0.001", "600", "500..700", "3 of 3", "0.002: inf"):
+        assert text in row
 
 
 def test_methods_are_compared_over_the_seeds_that_both_have() -> None:

@@ -66,7 +66,7 @@ def test_fits_leave_no_memory_behind() -> None:
     with leaves_no_file_open():
         for _ in range(2):
             fit(linear())
-    assert arenas() == before
+        assert arenas() == before
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])
