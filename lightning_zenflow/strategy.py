@@ -26,7 +26,6 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.registration import add_name, other_lightning
 from lightning_zenflow.session import Session
-from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
 from lightning_zenflow.zero.environment import RankEnvironment, is_interactive
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -260,6 +259,11 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         super().on_train_end()
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: Lightning asks before `save_checkpoint`, where DeepSpeed's engine saves the state."""
+        return {}
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves the exact state after the last step, atomically.
 
@@ -277,7 +281,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
             # Without a trailing slash, as the name of a file.
             path = Path(self.broadcast(os.path.normpath(filepath)))
             self._session.save(path, write, is_global_zero=self.is_global_zero)
-        except (OSError, WorkerError) as error:
+        except Exception as error:
             if not self._ends_with_error:
                 raise
             # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.

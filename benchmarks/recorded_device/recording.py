@@ -89,7 +89,7 @@ def record_gpt(*, update_interval: int, publish_lag: int, model: float = 1.5e9) 
     )
     with ExitStack() as stack:
         device = stack.enter_context(recorded_device())
-        stack.enter_context(patch.object(SupervisedWorker, "has_answered", lambda self: False))
+        stack.enter_context(patch.object(SupervisedWorker, "has_answered", lambda self, submission: False))
         quiet_trainer(
             strategy=strategy,
             max_steps=n_steps,

@@ -25,7 +25,7 @@ from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import ExportMessage, JobMessage, Request
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.zero import build
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
@@ -195,7 +195,7 @@ class WatchedWorker:
 
     def install(self, stack: ExitStack) -> None:
         """Sees arenas, submissions and answers until the stack ends."""
-        init, submit, receive = Arena.__init__, SupervisedWorker.submit, SupervisedWorker._receive_oldest
+        init, enqueue, receive = Arena.__init__, SupervisedWorker.enqueue, SupervisedWorker._receive_oldest
 
         def new_arena(arena: Arena, partition: Any, *args: Any, **kwargs: Any) -> None:
             init(arena, partition, *args, **kwargs)
@@ -208,20 +208,20 @@ class WatchedWorker:
             for row in (*arena.slots, *arena.publish, arena.export):
                 self._order.add_host_memory(row.data_ptr(), row.data_ptr() + row.nbytes)
 
-        def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> None:
+        def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> Submission:
             self._submitted.append(dict(self._order.clocks[HOST]))
             words = self._words(message) if isinstance(message, JobMessage) else []
             after = max((self._watch.word_copies[word.data_ptr()] for word in words), default=-1)
             self._device.note("submit", HOST, name=type(message).__name__, event=_number(message), after=after)
-            submit(worker, message)
+            return enqueue(worker, message)
 
         def received(worker: SupervisedWorker) -> None:
-            message = worker._unacknowledged[0]
+            message = worker._unanswered[0].message
             receive(worker)
             self._process(message, self._submitted.popleft())
 
         stack.enter_context(patch.object(Arena, "__init__", new_arena))
-        stack.enter_context(patch.object(SupervisedWorker, "submit", submitted))
+        stack.enter_context(patch.object(SupervisedWorker, "enqueue", submitted))
         # Private: there the trainer learns of an answer, whichever method it called.
         stack.enter_context(patch.object(SupervisedWorker, "_receive_oldest", received))
 

@@ -47,6 +47,9 @@
 // word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A
 // block has one word: the job that waits for it must be done before the device writes it again (publish lag 0).
 //
+// Messages. Neither end blocks in sending while the other one does: the trainer reads answers where its socket is full, and the
+// worker keeps answers that do not fit until the trainer reads.
+//
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
 // being applied again, the one between that and `begun_job` continues from the undo log (tile_journal.h, journal.h), and later

@@ -2,11 +2,11 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "common/error.h"
 
@@ -24,9 +24,13 @@ Channel::Channel(int fd) : fd_(fd) {
 std::optional<Channel::Message> Channel::receive() {
     ssize_t size;
     do {
+        if (!kept_.empty()) {
+            wait_for(POLLIN | POLLOUT);
+            if (!send_kept()) return std::nullopt;
+        }
         // With MSG_TRUNC the result is the real length of the message, even if it did not fit.
-        size = recv(fd_, buffer_.data(), buffer_.size(), MSG_TRUNC);
-    } while (size < 0 && errno == EINTR);
+        size = recv(fd_, buffer_.data(), buffer_.size(), MSG_TRUNC | (kept_.empty() ? 0 : MSG_DONTWAIT));
+    } while (size < 0 && (errno == EINTR || errno == EAGAIN));
     // A trainer that died with unread messages resets the connection.
     if (size == 0 || (size < 0 && errno == ECONNRESET)) return std::nullopt;
     if (size < 0) fail("cannot receive from the trainer: ", std::strerror(errno));
@@ -38,23 +42,47 @@ std::optional<Channel::Message> Channel::receive() {
 }
 
 bool Channel::send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size) {
-    // Only read; iovec has no const because it also serves for receiving.
-    iovec parts[] = {{const_cast<void*>(head), head_size}, {const_cast<void*>(tail), tail_size}};
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = 2;
+    std::vector<std::byte> message(head_size + tail_size);
+    std::memcpy(message.data(), head, head_size);
+    if (tail_size > 0) std::memcpy(message.data() + head_size, tail, tail_size);
+    kept_.push_back(std::move(message));
+    return send_kept();
+}
+
+bool Channel::send_kept() {
+    while (!kept_.empty()) {
+        const Sent sent = send_now(kept_.front());
+        if (sent != Sent::kYes) return sent == Sent::kNoRoom;
+        kept_.pop_front();
+    }
+    return true;
+}
+
+Channel::Sent Channel::send_now(const std::vector<std::byte>& message) {
     ssize_t sent;
     do {
-        sent = sendmsg(fd_, &message, MSG_NOSIGNAL);
+        sent = ::send(fd_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     } while (sent < 0 && errno == EINTR);
-    if (sent < 0 && (errno == EPIPE || errno == ECONNRESET)) return false;
-    if (sent < 0) fail("cannot send to the trainer: ", std::strerror(errno));
-    return true;
+    if (sent >= 0) return Sent::kYes;
+    if (errno == EAGAIN) return Sent::kNoRoom;
+    if (errno == EPIPE || errno == ECONNRESET) return Sent::kTrainerGone;
+    fail("cannot send to the trainer: ", std::strerror(errno));
 }
 
 bool Channel::send_error(std::string_view text) {
     const MessageHeader header{static_cast<uint32_t>(MessageType::kError), 0};
-    return send(header, text.data(), std::min(text.size(), kMaxMessageBytes - sizeof(header)));
+    bool sent = send(header, text.data(), std::min(text.size(), kMaxMessageBytes - sizeof(header)));
+    while (sent && !kept_.empty()) {
+        wait_for(POLLOUT);
+        sent = send_kept();
+    }
+    return sent;
+}
+
+void Channel::wait_for(short events) {
+    pollfd state{fd_, events, 0};
+    // An interrupted wait is repeated by the caller's loop.
+    if (poll(&state, 1, -1) < 0 && errno != EINTR) fail("cannot wait for the trainer: ", std::strerror(errno));
 }
 
 bool Channel::trainer_gone() const {

@@ -4,14 +4,19 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "common/protocol.h"
 
 namespace zenflow {
 
 // The worker's end of the socket. The file descriptor stays the caller's. Not thread-safe.
+//
+// Sending never blocks: what the socket has no room for is kept, and is sent while the channel waits for the next message. So
+// both ends may send many messages without reading.
 //
 // The trainer is gone once its end is closed, which the kernel also does when the trainer dies.
 class Channel {
@@ -25,8 +30,9 @@ class Channel {
         uint32_t type;  // MessageType, unchecked
     };
 
-    // Waits for the next message, which stays valid until the next call. Returns nullopt if the trainer is gone; its last
-    // messages may or may not be delivered first. Throws Error if the message has an invalid size or the socket fails.
+    // Waits for the next message, which stays valid until the next call, and sends meanwhile what is kept. Returns nullopt if the
+    // trainer is gone; its last messages may or may not be delivered first. Throws Error if the message has an invalid size or
+    // the socket fails.
     std::optional<Message> receive();
 
     // Sends a structure, followed by table entries in the same message. Returns false if the trainer is gone. Throws Error if the
@@ -40,16 +46,24 @@ class Channel {
         return send_bytes(&message, sizeof(message), entries, n_entries * sizeof(Entry));
     }
 
-    // Sends an Error message, with the text truncated to fit.
+    // Sends an Error message, with the text truncated to fit, behind all that is kept; waits until the trainer has read enough.
     bool send_error(std::string_view text);
 
     // Whether the trainer is gone, even if messages of it are still queued. Does not block.
     bool trainer_gone() const;
 
   private:
+    enum class Sent { kYes, kNoRoom, kTrainerGone };
+
     bool send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size);
+    Sent send_now(const std::vector<std::byte>& message);
+    // Sends what is kept, as far as there is room. Returns false if the trainer is gone.
+    bool send_kept();
+    // Waits until there is a message, or room for one.
+    void wait_for(short events);
 
     int fd_;
+    std::deque<std::vector<std::byte>> kept_;
     alignas(8) std::array<std::byte, kMaxMessageBytes> buffer_;
 };
 

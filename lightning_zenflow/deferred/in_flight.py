@@ -8,7 +8,6 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.deferred.window import JobCounts, UpdateJob, Window
-from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
@@ -37,6 +36,7 @@ class JobsInFlight:
         self._publisher = publisher
         self.counts = JobCounts()
         self._jobs: deque[UpdateJob] = deque()
+        self._of_block: list[deque[UpdateJob]] = [deque() for _ in rank.partition.blocks]  # the same jobs, by block
         self._job_ids = itertools.count(1)
         # Free publish buffers, each with the event behind the device's last copies from it; None: the last sealed word is behind them.
         self._free_buffers: dict[int, Event | None] = {}
@@ -62,28 +62,29 @@ class JobsInFlight:
 
     def next_due(self, block: int) -> int | None:
         """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
-        return min((job.due_step for job in self._jobs if job.block == block and job.is_shown), default=None)
+        return min((job.due_step for job in self._of_block[block] if job.is_shown), default=None)
 
     def overwrites(self, block: int, step: int) -> bool:
         """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
-        return any(job.block == block and job.is_shown and job.window.last_step < step for job in self._jobs)
+        return any(job.is_shown and job.window.last_step < step for job in self._of_block[block])
 
     def add_buffers(self, buffers: Iterable[int]) -> None:
         """Allows jobs to use publish buffers that they have not used so far."""
         self._free_buffers.update(dict.fromkeys(buffers))
 
-    def take_buffer(self) -> tuple[int, Event | None]:
-        """The publish buffer that has been free longest, and the event behind the device's last copies from it."""
-        buffer = next(iter(self._free_buffers))
-        return buffer, self._free_buffers.pop(buffer)
+    def next_buffer(self) -> tuple[int, Event | None]:
+        """The publish buffer that has been free longest, which `enqueue` takes, and the event behind the device's last copies from it."""
+        return next(iter(self._free_buffers.items()))
 
-    def take_buffer_events(self) -> list[Event]:
+    def buffer_events(self) -> list[Event]:
         """Events behind the copies from all free buffers, which the caller orders the next sealed word behind."""
-        events = [event for event in self._free_buffers.values() if event is not None]
-        self._free_buffers = dict.fromkeys(self._free_buffers)
-        return events
+        return [event for event in self._free_buffers.values() if event is not None]
 
-    def send(
+    def forget_buffer_events(self) -> None:
+        """Notes that a sealed word is ordered behind `buffer_events`."""
+        self._free_buffers = dict.fromkeys(self._free_buffers)
+
+    def enqueue(
         self,
         block: int,
         window: Window,
@@ -94,9 +95,22 @@ class JobsInFlight:
         has_tentative: bool = False,
         is_shown: bool = True,
     ) -> UpdateJob:
-        """Makes a window a job of the worker."""
+        """Makes a window a job, which `send` sends to the worker; within `books`, together with the change of the block's window."""
+        job_id = next(self._job_ids)
+        submission = self._worker.enqueue(
+            JobMessage(
+                job_id=job_id,
+                block=block,
+                first_step=window.first_step,
+                slots=window.slots,
+                publish_buffer=buffer,
+                prediction_steps=prediction_steps,
+                has_tentative=has_tentative,
+            )
+        )
         job = UpdateJob(
-            job_id=next(self._job_ids),
+            job_id=job_id,
+            submission=submission,
             block=block,
             window=window,
             has_tentative=has_tentative,
@@ -106,19 +120,15 @@ class JobsInFlight:
             held_slots=window.slots[: len(window.slots) - has_tentative],
             holds_buffer=is_shown,
         )
-        self._worker.submit(
-            JobMessage(
-                job_id=job.job_id,
-                block=block,
-                first_step=window.first_step,
-                slots=window.slots,
-                publish_buffer=buffer,
-                prediction_steps=prediction_steps,
-                has_tentative=has_tentative,
-            )
-        )
+        if is_shown:
+            del self._free_buffers[buffer]
         self._jobs.append(job)
+        self._of_block[block].append(job)
         return job
+
+    def send(self) -> None:
+        """Sends the jobs that are enqueued."""
+        self._worker.send()
 
     def upload(self, new: Set[int], step: int, *, except_blocks: Set[int]) -> None:
         """Copies weights of jobs that are done and due at the end of the step; in backward. Never waits.
@@ -140,9 +150,9 @@ class JobsInFlight:
                 job.unread.append((unread, slices))
         for job in self._jobs:
             if job.completion is None:
-                if not self._worker.has_answered():
+                if not self._worker.has_answered(job.submission):
                     return
-                self._answered(job, self._worker.wait())
+                self._take_answer(job)
             self._upload(job, step)
 
     def read_answer(self, cause: Cause, step: int) -> None:
@@ -172,23 +182,25 @@ class JobsInFlight:
     def publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
         job = self._jobs[0]
-        self.counts.in_backward += job.has_tentative
         if job.completion is None:
-            self.counts.late += job.has_tentative and not self._worker.has_answered()
+            self.counts.late += job.has_tentative and not self._worker.has_answered(job.submission)
             self._await(job, cause)
         assert job.completion is not None
-        self._jobs.popleft()
+        copied = None
+        if job.is_shown:
+            self._publisher.finish(job)
+            copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
+        # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
+        with self._rank.books:
+            self._jobs.popleft()
+            self._of_block[job.block].popleft()
+            self._free_slots(job)
+            if copied is not None:
+                self._free_buffers[job.publish_buffer] = copied
+            if job.is_shown:
+                self._published[job.block] = job.window.last_step
         self._rank.telemetry.stalls.add_job(job.block, job.completion)
-        self._free_slots(job)
-        if not job.is_shown:
-            return
-        self._publisher.finish(job)
-        n = job.window.last_step - job.window.shown_until
-        self.counts.gradients += n
-        self.counts.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
-        if job.holds_buffer:
-            self._free_buffers[job.publish_buffer] = runtime_of(self._rank.device).record_event()
-        self._published[job.block] = job.window.last_step
+        self.counts.add(job, step)
 
     def forget_unread(self) -> None:
         """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
@@ -198,16 +210,16 @@ class JobsInFlight:
     def _await(self, job: UpdateJob, cause: Cause) -> None:
         """Waits for the worker's answer to a job, the oldest without one."""
         with self._rank.telemetry.stalls.measure(cause):
-            completion = self._worker.wait()
-        self._answered(job, completion)
+            self._worker.wait_for(job.submission)
+        self._take_answer(job)
 
-    def _answered(self, job: UpdateJob, completion: Completion) -> None:
+    def _take_answer(self, job: UpdateJob) -> None:
         """Takes the worker's answer, and frees slots."""
-        assert completion.job_id == job.job_id, "the worker answers in order of submission"
-        job.completion = completion
-        # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
-        if next(other for other in self._jobs if other.block == job.block) is job:
-            self._free_slots(job)
+        with self._rank.books:
+            job.completion = job.submission.completion
+            # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
+            if self._of_block[job.block][0] is job:
+                self._free_slots(job)
 
     def _free_slots(self, job: UpdateJob) -> None:
         self._slots.free(job.held_slots)
@@ -218,5 +230,6 @@ class JobsInFlight:
         if job.is_shown and job.due_step <= step:
             self.counts.bytes_in_backward += self._publisher.upload(job)
             if job.has_tentative and job.holds_buffer and job.copied is not None:
-                self._free_buffers[job.publish_buffer] = job.copied
-                job.holds_buffer = False
+                with self._rank.books:
+                    self._free_buffers[job.publish_buffer] = job.copied
+                    job.holds_buffer = False

@@ -92,6 +92,7 @@ class JobQueue:
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
         self._in_flight = JobsInFlight(rank, worker, slots, publisher)
         self._n_buffers = self._longest = self._largest_lag = 0
+        self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._filling = 0  # the step whose gradients go to slots now or next
         self._submitted_in_backward: set[int] = set()  # blocks, in the present step
         # The sequence number is a device value as well, because it must be written in stream order behind the gradients.
@@ -154,8 +155,9 @@ class JobQueue:
         """
         arena = self._rank.arena
         record = step % arena.n_step_records
-        copied = self._in_flight.take_buffer_events()
+        copied = self._in_flight.buffer_events()
         self._write_word(arena.clip[record], arena.sequence[record], step, factor, behind=copied)
+        self._in_flight.forget_buffer_events()
 
     def submit_closing(
         self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], unread: Set[int] = frozenset()
@@ -207,17 +209,20 @@ class JobQueue:
         while not self._in_flight.n_free_buffers:
             # Every job that was submitted in this backward pass gives its own back.
             self._in_flight.read_answer("slot", step)
-        buffer, copied = self._in_flight.take_buffer()
+        self._slots.take(block)
+        self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
+        buffer, copied = self._in_flight.next_buffer()
         behind = [] if copied is None else [copied]
         self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor, behind=behind)
-        self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
-        window = self._fill_window(block)
-        self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
-        job = self._in_flight.send(
-            block, window, buffer, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True
-        )
+        with self._rank.books:
+            window = self._fill_window(block)
+            self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
+            job = self._in_flight.enqueue(
+                block, window, buffer, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True
+            )
+            self._submitted_in_backward.add(block)
+        self._in_flight.send()
         job.unread.append((runtime_of(self._rank.device).record_event(), self._publisher.trained_slices(block)))
-        self._submitted_in_backward.add(block)
 
     def next_due(self, block: int) -> int | None:
         """See `JobsInFlight.next_due`."""
@@ -247,19 +252,31 @@ class JobQueue:
         return published
 
     def flush(self, step: int) -> None:
-        """Closes every open window and publishes every job; arena and weights are then the exact state after `step`."""
+        """Closes every open window and publishes every job; arena and weights are then the exact state after `step`.
+
+        May be called again after an exception has interrupted it, or the step.
+        """
         if self._slots.is_open and self._filling == step:
             self._end_fill()
-        dropped = self._drop_open_step(step)
+        self._drop_open_step(step)
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         self._in_flight.publish_all(step)
-        self._slots.free(dropped)
-        if self._submitted_in_backward:
-            # The step will be repeated, and the words of its blocks have arrived.
-            self._rank.arena.block_sequence.zero_()
-            self._submitted_in_backward.clear()
+        with self._rank.books:
+            self._slots.free(self._dropped)
+            self._dropped.clear()
+        self._forget_words(step + 1)
+        self._submitted_in_backward.clear()
         self._publisher.forget_ages()
+
+    def _forget_words(self, step: int) -> None:
+        """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
+        arena = self._rank.arena
+        with self._rank.telemetry.stalls.measure("flush"):
+            # One that no job has waited for may still be on its way.
+            runtime_of(self._rank.device).synchronize()
+        arena.block_sequence.zero_()
+        arena.sequence[step % arena.n_step_records] = 0
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -284,7 +301,7 @@ class JobQueue:
         self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
 
     def _fill_window(self, block: int) -> Window:
-        """Adds the open step's gradient to a block's window."""
+        """Adds the open step's gradient to a block's window; within `books`."""
         window = self._windows[block]
         if window is None:
             window = self._windows[block] = Window(first_step=self._filling, shown_until=self._filling - 1)
@@ -293,11 +310,14 @@ class JobQueue:
 
     def _end_fill(self) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
-        for block in range(len(self._windows)):
-            if block not in self._submitted_in_backward:
+        rest = [block for block in range(len(self._windows)) if block not in self._submitted_in_backward]
+        for block in rest:
+            self._slots.take(block)
+        with self._rank.books:
+            for block in rest:
                 self._fill_window(block)
-        self._slots.close()
-        self._filling += 1
+            self._slots.close()
+            self._filling += 1
 
     def _free_a_slot(self) -> None:
         """Backpressure of phase *fill*: returns when a slot is free.
@@ -321,21 +341,23 @@ class JobQueue:
         for block in closing or held:
             window = self._windows[block]
             assert window is not None
-            self._windows[block] = Window(first_step=self._filling, shown_until=window.shown_until)
-            self._in_flight.send(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
+            with self._rank.books:
+                self._windows[block] = Window(first_step=self._filling, shown_until=window.shown_until)
+                self._in_flight.enqueue(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
+            self._in_flight.send()
 
-    def _drop_open_step(self, step: int) -> list[int]:
-        """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error; returns their slots.
+    def _drop_open_step(self, step: int) -> None:
+        """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error.
 
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
-        dropped = self._slots.drop_open()
         self._in_flight.forget_unread()
-        for block, window in enumerate(self._windows):
-            if window is not None and window.last_step > step:
-                dropped += window.slots
-                self._windows[block] = Window(first_step=step + 1, shown_until=step)
-        return dropped
+        with self._rank.books:
+            self._dropped += self._slots.drop_open()
+            for block, window in enumerate(self._windows):
+                if window is not None and window.last_step > step:
+                    self._dropped += window.slots
+                    self._windows[block] = Window(first_step=step + 1, shown_until=step)
 
     def _submit(
         self,
@@ -347,19 +369,26 @@ class JobQueue:
         is_shown: bool = True,
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
-        window, self._windows[block] = self._windows[block], None
+        window = self._windows[block]
         if window is None:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step, shown_until=due_step - 1)
-        if not is_shown:
-            self._in_flight.send(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
-            return
+        buffer = self._free_buffer(due_step, cause) if is_shown else UNREAD_BUFFER
+        with self._rank.books:
+            self._windows[block] = None
+            self._in_flight.enqueue(
+                block, window, buffer, due_step=due_step, prediction_steps=prediction_steps, is_shown=is_shown
+            )
+        self._in_flight.send()
+
+    def _free_buffer(self, due_step: int, cause: Cause) -> int:
+        """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""
         while not self._in_flight.n_free_buffers:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
             self._in_flight.publish_oldest(due_step, cause)
-        buffer, copied = self._in_flight.take_buffer()
+        buffer, copied = self._in_flight.next_buffer()
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 copied.synchronize()
-        self._in_flight.send(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
+        return buffer

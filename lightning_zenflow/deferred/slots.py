@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.worker.arena import Arena
 
 
@@ -13,11 +14,15 @@ class SlotPool:
 
     A slot belongs to the training thread from then until the job that applies its gradient is submitted, then to the worker, and is free
     again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
+
+    Args:
+        books: see `RankState`. Entered by the callers of all methods that change more than one record with theirs.
     """
 
-    def __init__(self, partition: Partition, arena: Arena) -> None:
+    def __init__(self, partition: Partition, arena: Arena, books: UnderWay) -> None:
         self._partition = partition
         self._arena = arena
+        self._books = books
         self._n_slots = 0
         self._free: list[int] = []
         self._of_step: dict[int, int] = {}  # for each block that has taken one, the slot of the present or next step
@@ -43,8 +48,9 @@ class SlotPool:
 
     def grow(self, n_slots: int) -> None:
         """Allows the pool to use the first `n_slots` slots of the arena."""
-        self._free[:0] = reversed(range(self._n_slots, n_slots))
-        self._n_slots = max(self._n_slots, n_slots)
+        with self._books:
+            self._free[:0] = reversed(range(self._n_slots, n_slots))
+            self._n_slots = max(self._n_slots, n_slots)
 
     def make_room_by(self, make_room: Callable[[], None]) -> None:
         """Sets what is called when a slot is to be taken and none is free; it frees one."""
@@ -59,10 +65,23 @@ class SlotPool:
         assert self._handed_over == self._of_step.keys()
         self._end_step()
 
+    def take(self, block: int) -> int:
+        """The slot of a block in the open step, or in the next one; takes a free one first, if the block has none.
+
+        Where none is free, it waits until one is.
+        """
+        slot = self._of_step.get(block)
+        if slot is None:
+            if not self._free and self._make_room is not None:
+                self._make_room()
+            with self._books:
+                slot = self._of_step[block] = self._free.pop()
+        return slot
+
     def hand_over(self, block: int) -> int:
-        """The slot of a block in the open step, which from now on belongs to the block's window."""
+        """The slot that a block has taken in the open step, which from now on belongs to the block's window."""
         self._handed_over.add(block)
-        return self._slot_of(block)
+        return self._of_step[block]
 
     def drop_open(self) -> list[int]:
         """Ends an open step that was interrupted; returns its slots that are no window's. Sums of micro-batches before a step stay."""
@@ -87,7 +106,7 @@ class SlotPool:
         """
         # Views are cached: every step asks for as many as there are tiles.
         block = self._partition.block_of_tile[tile_index]
-        slot = self._slot_of(block)
+        slot = self.take(block)
         view = self._views.get((tile_index, slot))
         if view is None:
             tile = self._partition.tiles[tile_index]
@@ -107,11 +126,3 @@ class SlotPool:
         self._of_step.clear()
         self._handed_over.clear()
         self._is_open = False
-
-    def _slot_of(self, block: int) -> int:
-        slot = self._of_step.get(block)
-        if slot is None:
-            if not self._free and self._make_room is not None:
-                self._make_room()
-            slot = self._of_step[block] = self._free.pop()
-        return slot

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from lightning_zenflow.core.device import Event
 from lightning_zenflow.telemetry.counters import Completion
+from lightning_zenflow.worker.supervisor import Submission
 
 
 @dataclass(kw_only=True)
@@ -37,8 +38,10 @@ class UpdateJob:
     publish_buffer: int
     is_shown: bool = True
     """Whether the weights are copied into the model."""
+    submission: Submission
+    """The job's message to the worker."""
     completion: Completion | None = None
-    """The worker's answer, once it has been read."""
+    """The worker's answer, once `JobsInFlight` has taken it and the slots that are free with it."""
     held_slots: Sequence[int] = ()
     """Slots that become free with the job."""
     holds_buffer: bool = True
@@ -66,3 +69,11 @@ class JobCounts:
     """Gradients (of one step and one block) that have become visible in the model's weights."""
     age_steps: int = 0
     """Sum, over these gradients, of the steps between the gradient's own step and the one at whose end it became visible."""
+
+    def add(self, job: UpdateJob, step: int) -> None:
+        """Adds a job that has been published at the end of `step`."""
+        self.in_backward += job.has_tentative
+        if job.is_shown:
+            n = job.window.last_step - job.window.shown_until
+            self.gradients += n
+            self.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2

@@ -291,7 +291,8 @@ class ZenFlowStrategy(CheckpointHooks):
             RuntimeError: a step has its gradients and has not been done.
         """
         optimizer = self._session.optimizer
-        if optimizer is not None and optimizer.zenflow_step.is_complete and not self._was_interrupted:
+        step = None if optimizer is None else optimizer.zenflow_step
+        if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
             raise RuntimeError(
                 "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
                 " drop the gradients"
@@ -332,6 +333,11 @@ class ZenFlowStrategy(CheckpointHooks):
     def _after_backward(self, what: str) -> ZenFlowStep:
         step = self._trained(what).zenflow_step
         self._refuse_partial_gradients(what)
+        if step.was_interrupted:
+            raise RuntimeError(
+                f"{what}: an exception has interrupted the step before; go on with a forward pass or `optimizer.zero_grad()`, which first"
+                " make the state exact, with that step or without it"
+            )
         if step.micro_batches == 0:
             raise RuntimeError(
                 f"{what} must come after `fabric.backward(loss)`, got no backward pass since the last step"
@@ -346,6 +352,8 @@ class ZenFlowStrategy(CheckpointHooks):
         elif torch.is_grad_enabled():
             if self._meter is not None:
                 self._meter.resume()
+            if self._session.optimizer is not None and self._session.optimizer.zenflow_step.was_interrupted:
+                self.flush()
             self._session.begin_micro_batch()
             self._forward.enter_context(self._session.span("forward"))
 

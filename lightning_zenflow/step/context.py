@@ -1,12 +1,28 @@
-"""Inputs of one optimizer step, fixed when the first gradient of its last micro-batch arrives."""
+"""State of the step that is next, and its inputs, which are fixed when the first gradient of its last micro-batch arrives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.topk.column_norms import ColumnSquaredNorms
+
+
+class StepState(Enum):
+    """State of the step that is next."""
+
+    IDLE = auto()
+    """No backward pass since the last step."""
+    ACCUMULATING = auto()
+    """The last micro-batch's backward pass has not begun."""
+    OPEN = auto()
+    """It has begun, or is over."""
+    REDUCED = auto()
+    """The gradient norm is known, and no more gradients are received."""
+    UNDER_WAY = auto()
+    """The phases from *reduce* on. If it is found by a later call, an exception has interrupted them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,16 @@ class Freezing:
     def __init__(self, partition: Partition, parameters: Sequence[Tensor]) -> None:
         self._partition = partition
         self._parameters = parameters
-        self._trained = [True] * len(parameters)
+        self._trained = self._followed = [True] * len(parameters)
 
     def update(self) -> bool:
-        """Reads `requires_grad` again; returns whether it has changed anywhere in the model, the same on every rank."""
-        before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
-        return self._trained != before
+        """Reads `requires_grad` again; returns whether it has changed since `followed`, the same on every rank."""
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        return self._trained != self._followed
+
+    def followed(self) -> None:
+        """Notes that everything follows the present flags."""
+        self._followed = self._trained
 
     def is_frozen(self, slice_index: int) -> bool:
         """Whether steps leave a slice alone, as of the last `update`."""

@@ -110,6 +110,11 @@ class Planner:
         """Notes new columns or a new tail in `step`: blocks change from now on, each with its own next window."""
         self._changing_until = step + self._jobs.age
 
+    def restore_schedule(self) -> None:
+        """Gives the jobs the schedule that was decided on last, after an exception has interrupted a change; right after a flush only."""
+        if self._control is not None:
+            self._jobs.set_schedule(self._control.schedule, self._control.tail)
+
     def interrupt(self) -> None:
         """Discards times that are being measured, after something other than training has run between two steps."""
         if self._control is not None:

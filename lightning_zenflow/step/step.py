@@ -11,9 +11,10 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
 from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
-from lightning_zenflow.step.context import StepContext, StepEnvironment
+from lightning_zenflow.step.context import StepContext, StepEnvironment, StepState
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.topk.columns import Columns
+from lightning_zenflow.worker.process import WorkerError
 
 
 class ZenFlowStep:
@@ -33,6 +34,9 @@ class ZenFlowStep:
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
        device-owned weights are written over them. Blocks that the device owns entirely are left out.
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
+
+    Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
+    that were sealed. If it has cut a change of the records (`RankState.books`), which takes microseconds, the flush raises `WorkerError`.
 
     Args:
         parts: components of the step.
@@ -66,8 +70,8 @@ class ZenFlowStep:
         self._accumulation = Accumulation(rank, parts.slots, where=config.accumulate_on)
         self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.skipped = parts.skipped
+        self._state = StepState.IDLE
         self._micro_batches = 0
-        self._is_complete = False
         self._squared_norm: Tensor | None = None
         self._number = self._flushed_number = 0
         self._context: StepContext | None = None
@@ -82,7 +86,8 @@ class ZenFlowStep:
     @property
     def is_exact(self) -> bool:
         """Whether the arena is the exact state of all steps so far."""
-        return self._flushed_number == self._number and not self._jobs.submitted_in_backward
+        is_flushed = self._flushed_number == self._number and not self._jobs.submitted_in_backward
+        return is_flushed and not self.was_interrupted
 
     @property
     def micro_batches(self) -> int:
@@ -92,7 +97,12 @@ class ZenFlowStep:
     @property
     def is_complete(self) -> bool:
         """Whether only `step` is missing: the last micro-batch's backward pass has begun, or `gradient_norm` was called."""
-        return self._is_complete or self._context is not None
+        return self._state not in (StepState.IDLE, StepState.ACCUMULATING)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception has interrupted `step` or `gradient_norm`, or a change of the records; a flush comes next."""
+        return self._state == StepState.UNDER_WAY or self._rank.books.is_cut
 
     def begin_backward(self, *, last: bool) -> None:
         """Counts a backward pass, before its first gradient.
@@ -100,8 +110,9 @@ class ZenFlowStep:
         Args:
             last: whether this is the step's last micro-batch.
         """
+        self._refuse_interrupted()
         self._micro_batches += 1
-        self._is_complete = last
+        self._state = StepState.OPEN if last else StepState.ACCUMULATING
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
@@ -118,18 +129,17 @@ class ZenFlowStep:
         if not last:
             self._accumulation.add(slice_index, gradient)
             return
-        context = self._context or self._open()
+        context = self._opened()
         self._router.route(context, slice_index, self._accumulation.total(slice_index, gradient))
 
     def end_backward(self) -> None:
         """Ends the backward pass of the step's last micro-batch, which may have had no gradient on this rank."""
-        if self._context is None:
-            self._open()
+        self._opened()
 
     @property
     def has_gradients(self) -> bool:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
-        return self._context is not None
+        return self._context is not None and not self.was_interrupted
 
     def gradient(self, slice_index: int) -> Tensor:
         """Gradient of one slice in the step that is next, where `has_gradients`; waits for the device.
@@ -158,21 +168,21 @@ class ZenFlowStep:
 
         Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
         """
-        context = self._context or self._open()
+        context = self._opened()
         return step_scale(self._reduce(context), max_norm=0, loss_scale=context.loss_scale, count=self.count).norm
 
     @torch.no_grad()
     def step(self) -> StepScale:
         """One optimizer step; the phases are those of the class docstring."""
-        context = self._context or self._open()
+        context = self._opened()
         number, plan = context.number, context.plan
+        # reduce
+        squared_norm = self._reduce(context)
+        self._state = StepState.UNDER_WAY
         # Read again: a hook may have changed them after backward.
         groups = self._environment.read_hyperparameters()
         self._rank.arena.write_hyperparameters(number, groups)
 
-        # reduce
-        squared_norm = self._reduce(context)
-        self._end_micro_batches()
         # clip
         scale = step_scale(
             squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
@@ -181,12 +191,12 @@ class ZenFlowStep:
         if error is not None:
             self._parts.counters.note_factor_error(error)
         self._environment.scaled(scale)
-        self.count = scale.count
-        self.skipped.add_(~scale.finite)
         # seal
-        # From here on a flush applies the step; after an error before, it drops it.
-        self._number = number
         self._jobs.seal(number, scale.factor)
+        with self._rank.books:
+            # From here on a flush applies the step; after an exception before, it drops it.
+            self._number, self.count = number, scale.count
+            self.skipped.add_(~scale.finite)
         # update
         with self._telemetry.tracer.span("exact step"):
             self._ownership.step(groups, scale)
@@ -215,6 +225,7 @@ class ZenFlowStep:
         if self._planner.end_step(number, plan, max_interval):
             self._own_tail()
         self._begin_trace()
+        self._end_micro_batches()
         return scale
 
     def start_epoch(self, epoch: int) -> None:
@@ -229,9 +240,14 @@ class ZenFlowStep:
         self._jobs.change_ranges(self._freezing.trained_part())
         self._router.arrivals.train(self._freezing.trained_slices())
         self.start_over(int(self.count))
+        self._freezing.followed()
 
     def flush(self) -> None:
-        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted."""
+        """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.
+
+        Raises:
+            WorkerError: an exception has cut a change of the records, or the worker failed: the exact state is lost.
+        """
         if self.is_complete:
             self.drop_gradients()
         elif not self.is_exact:
@@ -239,17 +255,25 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
-        complete = self.is_complete
         self._accumulation.clear()
-        self._end_micro_batches()
-        if complete:
+        if self.is_complete:
             self._flush()
+        if self.was_interrupted:
+            # Selection, ownership and schedule may have been changed in part.
+            self._planner.restore_schedule()
+            self.start_over(int(self.count))
+        self._end_micro_batches()
 
     def _end_micro_batches(self) -> None:
         self._context = self._squared_norm = None
-        self._micro_batches, self._is_complete = 0, False
+        self._micro_batches, self._state = 0, StepState.IDLE
 
     def _flush(self) -> None:
+        if self._rank.books.is_cut:
+            raise WorkerError(
+                "an exception interrupted training between two records of what the worker has been given: the exact optimizer state is"
+                " lost; continue from the last checkpoint"
+            )
         with torch.no_grad():
             self._jobs.flush(self._number)
             self._provisional.reapply.clear()
@@ -296,12 +320,24 @@ class ZenFlowStep:
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
         if self._squared_norm is None:
-            self._squared_norm = self._router.finish(context, self._accumulation)
-            self._add_over_ranks(self._squared_norm)
+            self._state = StepState.UNDER_WAY
+            squared_norm = self._router.finish(context, self._accumulation)
+            self._add_over_ranks(squared_norm)
+            self._squared_norm, self._state = squared_norm, StepState.REDUCED
         return self._squared_norm
 
-    def _open(self) -> StepContext:
-        """Fixes the inputs of the next step, when the first gradient of its last micro-batch arrives."""
+    def _refuse_interrupted(self) -> None:
+        if self.was_interrupted:
+            raise RuntimeError(
+                "an exception has interrupted an optimizer step: flush first, which makes the state exact again or says it is lost"
+            )
+
+    def _opened(self) -> StepContext:
+        """Inputs of the step that is next, which are fixed when the first gradient of its last micro-batch arrives."""
+        self._refuse_interrupted()
+        if self._context is not None:
+            return self._context
+        self._state = StepState.OPEN
         if self._state_written:
             self._state_written = False
             with torch.no_grad():

@@ -22,7 +22,7 @@ from lightning_zenflow.native import protocol
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.topk.importance import column_count
 from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 _COLUMN_BYTES = 4
 
@@ -144,6 +144,7 @@ class ExportRegion:
 
     def __init__(self, rank: RankState, worker: SupervisedWorker, *, begin: int, size: RegionSize) -> None:
         self._worker = worker
+        self._books = rank.books
         self._stalls = rank.telemetry.stalls
         self._runtime = runtime_of(rank.device)
         self._offset = rank.arena.export_offset + begin
@@ -152,7 +153,7 @@ class ExportRegion:
         self._tiles = memory[: size.columns_offset]
         self._columns = memory[size.columns_offset :][: size.n_columns * _COLUMN_BYTES].view(torch.int32)
         self._state = memory[size.state_offset :][: size.n_entries * STATE_BYTES].view(torch.float32)
-        self._request: int | None = None
+        self._request: Submission | None = None
         self._last_use: Event | None = None
 
     def state(self, numel: Sequence[int]) -> list[Tensor]:
@@ -186,15 +187,17 @@ class ExportRegion:
         if tiles:
             table = torch.frombuffer(entries, dtype=torch.uint8)
             self._tiles[: table.numel()] = table
-        self._request = self._worker.export(tiles_offset=self._offset, n_tiles=len(tiles))
+        with self._books:
+            self._request = self._worker.enqueue_export(tiles_offset=self._offset, n_tiles=len(tiles))
+        self._worker.send()
 
     def wait(self, cause: Cause) -> None:
         """Waits until the worker has written what was requested, if anything; a stall only if it has not yet."""
         if self._request is None:
             return
-        if not self._worker.has_done(self._request):
+        if not self._worker.has_answered(self._request):
             with self._stalls.measure(cause):
-                self._worker.wait_for_request(self._request)
+                self._worker.wait_for(self._request)
         self._request = None
 
     def used(self) -> None:

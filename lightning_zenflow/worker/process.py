@@ -13,6 +13,7 @@ import select
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -137,8 +138,10 @@ class Worker:
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keep_from_children(self._socket)
-        self._answers = select.poll()
+        self._answers, self._room = select.poll(), select.poll()
         self._answers.register(self._socket, select.POLLIN)
+        self._room.register(self._socket, select.POLLIN | select.POLLOUT)
+        self._inbox: deque[bytes] = deque()  # answers that were read to make room for a message
         # A memory file instead of a pipe: it need not be drained while the worker runs.
         self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: data loaders may use their cores.
@@ -165,8 +168,11 @@ class Worker:
                     env=environment,
                     start_new_session=True,
                 )
-            except OSError as error:
+            except BaseException as error:
+                # Without its socket, a process that was started nevertheless ends by itself.
                 self._release()
+                if not isinstance(error, OSError):
+                    raise
                 if error.errno == errno.EAGAIN:
                     message = f"the ZenFlow worker could not be started: {error}{threads_refused(str(error))}"
                 else:
@@ -190,7 +196,7 @@ class Worker:
         return self._process.pid
 
     def submit(self, message: JobMessage | Request) -> None:
-        """Submits a job or a request; returns immediately.
+        """Submits a job or a request; returns immediately, unless the socket is full and the worker busy.
 
         Raises:
             WorkerKilled: a signal ended the worker.
@@ -227,7 +233,7 @@ class Worker:
 
     def has_answered(self) -> bool:
         """Whether a wait for the oldest unacknowledged message would return or raise immediately."""
-        return bool(self._answers.poll(0))
+        return bool(self._inbox or self._answers.poll(0))
 
     def close(self) -> None:
         """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
@@ -257,28 +263,42 @@ class Worker:
             raise WorkerError(
                 "the ZenFlow worker of this training has been ended, by its end or by an error: set up the training again"
             )
-        # The socket's buffer holds far more jobs than are ever in flight, so a full one means that the worker does not read.
-        self._socket.settimeout(self._timeout_s)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._socket.send(message, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._death() from error
+            # The socket is full. The worker may be about to send as well, so answers are read while waiting for room.
+            events = self._room.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not events:
+                raise WorkerError(
+                    f"the ZenFlow worker (process {self.pid}) received no message within {self._timeout_s:g} s"
+                )
+            if events[0][1] & select.POLLIN:
+                self._inbox.append(self._read())
+                deadline = time.monotonic() + self._timeout_s
+
+    def _read(self) -> bytes:
+        """Next message of the worker, which is there; an empty one means that it has closed its end."""
         try:
-            self._socket.send(message)
-        except TimeoutError as error:
-            raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) received no message within {self._timeout_s:g} s"
-            ) from error
+            return self._socket.recv(protocol.MAX_MESSAGE_BYTES)
         except OSError as error:
             raise self._death() from error
 
     def _receive(self, expected: protocol.MessageType, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
-        if not self._answers.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if self._inbox:
+            message = self._inbox.popleft()
+        elif self._answers.poll(timeout_s * 1000):
+            message = self._read()
+        else:
             raise WorkerError(
                 f"the ZenFlow worker (process {self.pid}) did not answer within {timeout_s:g} s;"
                 " raise `worker_timeout` if it is only slow" + self._quoted_stderr()
             )
-        try:
-            message = self._socket.recv(protocol.MAX_MESSAGE_BYTES)
-        except OSError as error:
-            raise self._death() from error
         if not message:
             raise self._death()
         kind = protocol.MessageHeader.from_buffer_copy(message).type

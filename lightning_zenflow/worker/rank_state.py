@@ -1,13 +1,14 @@
 """Objects of one rank that every part of an optimizer step works on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.worker.arena import Arena
@@ -33,6 +34,8 @@ class RankState:
     """Stall clock, tracer and copied bytes."""
     d2h: SideStream
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
+    books: UnderWay = field(default_factory=UnderWay)
+    """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
 
     @property
     def device(self) -> torch.device:

@@ -1,12 +1,15 @@
-"""Restarts a killed worker and resubmits its unacknowledged jobs and requests."""
+"""Restarts a killed worker and resubmits the jobs and requests that it has not answered."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 
+from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.telemetry.counters import Completion
-from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
 from lightning_zenflow.worker.process import (
     ExportMessage,
@@ -24,6 +27,16 @@ RESTART_WINDOW_S = 600.0
 """Seconds over which restarts count towards `max_worker_restarts`."""
 
 
+@dataclass(kw_only=True, eq=False)
+class Submission:
+    """A message to the worker, and its answer once that has been read. Nothing but `SupervisedWorker` changes it."""
+
+    message: JobMessage | Request
+    is_answered: bool = False
+    completion: Completion | None = None
+    """Answer to a job."""
+
+
 class SupervisedWorker:
     """A worker that is restarted when a signal kills it: the kernel's out-of-memory killer, an operator, a fault of its own.
 
@@ -31,7 +44,7 @@ class SupervisedWorker:
 
     1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
     2. *restart*: start a new worker on the same arena.
-    3. *resubmit*: submit all unacknowledged jobs and requests again, unchanged and in order.
+    3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
     4. *continue*, in the worker: jobs are idempotent. Those up to the header's `completed_job` are acknowledged without being applied
        again. The one that was in progress continues from the undo log: each thread's journal entry (``csrc/worker/journal.h``) tells how
        far it was, and a tile whose last update may be incomplete is updated again from its saved copy
@@ -40,8 +53,12 @@ class SupervisedWorker:
     Every update is therefore applied exactly once, and the run has the same bits whenever the worker dies: at its start, while it waits,
     within a tile, between master and published weights, before or after its answer, or again during recovery.
 
-    Other failures are raised at once: an error that the worker reports would only be repeated, as would a missed `worker_timeout`; too
-    many deaths indicate a fault of the system.
+    Interruptions. An exception that comes from outside, such as `KeyboardInterrupt`, may cut an exchange with the worker between a system
+    call and the record of it. A message may then have been sent, or an answer received, that is not recorded. The next exchange therefore
+    recovers first, as after a death. A message is recorded before it is sent, so none is lost.
+
+    Other failures are raised at once, and again at every later exchange: an error that the worker reports would only be repeated, as would
+    a missed `worker_timeout`; too many deaths indicate a fault of the system.
 
     Args:
         start: starts a worker on the arena.
@@ -56,11 +73,13 @@ class SupervisedWorker:
         self._start_worker = start
         self._max_restarts = max_restarts
         self._stalls = stalls
-        self._unacknowledged: deque[JobMessage | Request] = deque()
-        self._completions: deque[Completion] = deque()  # received, and not yet returned by `wait`
-        self._n_requests = self._last_acknowledged = 0
+        self._unanswered: deque[Submission] = deque()
+        self._n_sent = 0  # of them, from the oldest on
+        self._exchange = UnderWay()
+        self._failure: WorkerError | None = None
         self._restart_times: deque[float] = deque()
         self._memory_kills = OutOfMemoryKills()
+        self._n_requests = 0
         self._worker = self._start()
 
     @property
@@ -68,68 +87,65 @@ class SupervisedWorker:
         """Process ID of the current worker."""
         return self._worker.pid
 
-    def submit(self, message: JobMessage | Request) -> None:
-        """Submits a job or a request; returns immediately unless the worker must be restarted.
+    def enqueue(self, message: JobMessage | Request) -> Submission:
+        """Records a message, which `send` sends; no system call."""
+        submission = Submission(message=message)
+        self._unanswered.append(submission)
+        return submission
+
+    def send(self) -> None:
+        """Sends what is enqueued; returns immediately unless the worker must be restarted.
 
         Raises:
             WorkerError: the worker failed, or died too often.
         """
-        self._unacknowledged.append(message)
-        try:
-            self._worker.submit(message)
-        except WorkerKilled as death:
-            with self._stalls.measure("restart"):
-                self._replace(death)
+        while self._n_sent < len(self._unanswered):
+            self._carry_out(self._send_next, "restart")
 
-    def export(self, *, tiles_offset: int, n_tiles: int) -> int:
-        """Requests the state of some entries as it is after all jobs submitted so far; returns immediately, as `submit` does.
+    def submit(self, message: JobMessage | Request) -> Submission:
+        """Enqueues and sends a job or a request. Raises like `send`."""
+        submission = self.enqueue(message)
+        self.send()
+        return submission
 
-        Until the request is acknowledged, a killed worker repeats it. So no job that changes these entries may be submitted before, unless
-        the result is not wanted any more.
+    def enqueue_export(self, *, tiles_offset: int, n_tiles: int) -> Submission:
+        """Enqueues a request for the state of some entries as it is after all jobs enqueued so far.
 
-        Returns:
-            Number of the request, for `has_done` and `wait_for_request`.
+        Until the request is answered, a killed worker repeats it. So no job that changes these entries may be enqueued before, unless the
+        result is not wanted any more.
         """
         self._n_requests += 1
-        self.submit(ExportMessage(request_id=self._n_requests, tiles_offset=tiles_offset, n_tiles=n_tiles))
-        return self._n_requests
+        return self.enqueue(ExportMessage(request_id=self._n_requests, tiles_offset=tiles_offset, n_tiles=n_tiles))
 
     def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
         """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
         self._n_requests += 1
-        self.submit(TouchMessage(request_id=self._n_requests, offset=offset, n_rows=n_rows, row_bytes=row_bytes))
-        self.wait_for_request(self._n_requests)
+        message = TouchMessage(request_id=self._n_requests, offset=offset, n_rows=n_rows, row_bytes=row_bytes)
+        self.wait_for(self.submit(message))
 
-    def wait(self) -> Completion:
-        """Waits for the oldest job that this method has not returned, across restarts.
+    def wait_for(self, submission: Submission) -> None:
+        """Waits for an answer, across restarts.
 
         Raises:
             WorkerError: the worker failed, died too often, or did not answer in time.
         """
-        while not self._completions:
-            self._receive()
-        return self._completions.popleft()
+        self.send()
+        while not submission.is_answered:
+            self._carry_out(self._receive_oldest, None)
 
-    def wait_for_request(self, request: int) -> None:
-        """Waits for a request, across restarts. Raises like `wait`."""
-        while request > self._last_acknowledged:
-            self._receive()
-
-    def has_answered(self) -> bool:
-        """Whether `wait` would return immediately, unless the worker has died."""
-        self._receive_answered()
-        return bool(self._completions)
-
-    def has_done(self, request: int) -> bool:
-        """Whether `wait_for_request` would return immediately, unless the worker has died."""
-        self._receive_answered()
-        return request <= self._last_acknowledged
+    def has_answered(self, submission: Submission) -> bool:
+        """Whether `wait_for` would return immediately; reads the answers that are there."""
+        self.send()
+        while not submission.is_answered and self._worker.has_answered():
+            self._carry_out(self._receive_oldest, "restart")
+        return submission.is_answered
 
     def restart(self) -> None:
         """Replaces the worker by a new one, which reads the arena's tables again; only while no job is in flight."""
-        assert not self._unacknowledged and not self._completions, "restart requires a flush"
-        self._worker.close()
-        self._worker = self._start()
+        assert not self._unanswered, "restart requires a flush"
+        with self._exchange:
+            self._worker.close()
+            self._worker = self._start()
 
     def close(self) -> None:
         """Lets the worker complete the submitted jobs and exit; kills it if it does not."""
@@ -139,45 +155,63 @@ class SupervisedWorker:
         """Kills the worker. Idempotent."""
         self._worker.kill()
 
-    def _receive_answered(self) -> None:
-        """Receives the answers that are there."""
-        while self._unacknowledged and self._worker.has_answered():
-            try:
-                self._receive_oldest()
-            except WorkerKilled as death:
-                with self._stalls.measure("restart"):
-                    self._replace(death)
+    def _carry_out(self, exchange: Callable[[], None], cause: Cause | None) -> None:
+        """Exchanges one message with the worker, across restarts.
 
-    def _receive(self) -> None:
-        """Waits for the answer to the oldest unacknowledged message, across restarts."""
-        while True:
+        Args:
+            exchange: `_send_next` or `_receive_oldest`.
+            cause: of the wait for a restart; None: the caller measures it.
+        """
+        if self._failure is not None:
+            raise WorkerError(str(self._failure)) from self._failure
+        try:
+            if self._exchange.is_cut:
+                self._replace(None)
             try:
-                return self._receive_oldest()
+                with self._exchange:
+                    exchange()
             except WorkerKilled as death:
-                self._replace(death)
+                with nullcontext() if cause is None else self._stalls.measure(cause):
+                    self._replace(death)
+        except WorkerError as failure:
+            self._failure = failure
+            raise
+
+    def _send_next(self) -> None:
+        # Read again: a restart has sent all of them.
+        if self._n_sent < len(self._unanswered):
+            self._worker.submit(self._unanswered[self._n_sent].message)
+            self._n_sent += 1
 
     def _receive_oldest(self) -> None:
-        message = self._unacknowledged[0]
+        submission = self._unanswered[0]
+        message = submission.message
         if isinstance(message, JobMessage):
-            completion = self._worker.wait()
-            assert completion.job_id == message.job_id, "the worker answers in order of submission"
-            self._completions.append(completion)
+            submission.completion = self._worker.wait()
+            assert submission.completion.job_id == message.job_id, "the worker answers in order of submission"
         else:
             done = self._worker.wait_for_request()
             assert done.request_id == message.request_id, "the worker answers in order of submission"
-            self._last_acknowledged = done.request_id
             self._stalls.worker_busy_s += 1e-9 * done.busy_ns
-        self._unacknowledged.popleft()
+        submission.is_answered = True
+        self._unanswered.popleft()
+        self._n_sent -= 1
 
-    def _replace(self, death: WorkerKilled) -> None:
-        """Starts another worker and resubmits the unacknowledged jobs and requests."""
+    def _replace(self, death: WorkerKilled | None) -> None:
+        """Starts another worker and resubmits what has no answer; `death` is None after an interruption."""
         while True:
-            self._count(death)
+            if death is None:
+                _log.info("an exception interrupted an exchange with the ZenFlow worker; a new worker continues")
+            else:
+                self._count(death)
             self._worker.kill()
             self._worker = self._start()
+            self._unanswered = deque(s for s in self._unanswered if not s.is_answered)
+            self._n_sent = 0
             try:
-                for message in self._unacknowledged:
-                    self._worker.submit(message)
+                for _ in range(len(self._unanswered)):
+                    self._send_next()
+                self._exchange.mended()
                 return
             except WorkerKilled as another:
                 death = another

@@ -136,7 +136,7 @@ def _build_step(
     host_state: HostState,
     policy: SchedulePolicy,
 ) -> StepParts:
-    slots, publisher = SlotPool(rank.partition, rank.arena), Publisher(rank)
+    slots, publisher = SlotPool(rank.partition, rank.arena, rank.books), Publisher(rank)
     jobs = JobQueue(
         rank,
         worker,

@@ -129,6 +129,32 @@ TEST(channel, death_of_the_trainer_with_unread_messages_ends_the_stream) {
     CHECK(!channel.receive().has_value());
 }
 
+TEST(channel, keeps_what_the_socket_has_no_room_for) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    constexpr uint32_t kMessages = 3000;
+    for (uint32_t i = 0; i < kMessages; ++i) CHECK(channel.send(MessageHeader{i, 0}));
+    uint32_t received = 0;
+    while (received < kMessages) {
+        MessageHeader header;
+        while (recv(pair.trainer, &header, sizeof(header), MSG_DONTWAIT) == sizeof(header)) CHECK_EQ(header.type, received++);
+        pair.send(message_of(1, 64));
+        CHECK(channel.receive().has_value());
+    }
+}
+
+TEST(channel, an_error_comes_behind_what_is_kept) {
+    const Pair pair;
+    Channel channel(pair.worker);
+    constexpr uint32_t kMessages = 1000;
+    for (uint32_t i = 0; i < kMessages; ++i) CHECK(channel.send(MessageHeader{i, 0}));
+    std::thread worker([&channel] { CHECK(channel.send_error("why")); });
+    std::vector<char> bytes(kMaxMessageBytes);
+    for (uint32_t i = 0; i < kMessages; ++i) CHECK_EQ(recv(pair.trainer, bytes.data(), bytes.size(), 0), ssize_t{8});
+    CHECK_EQ(recv(pair.trainer, bytes.data(), bytes.size(), 0), ssize_t{8 + 3});
+    worker.join();
+}
+
 TEST(channel, rejects_other_files) {
     CHECK_CONTAINS(error_of([] { const Channel channel(9999); }), "--socket-fd must be an open socket, got 9999");
     const Pair stream(SOCK_STREAM);

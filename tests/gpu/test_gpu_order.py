@@ -20,6 +20,7 @@ from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+from rank_states import seen
 from same_bits import assert_same_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
@@ -88,14 +89,13 @@ def late(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def published_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every due job is waited for in backward, and the device sleeps before its weights arrive."""
-    # The answer comes in any case, and `wait` takes it.
-    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: True)
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, True))
     late(Publisher, "_copy")(monkeypatch)
 
 
 def published_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """No job is seen to be done before the step's end."""
-    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda _: False)
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, False))
 
 
 DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {

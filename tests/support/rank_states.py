@@ -15,7 +15,7 @@ from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
 
 
@@ -53,3 +53,10 @@ def supervised_worker(rank: RankState, *, n_threads: int = 1) -> SupervisedWorke
     """A worker on the rank's arena, of as many threads as there are cores for; to be closed or killed."""
     start = partial(Worker, rank.arena, cores=allowed_cores()[:n_threads], timeout_s=30.0)
     return SupervisedWorker(start, max_restarts=100, stalls=rank.telemetry.stalls)
+
+
+def seen(worker: SupervisedWorker, submission: Submission, is_answered: bool) -> bool:
+    """In the place of `SupervisedWorker.has_answered`: what it answers; waits for the worker where it is to be done."""
+    if is_answered:
+        worker.wait_for(submission)
+    return is_answered

@@ -80,7 +80,7 @@ def test_sums(where: Literal["auto", "device", "host"]) -> None:
     piece = Slice(parameter=0, param_group=0, begin=0, start=0, numel=30, columns=3, is_matrix=True)
     partition = build_partition([piece], [30], 2)
     rank = make_rank_state(partition, [torch.zeros(30, dtype=torch.bfloat16)])
-    slots = SlotPool(partition, rank.arena)
+    slots = SlotPool(partition, rank.arena, rank.books)
     slots.grow(2)
     sums = Accumulation(rank, slots, where=where)
     gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]

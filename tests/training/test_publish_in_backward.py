@@ -8,7 +8,8 @@ import pytest
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.window import UpdateJob
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from rank_states import seen
 from same_bits import assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -39,11 +40,10 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
     early = late = asked = 0
     upload, finish = Publisher.upload, Publisher.finish
 
-    def has_answered(self: SupervisedWorker) -> bool:
+    def has_answered(self: SupervisedWorker, submission: Submission) -> bool:
         nonlocal asked
         asked += 1
-        # The job is in flight, so that its answer, which `wait` takes, comes in any case.
-        return answers == "always" or (answers == "sometimes" and asked % 3 == 0)
+        return seen(self, submission, answers == "always" or (answers == "sometimes" and asked % 3 == 0))
 
     def counted_upload(self: Publisher, job: UpdateJob) -> int:
         nonlocal early

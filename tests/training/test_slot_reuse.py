@@ -14,6 +14,7 @@ from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+from rank_states import seen
 from same_bits import assert_same_run, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -65,17 +66,17 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         answers: what the training thread sees before it waits: that the worker is never, or always, done. None: whether it is.
         more: slots and buffers beyond the schedule's number.
     """
-    seen: dict[str, Any] = {"slots": 0, "buffers": 0}
+    most: dict[str, Any] = {"slots": 0, "buffers": 0}
     causes: Counter[str] = Counter()
     queues: dict[JobsInFlight, JobQueue] = {}
     set_schedule = JobQueue.set_schedule
-    take, send, commit = SlotPool._slot_of, JobsInFlight.send, JobQueue._commit_early
+    take, send, commit = SlotPool.take, JobsInFlight.enqueue, JobQueue._commit_early
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
     assert n_slots is not None and n_buffers is not None
 
     def watched_take(self: SlotPool, block: int) -> int:
         slot = take(self, block)
-        seen["slots"] = max(seen["slots"], self.n_slots - self.n_free)
+        most["slots"] = max(most["slots"], self.n_slots - self.n_free)
         return slot
 
     def watched_set(self: JobQueue, *args: Any) -> None:
@@ -83,26 +84,26 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         queues[self._in_flight] = self
 
     def watched_send(self: JobsInFlight, *args: Any, **kwargs: Any) -> Any:
-        queue = queues[self]
-        seen["schedule"] = queue.staggered
-        seen["buffers"] = max(seen["buffers"], queue._n_buffers - self.n_free_buffers)
-        return send(self, *args, **kwargs)
+        queue, job = queues[self], send(self, *args, **kwargs)
+        most["schedule"] = queue.staggered
+        most["buffers"] = max(most["buffers"], queue._n_buffers - self.n_free_buffers)
+        return job
 
     def watched_commit(self: JobQueue) -> None:
         causes["early commit"] += 1
         commit(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotPool, "_slot_of", watched_take)
+        patch.setattr(SlotPool, "take", watched_take)
         patch.setattr(JobQueue, "set_schedule", watched_set)
-        patch.setattr(JobsInFlight, "send", watched_send)
+        patch.setattr(JobsInFlight, "enqueue", watched_send)
         patch.setattr(JobQueue, "_commit_early", watched_commit)
         patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))
         if answers is not None:
-            patch.setattr(SupervisedWorker, "has_answered", lambda self: answers)
+            patch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, answers))
         run = run_here(case)
-    return Watched(run=run, causes=causes, **seen)
+    return Watched(run=run, causes=causes, **most)
 
 
 @functools.cache

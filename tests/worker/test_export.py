@@ -18,6 +18,7 @@ from lightning_zenflow.topk.importance import column_count
 from lightning_zenflow.topk.state_export import ExportSection, RegionSize, export_bytes
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import Submission
 from models import generator
 from processes import wait_for
 from rank_states import make_rank_state, supervised_worker
@@ -94,6 +95,7 @@ class Setting:
         arena.write_hyperparameters(1, GROUPS)
         arena.clip[1], arena.sequence[1] = 1.0, 1
         self.worker = supervised_worker(self.rank, n_threads=n_threads)
+        self.jobs: list[Submission] = []
 
     def columns(self, block: int, chosen: list[Columns | None], new_state: NewState) -> DeviceColumns:
         offload = new_state is OffloadedState
@@ -101,7 +103,8 @@ class Setting:
         return DeviceColumns(self.rank, block, chosen, section.next_region(block), new_state=new_state)
 
     def submit(self, block: int) -> None:
-        self.worker.submit(JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=0))
+        message = JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=0)
+        self.jobs.append(self.worker.submit(message))
 
     def close(self) -> None:
         self.worker.kill()
@@ -125,7 +128,8 @@ def test_the_state_after_the_blocks_last_job(new_state: NewState, n_blocks: int,
         setting.submit(block)
         columns.request("select")
     # Answers of jobs and exports alternate; jobs are asked for first.
-    assert [setting.worker.wait().job_id for _ in every] == list(range(1, len(every) + 1))
+    for job in setting.jobs:
+        setting.worker.wait_for(job)
     for block, columns in enumerate(every):
         columns.load("select")
         assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
@@ -150,7 +154,8 @@ def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None
     for block, columns in enumerate(every):
         columns.load("select")
         assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
-    assert [setting.worker.wait().job_id for _ in every] == [1, 2, 3]
+    for job in setting.jobs:
+        setting.worker.wait_for(job)
     assert setting.rank.telemetry.stalls.worker_restarts == 1
 
 
@@ -158,7 +163,8 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     stalls = setting.rank.telemetry.stalls
     columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
     columns.request("select")
-    wait_for(lambda: setting.worker.has_done(1))
+    (request,) = setting.worker._unanswered
+    wait_for(lambda: setting.worker.has_answered(request))
     columns.load("select")
     assert not stalls.seconds
     assert stalls.worker_busy_s > 0
@@ -171,9 +177,9 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
 
 
 def test_an_error_is_passed_on(setting: Setting) -> None:
-    request = setting.worker.export(tiles_offset=0, n_tiles=1)
+    request = setting.worker.enqueue_export(tiles_offset=0, n_tiles=1)
     with pytest.raises(WorkerError, match="failed: export: tiles must lie in the export section"):
-        setting.worker.wait_for_request(request)
+        setting.worker.wait_for(request)
 
 
 def test_a_region_has_room_for_any_choice() -> None:

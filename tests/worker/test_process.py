@@ -148,6 +148,16 @@ def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, 
         worker.wait()
 
 
+def test_more_messages_than_the_socket_holds(arena: Arena) -> None:
+    """Neither end waits in `send` for the other one to read."""
+    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=20)
+    n = 3000
+    for job_id in range(1, n + 1):
+        worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
+    assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
+    worker.close()
+
+
 def test_a_dead_worker_receives_no_more_jobs(arena: Arena, worker: Worker) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(worker.pid))

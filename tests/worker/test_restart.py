@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_zenflow.telemetry.stalls import StallClock
 from lightning_zenflow.telemetry.tracing import Tracer
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
 from models import TINY, LinearLossModule
 from processes import is_alive, wait_for
@@ -164,15 +165,13 @@ def test_unread_acknowledgements_do_not_repeat_work(
     worker, stalls = supervised(Start(arena), max_restarts=100)
     rng = random.Random(seed)
     jobs = jobs_of(arena, partition, steps=3)
-    todo, unread = list(jobs), 0
+    todo, unread = list(jobs), deque[Submission]()
     kills = 0
     while todo or unread:
         if todo and (not unread or rng.random() < 0.5):
-            worker.submit(todo.pop(0))
-            unread += 1
+            unread.append(worker.submit(todo.pop(0)))
         elif rng.random() < 0.4:
-            worker.wait()
-            unread -= 1
+            worker.wait_for(unread.popleft())
         else:
             os.kill(worker.pid, signal.SIGKILL)
             wait_for(lambda: not is_alive(worker.pid))
@@ -188,12 +187,11 @@ def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partiti
     arena.sequence.zero_()
     worker, stalls = supervised(Start(arena))
     for step in range(3):
-        for job in jobs[3 * step : 3 * step + 3]:
-            worker.submit(job)
+        submitted = [worker.submit(job) for job in jobs[3 * step : 3 * step + 3]]
         os.kill(worker.pid, signal.SIGKILL)
         arena.sequence[step + 1] = step + 1
-        for _ in range(3):
-            worker.wait()
+        for job in submitted:
+            worker.wait_for(job)
     worker.close()
     assert stalls.worker_restarts == 3
     assert all(torch.equal(a, b) for a, b in zip(state(arena), expected, strict=True))
@@ -204,8 +202,7 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         worker, stalls = supervised(start)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.submit(jobs_of(arena, partition)[0])
-        assert worker.wait().job_id == 1
+        worker.wait_for(worker.submit(jobs_of(arena, partition)[0]))
         worker.close()
     assert start.n == 4
     assert stalls.worker_restarts == 3
@@ -231,8 +228,7 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
 def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
     worker, stalls = supervised(Start(arena))
     with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
-        worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0))
-        worker.wait()
+        worker.wait_for(worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)))
     worker.close()
     assert stalls.worker_restarts == 0
 
@@ -242,9 +238,9 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     worker, stalls = supervised(Start(arena, timeout_s=0.3))
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
-    worker.submit(jobs_of(arena, partition)[0])
+    job = worker.submit(jobs_of(arena, partition)[0])
     with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`"):
-        worker.wait()
+        worker.wait_for(job)
     worker.close()
     assert not psutil.pid_exists(pid)
     assert stalls.worker_restarts == 0
@@ -267,7 +263,7 @@ class StopsWorker(LinearLossModule):
     def _go_on(self, pid: int) -> None:
         worker = optimizer_of(self.trainer)._worker
         assert worker is not None
-        wait_for(lambda: bool(worker._unacknowledged))
+        wait_for(lambda: bool(worker._unanswered))
         time.sleep(self.slow_by_s)
         os.kill(pid, signal.SIGCONT)
 

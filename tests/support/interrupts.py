@@ -1,0 +1,74 @@
+"""An interrupt at a chosen line of the package, as Ctrl-C may come."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import lightning_zenflow
+
+_PACKAGE = str(Path(lightning_zenflow.__file__).parent)
+
+
+class Place(NamedTuple):
+    """A line of the package that begins, or a return from it."""
+
+    file: str
+    line: int
+    event: str
+
+
+class PassedPlaces:
+    """Context that counts how often each place is passed."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[Place] = Counter()
+
+    def __enter__(self) -> "PassedPlaces":
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> bool | None:
+        sys.settrace(self._before)
+        return None
+
+    def times(self, *, stride: int) -> list[tuple[Place, int]]:
+        """Every stride'th of the places, each for the first, the second and the last time that it is passed."""
+        every = [(place, time) for place, n in sorted(self.counts.items()) for time in sorted({1, min(2, n), n})]
+        return every[stride // 2 :: stride]
+
+    def _passed(self, place: Place) -> None:
+        self.counts[place] += 1
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event in ("line", "return"):
+            self._passed(Place(frame.f_code.co_filename[len(_PACKAGE) + 1 :], frame.f_lineno, event))
+        return self._trace
+
+
+class Interrupt(PassedPlaces):
+    """Context in which the package raises at a place, the n-th time that it is passed; the exception ends the context.
+
+    Attributes:
+        raised: whether it has.
+    """
+
+    def __init__(self, place: Place, time: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+        super().__init__()
+        self._at = place, time
+        self._error = error
+        self.raised = False
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> bool:
+        super().__exit__(kind, error, traceback)
+        return self.raised and kind is self._error
+
+    def _passed(self, place: Place) -> None:
+        super()._passed(place)
+        if not self.raised and (place, self.counts[place]) == self._at:
+            self.raised = True
+            raise self._error
