@@ -64,9 +64,7 @@ class StallClock:
     @property
     def device_seconds(self) -> dict[str, float]:
         """Seconds since the start that the device was idle because of a wait, by cause."""
-        while self._events and self._events[0][2].query():
-            cause, before, after = self._events.popleft()
-            self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
+        self._add_reached()
         return dict(self._device_seconds)
 
     @property
@@ -77,6 +75,8 @@ class StallClock:
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
         """Adds the time spent in the context to a cause."""
+        # Here as well, because nobody reads the times on most ranks: the device would keep two events a wait.
+        self._add_reached()
         before = self._runtime.record_event(timing=True) if self._runtime.runs_behind else None
         begin_ns = time.perf_counter_ns()
         try:
@@ -92,6 +92,12 @@ class StallClock:
                 events = before, self._runtime.record_event(timing=True)
                 self._events.append((cause, *events))
             self._tracer.add_wait(cause, begin_ns, end_ns, events)
+
+    def _add_reached(self) -> None:
+        """Adds the times between events that the device has reached, and drops the events."""
+        while self._events and self._events[0][2].query():
+            cause, before, after = self._events.popleft()
+            self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
 
     def add_job(self, block: int, completion: Completion) -> None:
         """Adds the worker's acknowledgement of a job."""

@@ -1,10 +1,13 @@
 """`Telemetry`, and `AsyncHostCopy` on a CPU device."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
 
+from benchmarks.recorded_device.device import RecordedEvent
+from benchmarks.recorded_device.watch import recorded_device
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.telemetry.telemetry import Telemetry
@@ -24,6 +27,24 @@ def test_waits_are_counted_and_traced(telemetry: Telemetry) -> None:
     (span,) = recording.steps[0].spans()
     assert (span.name, span.waits) == ("flush", True)
     assert telemetry.stalls.seconds == {"flush": pytest.approx(span.seconds)}
+
+
+def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On most ranks nobody reads the times."""
+    kept: weakref.WeakSet[RecordedEvent] = weakref.WeakSet()
+    record = RecordedEvent.record
+
+    def noted(event: RecordedEvent, *stream: object) -> None:
+        kept.add(event)
+        record(event, *stream)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RecordedEvent, "record", noted)
+    with recorded_device(events_are_reached=True):
+        stalls = Telemetry.create(torch.device("cpu"), worker_threads=1).stalls
+        for _ in range(20):
+            with stalls.measure("publish_wait"):
+                pass
+            assert len(kept) <= 2
 
 
 def test_the_record_is_frozen_and_its_traffic_is_its_own(telemetry: Telemetry) -> None:
