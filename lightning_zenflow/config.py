@@ -172,7 +172,7 @@ class ZenFlowConfig:
     worker_timeout: float = _key(
         600.0, number(0, _LONGEST_TIMEOUT, above_minimum=True), unit="seconds", changes_numbers=False
     )
-    """Longest wait for the worker before training stops with an error."""
+    """Longest wait for the worker, its start included, before training stops with an error."""
 
     max_worker_restarts: int = _key(3, integer(0), unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""

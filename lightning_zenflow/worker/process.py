@@ -26,8 +26,6 @@ from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, keep_from_childr
 
 _log = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 60.0
-
 _EXIT_TIMEOUT_S = 1.0
 """Time for a requested exit; the worker is killed after it, which loses nothing."""
 
@@ -127,7 +125,7 @@ class Worker:
     Args:
         arena: the shared memory.
         cores: logical cores, each with one pinned thread.
-        timeout_s: limit of each wait for an answer, and of the worker's wait for a step's data.
+        timeout_s: limit of the start, of each wait for an answer, and of the worker's wait for a step's data.
 
     Raises:
         WorkerKilled: a signal ended the worker before it was ready.
@@ -146,8 +144,9 @@ class Worker:
         self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
         # Idle OpenMP threads must sleep: data loaders may use their cores.
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
-        # Such a limit is meant for the trainer's libraries; the worker has one thread per core.
-        environment.pop("OMP_THREAD_LIMIT", None)
+        # Such limits are meant for the trainer's libraries; the worker has one thread per core.
+        for limit in ("OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS"):
+            environment.pop(limit, None)
         self._executable = worker_executable()
         self._is_ready = False
         command = [
@@ -179,7 +178,8 @@ class Worker:
                     message = cannot_run(self._executable, error.strerror or str(error))
                 raise WorkerError(message) from error
         try:
-            ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, _START_TIMEOUT_S))
+            # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
+            ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, timeout_s))
             if ready.version != protocol.VERSION:
                 raise WorkerError(
                     f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"

@@ -38,6 +38,13 @@ def worker(arena: Arena) -> Iterator[Worker]:
     worker.kill()
 
 
+@pytest.fixture
+def impatient(worker: Worker) -> Worker:
+    """A worker that has started in its own time, whose answers are waited for briefly."""
+    worker._timeout_s = 0.2
+    return worker
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_jobs_give_the_oracles_numbers(partition: Partition, dtype: torch.dtype, n_threads: int) -> None:
@@ -166,24 +173,40 @@ def test_a_dead_worker_receives_no_more_jobs(arena: Arena, worker: Worker) -> No
             worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[0], publish_buffer=0))
 
 
-def test_a_worker_that_does_not_answer(arena: Arena) -> None:
-    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
-            worker.wait()
-    finally:
-        worker.kill()
-    assert not is_alive(worker.pid)
+def test_a_worker_that_does_not_answer(impatient: Worker) -> None:
+    os.kill(impatient.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
+        impatient.wait()
+    impatient.kill()
+    assert not is_alive(impatient.pid)
 
 
-def test_data_that_never_arrives(arena: Arena) -> None:
-    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=0.2)
+def test_data_that_never_arrives(arena: Arena, impatient: Worker) -> None:
     write_step(arena, 1, seal=False)
-    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+    impatient.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
     with pytest.raises(WorkerError):
-        worker.wait()
-    worker.close()
+        impatient.wait()
+    impatient.close()
+
+
+def a_script(folder: Path, commands: str) -> str:
+    """A program in the place of the worker."""
+    script = folder / "worker"
+    script.write_text(f"#!/bin/sh\n{commands}\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_a_worker_that_is_never_ready(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", a_script(tmp_path, "exec sleep 1000"))
+    with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
+        Worker(arena, cores=[0], timeout_s=0.2)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
+def test_limits_on_the_trainers_threads(arena: Arena, monkeypatch: pytest.MonkeyPatch, limit: str, value: str) -> None:
+    monkeypatch.setenv(limit, value)
+    Worker(arena, cores=(allowed_cores() * 2)[:2], timeout_s=30).close()
 
 
 def test_an_executable_that_does_not_exist(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +218,7 @@ def test_an_executable_that_does_not_exist(arena: Arena, monkeypatch: pytest.Mon
 
 
 def test_an_executable_that_is_not_the_worker(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "worker"
-    script.write_text("#!/bin/sh\necho 'no libc here' >&2\nexit 3\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(script))
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", a_script(tmp_path, "echo 'no libc here' >&2\nexit 3"))
     with pytest.raises(WorkerError, match="(?s)exited with status 3.*no libc here"):
         Worker(arena, cores=[0], timeout_s=5)
 

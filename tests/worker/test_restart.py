@@ -101,15 +101,14 @@ def is_dead(pid: int) -> bool:
 class Start:
     """Starts workers; those with the given numbers, counted from 0, are killed before they are ready."""
 
-    def __init__(self, arena: Arena, *, killed: set[int] | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(self, arena: Arena, *, killed: set[int] | None = None) -> None:
         self._arena = arena
         self._killed = killed or set()
-        self._timeout_s = timeout_s
         self.n = 0
 
     def __call__(self) -> Worker:
         self.n += 1
-        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": self._timeout_s}
+        options: dict[str, Any] = {"cores": allowed_cores()[:1], "timeout_s": 30.0}
         return (KilledAtStart if self.n - 1 in self._killed else Worker)(self._arena, **options)
 
 
@@ -235,7 +234,8 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
 
 def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -> None:
     """Then `worker_timeout` ends the run; what is stopped cannot exit when asked to, and is killed."""
-    worker, stalls = supervised(Start(arena, timeout_s=0.3))
+    worker, stalls = supervised(Start(arena))
+    worker._worker._timeout_s = 0.3
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
     job = worker.submit(jobs_of(arena, partition)[0])
@@ -247,7 +247,8 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
 
 
 class StopsWorker(LinearLossModule):
-    """Stops the worker in a step; with `slow_by_s`, resumes it that long after training has begun to wait for it."""
+    """Stops the worker in a step; with `slow_by_s`, resumes it that long after training has begun to wait for it, else it is waited for
+    briefly."""
 
     slow_by_s = 0.0
 
@@ -258,6 +259,10 @@ class StopsWorker(LinearLossModule):
             os.kill(pid, signal.SIGSTOP)
             if self.slow_by_s:
                 threading.Thread(target=self._go_on, args=(pid,)).start()
+            else:
+                supervisor = optimizer_of(self.trainer)._worker
+                assert supervisor is not None
+                supervisor._worker._timeout_s = 0.5
         return super().training_step(batch, batch_idx)
 
     def _go_on(self, pid: int) -> None:
@@ -270,7 +275,7 @@ class StopsWorker(LinearLossModule):
 
 def test_a_stopped_worker_ends_training_with_an_error() -> None:
     with pytest.raises(WorkerError, match="did not answer within 0.5 s"):
-        fit(StopsWorker(shapes=TINY), ZenFlowStrategy(worker_timeout=0.5), steps=10)
+        fit(StopsWorker(shapes=TINY), ZenFlowStrategy(), steps=10)
 
 
 def test_a_slow_worker_counts_as_stall() -> None:
