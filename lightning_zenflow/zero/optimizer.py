@@ -61,6 +61,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._config = zenflow
         self._resources = resources
         self._worker: SupervisedWorker | None = None
+        self._destroyed = False
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -335,7 +336,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     @override
     def destroy(self) -> None:
-        """As DeepSpeed's, and ends the worker. May be called again."""
+        """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
         if not self.closed:
             self.close()
+        if not self._destroyed:
+            self._destroyed = True
             super().destroy()

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -20,6 +21,7 @@ from typing_extensions import override
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from processes import ArenaWatch, leaves_no_file_open, shared_bytes
@@ -184,6 +186,31 @@ def test_nothing_remains_after_an_error_at_setup() -> None:
         fit(linear(), ZenFlowStrategy(config=config))
     assert workers() == []
     assert shared_bytes() <= before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_deepspeeds_hooks_are_removed_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not an error has ended the worker before."""
+    destroyed = []
+    destroy = DeepSpeedZeroOptimizer.destroy
+
+    def noted(optimizer: DeepSpeedZeroOptimizer) -> None:
+        destroyed.append(optimizer)
+        destroy(optimizer)
+
+    def flush(_: ZenFlowStep) -> None:
+        raise WorkerError("the worker failed")
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer, "destroy", noted)
+    if fails:
+        monkeypatch.setattr(ZenFlowStep, "flush", flush)
+    strategy = ZenFlowStrategy()
+    with pytest.raises(WorkerError) if fails else contextlib.nullcontext():
+        fit(linear(), strategy)
+    optimizer = strategy.zenflow_optimizer
+    assert optimizer is not None
+    optimizer.destroy()
+    assert destroyed == [optimizer]
 
 
 def test_evaluation_and_a_new_trainer_after_an_exception() -> None:
