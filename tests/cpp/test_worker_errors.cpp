@@ -1,4 +1,7 @@
 // Errors of the worker process. A hang is a failure: the test runner has a timeout.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -92,6 +95,19 @@ TEST(worker, reports_an_unknown_message) {
         worker.send(&message, sizeof(message));
     });
     CHECK_CONTAINS(error, "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77");
+}
+
+TEST(worker, reports_an_error_with_a_closed_standard_error) {
+    int ends[2];
+    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
+    close(ends[0]);
+    const TrainerArena arena;
+    WorkerProcess worker(arena, first_core(), {}, ends[1]);
+    close(ends[1]);
+    worker.receive_ready();
+    worker.submit(job_of(2, 1, 1, 0), {});
+    CHECK_CONTAINS(worker.receive_error(), "block must be below n_blocks = 2, got 2");
+    CHECK_EQ(worker.wait(), 1);
 }
 
 TEST(worker, reports_an_invalid_arena_and_unusable_cores) {

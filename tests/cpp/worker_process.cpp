@@ -74,16 +74,17 @@ std::string first_core() {
     return cores.substr(0, cores.find(','));
 }
 
-WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra) {
+WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra,
+                             int output) {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     socket_ = ends[0];
     std::vector<std::string> arguments = {
         "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
     arguments.insert(arguments.end(), extra.begin(), extra.end());
-    // The tests read errors from the messages.
+    // Most tests read errors from the messages.
     const int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
-    pid_ = start(arguments, {arena.fd(), ends[1]}, null);
+    pid_ = start(arguments, {arena.fd(), ends[1]}, output >= 0 ? output : null);
     close(null);
     close(ends[1]);
 }

@@ -19,8 +19,9 @@ std::string first_core();
 // Owns the process, which it kills on destruction, and the trainer's end of the socket.
 class WorkerProcess {
   public:
-    // `cores` and `extra` become arguments.
-    WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {});
+    // `cores` and `extra` become arguments. `output` receives both standard streams; if it is negative, nothing does.
+    WorkerProcess(const TrainerArena& arena, const std::string& cores, const std::vector<std::string>& extra = {},
+                  int output = -1);
     ~WorkerProcess();
     WorkerProcess(const WorkerProcess&) = delete;
     WorkerProcess& operator=(const WorkerProcess&) = delete;

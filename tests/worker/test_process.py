@@ -289,6 +289,12 @@ def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
             os.ftruncate(arena.fd, other)
 
 
+def test_signals_of_the_terminal_do_not_reach_the_worker(worker: Worker) -> None:
+    """A terminal sends them (Ctrl-C, Ctrl-\\, Ctrl-Z) to the processes of the trainer's group, and SIGHUP to those of its session."""
+    assert os.getpgid(worker.pid) != os.getpgid(0)
+    assert os.getsid(worker.pid) != os.getsid(0)
+
+
 def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:
     """No new privileges, sockets or programs; only the standard descriptors, the arena and its socket, which no program would inherit."""
     process = Path(f"/proc/{worker.pid}")

@@ -28,7 +28,7 @@ from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
 from models import TINY, LinearLossModule
-from processes import is_alive, wait_for
+from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, make_partition, write_step
 from worker_killer import KillsWorker, optimizer_of
@@ -206,6 +206,18 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
     assert start.n == 4
     assert stalls.worker_restarts == 3
     assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
+
+
+def test_restarts_leave_no_file_open(arena: Arena, partition: Partition) -> None:
+    with leaves_no_file_open():
+        worker, stalls = supervised(Start(arena))
+        for job in jobs_of(arena, partition):
+            os.kill(worker.pid, signal.SIGKILL)
+            wait_for(partial(is_dead, worker.pid))
+            worker.submit(job)
+            worker.wait()
+        worker.close()
+    assert stalls.worker_restarts == 3
 
 
 def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Partition) -> None:
