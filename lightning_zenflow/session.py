@@ -104,6 +104,7 @@ class Session:
             MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
                 memory.
             WorkerError: the worker did not start.
+            RuntimeError: another rank has failed, whose error is in the message.
         """
         self._lost_ranks = LostRanks(node)
         resources = rank_resources(self.config, device, ranks_on_host=ranks_on_host)

@@ -1,6 +1,7 @@
 """Agreement of all ranks at the start: on errors, so that none waits for a rank that has left, and on what is possible."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -37,3 +38,20 @@ def raise_together(error: Exception | None, kind: Callable[[str], Exception]) ->
     for rank, message in enumerate(messages):
         if message is not None:
             raise kind(f"rank {rank}: {message}")
+
+
+@contextmanager
+def raising_together(kind: Callable[[str], Exception]) -> Iterator[None]:
+    """Context at whose end an error of one rank is raised on every rank (`raise_together`), so that the others need not wait for it.
+
+    A collective: all ranks must enter it, and there must be no other collective inside.
+
+    Args:
+        kind: as of `raise_together`.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    raise_together(error, kind)

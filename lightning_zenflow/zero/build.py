@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.core.distributed import all_agree, in_common, raise_together
+from lightning_zenflow.core.distributed import all_agree, in_common, raise_together, raising_together
 from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -84,8 +84,9 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     """Builds the components in the order in which one needs another; the caller closes worker and arena.
 
     Raises:
-        MisconfigurationException: the host has too little memory.
+        MisconfigurationException: this or another host has too little memory.
         WorkerError: the worker could not be started.
+        RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
     device = zero.weights[0].device
     n_blocks = blocks_wanted(
@@ -93,32 +94,34 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     )
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
     sizes, policy = _sizes_and_policy(config, zero, partition, resources)
-    arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
+    # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
-        undo.callback(arena.close, keep_state=False)
-        rank = RankState(
-            partition=partition,
-            arena=arena,
-            weights=zero.weights,
-            kernels=kernels_for(device),
-            telemetry=Telemetry.create(device, worker_threads=len(resources.cores.cores)),
-            d2h=SideStream(device),
-        )
-        # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
-        worker = SupervisedWorker(
-            partial(Worker, arena, cores=resources.cores.cores, timeout_s=config.worker_timeout),
-            max_restarts=config.max_worker_restarts,
-            stalls=rank.telemetry.stalls,
-        )
-        undo.callback(worker.kill)
-        host_state = HostState(
-            zero.optimizer,
-            zero.fp32_groups,
-            partition=partition,
-            partition_sizes=zero.partition_sizes,
-            arena=arena,
-        )
-        step = _build_step(config, zero, rank, worker, host_state, policy)
+        with raising_together(RuntimeError):
+            arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
+            undo.callback(arena.close, keep_state=False)
+            rank = RankState(
+                partition=partition,
+                arena=arena,
+                weights=zero.weights,
+                kernels=kernels_for(device),
+                telemetry=Telemetry.create(device, worker_threads=len(resources.cores.cores)),
+                d2h=SideStream(device),
+            )
+            # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
+            worker = SupervisedWorker(
+                partial(Worker, arena, cores=resources.cores.cores, timeout_s=config.worker_timeout),
+                max_restarts=config.max_worker_restarts,
+                stalls=rank.telemetry.stalls,
+            )
+            undo.callback(worker.kill)
+            host_state = HostState(
+                zero.optimizer,
+                zero.fp32_groups,
+                partition=partition,
+                partition_sizes=zero.partition_sizes,
+                arena=arena,
+            )
+            step = _build_step(config, zero, rank, worker, host_state, policy)
         undo.pop_all()
     return RankParts(
         worker=worker,

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
 from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
 
@@ -34,15 +35,20 @@ class RankResources:
 
 
 def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int) -> RankResources:
-    """Chooses the worker's cores; all ranks of a host call it together."""
+    """Chooses the worker's cores; all ranks call it together.
+
+    Raises:
+        ValueError: this or another rank may not use the cores that `worker_cores` asks for.
+    """
     places, index = places_on_this_host(read_place(device))
-    cores = worker_cores(
-        config.worker_cores,
-        places=places,
-        index=index,
-        siblings=core_siblings(places[index].allowed),
-        reserved_share=config.pt_reserved_cores_perc,
-    )
+    with raising_together(ValueError):
+        cores = worker_cores(
+            config.worker_cores,
+            places=places,
+            index=index,
+            siblings=core_siblings(places[index].allowed),
+            reserved_share=config.pt_reserved_cores_perc,
+        )
     return RankResources(cores=cores, ranks_on_host=ranks_on_host)
 
 

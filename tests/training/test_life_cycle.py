@@ -6,6 +6,7 @@ import gc
 import math
 import mmap
 import os
+import re
 import traceback
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from processes import ArenaWatch, leaves_no_file_open, shared_bytes
+from rank_processes import run_on_ranks
 from reference import adamw_reference
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -186,6 +188,42 @@ def test_nothing_remains_after_an_error_at_setup() -> None:
         fit(linear(), ZenFlowStrategy(config=config))
     assert workers() == []
     assert shared_bytes() <= before
+
+
+@dataclasses.dataclass
+class CannotBuild(pl.Callback):
+    """Makes rank 1 fail at set-up; when training ends with the error, no rank has a worker."""
+
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    worker_cores: list[int] | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        assert isinstance(trainer.strategy, ZenFlowStrategy)
+        if trainer.global_rank == 1:
+            os.environ.update(self.environment)
+            if self.worker_cores is not None:
+                trainer.strategy.zenflow_config.worker_cores = self.worker_cores
+
+    @override
+    def on_exception(self, *_: Any) -> None:
+        for name in self.environment:
+            os.environ.pop(name, None)
+        assert workers() == []
+
+
+def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
+    breaks = {
+        "/no/such/worker": CannotBuild(environment={"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
+        "worker_cores must be": CannotBuild(worker_cores=[99999]),
+        "ZENFLOW_KERNELS must be": CannotBuild(environment={"ZENFLOW_KERNELS": "none"}),
+    }
+    case = Case(model_options={"shapes": TINY}, fails=True)
+    runs = run_on_ranks({str(i): dataclasses.replace(case, callbacks=(b,)) for i, b in enumerate(breaks.values())})
+    for message, (other, failed) in zip(breaks, runs.values(), strict=True):
+        assert failed.error is not None and other.error is not None
+        assert re.search(f"Error: .*{message}", failed.error)
+        assert re.search(f"Error: rank 1: .*{message}", other.error)
 
 
 @pytest.mark.parametrize("fails", [False, True])
