@@ -293,6 +293,18 @@ class ZenFlowConfig:
 KEYS: dict[str, Key] = {field.name: field.metadata["key"] for field in dataclasses.fields(ZenFlowConfig)}
 """The keys of ``ZenFlowConfig`` by name, in the order of their declaration."""
 
+AS_IN_CONFIG = "as in config"
+"""Default of a strategy's keyword whose key may be None. A string, because LightningCLI saves the defaults in its YAML files."""
+
+
+def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a strategy's keywords set; the others have the default of their keyword, `AS_IN_CONFIG` or else None."""
+
+    def is_set(key: Key, value: Any) -> bool:
+        return value != AS_IN_CONFIG if key.domain.contains(None) else value is not None
+
+    return {name: keywords[name] for name, key in KEYS.items() if name in keywords and is_set(key, keywords[name])}
+
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
     """Refuses keys that are unknown, with the nearest known one or what replaced them.

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import as_lightning_saved, load_averaged, to_save
 from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
-from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.registration import add_name, other_lightning
 from lightning_zenflow.session import Session
@@ -53,7 +53,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
-            default.
+            default. None for `timeline` means no timeline.
         **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
@@ -88,12 +88,11 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
         stall_monitor: bool | None = None,
-        timeline: str | Path | None = None,
+        timeline: str | Path | None = AS_IN_CONFIG,
         timeline_steps: Sequence[int] | Literal["auto"] | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        arguments = locals()
-        given = {key: arguments[key] for key in KEYS if arguments[key] is not None}
+        given = given_keys(locals())
         self._session = Session(config, given, deepspeed_options, type(self), DeepSpeedStrategy)
         self.zenflow_config = self._session.config
         self._over = False

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.config import KEYS, ZenFlowConfig
+from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.fabric.checkpoint import CheckpointHooks
 from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
 from lightning_zenflow.monitor.step_meter import StepMeter
@@ -64,13 +64,7 @@ class ZenFlowStrategy(CheckpointHooks):
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
-        self._session = Session(
-            config,
-            {key: value for key, value in given.items() if value is not None},
-            options,
-            type(self),
-            DeepSpeedStrategy,
-        )
+        self._session = Session(config, given_keys(given), options, type(self), DeepSpeedStrategy)
         self.zenflow_config = self._session.config
         self._micro_batches = MicroBatches()
         self._norm = MaxNorm()

@@ -13,10 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
+from configurations import from_command_line
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.config import KEYS, ConfigValueError, ZenFlowConfig
+from lightning_zenflow.config import AS_IN_CONFIG, KEYS, ConfigValueError, ZenFlowConfig
 from lightning_zenflow.core.allowed_values import BOOLEAN
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 BOOLEANS = ("optimizer_in_backward", "overlap_step", "offload", "stall_monitor")
@@ -138,9 +140,25 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
     assert [name for name in keywords if name in KEYS] == list(KEYS)
     types = get_type_hints(ZenFlowStrategy.__init__)
     for key, field_type in get_type_hints(ZenFlowConfig).items():
-        assert keywords[key].default is None
+        assert keywords[key].default == (AS_IN_CONFIG if KEYS[key].domain.contains(None) else None)
         # A path need not be a string.
         assert alternatives(types[key]) - {Path} == alternatives(field_type | None), key
+
+
+@pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
+def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
+    """None does so only where it is a value."""
+    path = tmp_path / "zenflow.yaml"
+    path.write_text("zenflow: {timeline: a.json, topk_ratio: 0.3}")
+    assert strategy(config=path, timeline=None).zenflow_config == ZenFlowConfig(topk_ratio=0.3)
+    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(timeline="a.json", topk_ratio=0.3)
+
+
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "zenflow.yaml"
+    path.write_text("zenflow: {timeline: a.json}")
+    assert from_command_line({"config": str(path)}).zenflow_config.timeline == "a.json"
+    assert from_command_line({"config": str(path), "timeline": "null"}).zenflow_config.timeline is None
 
 
 def test_documented_table_is_that_of_the_fields() -> None:
