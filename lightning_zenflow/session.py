@@ -183,8 +183,6 @@ class Session:
 
     def close(self) -> None:
         """Ends the worker. May be called again."""
-        if self._lost_ranks is not None:
-            self._lost_ranks.close()
         if self.optimizer is not None:
             # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
             self.optimizer.destroy()

@@ -32,7 +32,10 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == SAVED_AT:
             trainer.save_checkpoint(self._folder / "saved.ckpt")
-            (self._folder / f"{trainer.global_rank}.pid").write_text(str(os.getpid()))
+            written = self._folder / f"{trainer.global_rank}.tmp"
+            written.write_text(str(os.getpid()))
+            # Nobody sees a file without the number.
+            written.rename(written.with_suffix(".pid"))
 
 
 def main(folder: Path, steps: int, checkpoint: str) -> None:

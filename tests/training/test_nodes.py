@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,13 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
 from harness import Case, run_here
+from lightning_zenflow.zero import lost_ranks
+from lightning_zenflow.zero.lost_ranks import LostRanks
 from node_trainer import KEYS, SAVED_AT
-from processes import is_alive, wait_for
+from processes import is_alive, leaves_no_file_open, wait_for
 from rank_processes import free_port, run_on_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
@@ -30,6 +35,37 @@ def test_the_error_names_the_rank_that_has_ended(loop: str) -> None:
     stays, _ = run_on_ranks({"leaves": case})["leaves"]
     assert stays.error is not None
     assert "Lost: rank 1 of node 0 (host " in stays.error
+
+
+@dataclass
+class RankLeaves(pl.Callback):
+    """Rank 1 ends; rank 0 sees an error of the communication and asks who is lost; rank 2 is busy until it has been answered."""
+
+    explained: Path
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.strategy.barrier()
+        with leaves_no_file_open():
+            ranks = LostRanks(node=0)
+        if trainer.global_rank == 1:
+            os._exit(1)
+        error = RuntimeError("gloo: connection closed by peer")
+        if trainer.global_rank == 0:
+            wait_for(lambda: not ranks._ranks[1].is_running())
+            lost_ranks._END_S = lost_ranks._SETTLE_S = 0.0
+            ranks.explain(error)
+            self.explained.touch()
+        else:
+            wait_for(self.explained.exists)
+        raise error
+
+
+def test_a_busy_rank_is_not_lost_and_nothing_is_open_meanwhile(tmp_path: Path) -> None:
+    case = replace(CASE, fails=True, callbacks=(RankLeaves(tmp_path / "explained"),))
+    asking, _, _ = run_on_ranks({"leaves": case}, ranks=3)["leaves"]
+    assert asking.error is not None
+    assert re.search(r"\nLost: rank 1 of node 0 \(host [^)]*\)\. What", asking.error), asking.error
 
 
 @dataclass
