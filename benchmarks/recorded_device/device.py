@@ -77,7 +77,8 @@ class RecordedDevice:
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory of its own, known as such until it is freed."""
-        memory = torch.empty(shape, dtype=dtype)
+        with torch._C._DisableTorchDispatch():  # else it counts as memory of the device
+            memory = torch.empty(shape, dtype=dtype)
         if memory.numel():
             begin = memory.data_ptr()
             self.order.free(begin)

@@ -46,6 +46,11 @@ class ColumnLayout:
             begin += self.columns[parameter]
         return torch.cat(positions)
 
+    def mask(self, positions: Tensor) -> Tensor:
+        """Of all columns, whether they are at one of the positions: bool, on their device. Does not wait for it."""
+        none = torch.zeros(self.numel, dtype=torch.bool, device=positions.device)
+        return none.index_fill_(0, positions, True)
+
 
 class ColumnSquaredNorms:
     """Column proxies of all matrices of the model; one all-reduce adds them over the ranks.
@@ -69,10 +74,6 @@ class ColumnSquaredNorms:
         """See `ColumnLayout.by_width`."""
         return self._layout.by_width(self.flat)
 
-    def is_finite(self) -> bool:
-        """Whether all of them are. Waits for the device."""
-        return bool(torch.isfinite(self.flat).all())
-
-    def on_host(self) -> list[Tensor]:
-        """Every parameter's proxies on the CPU. Waits for the device."""
-        return self._layout.of_parameters(self.flat.cpu())
+    def is_finite(self) -> Tensor:
+        """0-D bool on the device: whether all of them are."""
+        return torch.isfinite(self.flat).all()

@@ -34,15 +34,14 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
     return chosen.sort().values
 
 
-def overlap(before: Tensor, fresh: Tensor) -> float:
-    """Share of the freshly chosen columns that were chosen before; 1 if there are none. Waits for the device.
+def count_kept(before: Tensor, fresh: Tensor) -> Tensor:
+    """Number of freshly chosen columns that were chosen before: 0-D int64 on their device. Does not wait for it.
 
     Args:
         before: of all columns, whether they were chosen, bool.
-        fresh: the same, of the new choice.
+        fresh: positions of the new choice, int64.
     """
-    kept, total = torch.stack([(before & fresh).sum(), fresh.sum()]).tolist()
-    return kept / total if total else 1.0
+    return before.index_select(0, fresh).sum()
 
 
 def owned_norm_share(column_norms: Tensor, owned: Tensor) -> Tensor:

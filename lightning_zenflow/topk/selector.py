@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
 from lightning_zenflow.topk.columns import Columns
 from lightning_zenflow.topk.importance import (
     column_count,
+    count_kept,
     max_interval_by_gradients,
-    overlap,
     owned_norm_share,
     select_columns,
 )
@@ -56,16 +57,17 @@ class _Choice:
     """Chosen columns of all parameters.
 
     Args:
-        layout: of the columns.
         host: for each parameter, int64, ascending, on the CPU.
         device: the same on the training device.
+        owned: of all columns, whether they are chosen, on the training device.
+        kept: how many of them the choice before has, too.
     """
 
-    def __init__(self, layout: ColumnLayout, host: Sequence[Tensor], device: Sequence[Tensor]) -> None:
-        self.host, self.device = list(host), list(device)
-        self.owned = torch.zeros(layout.numel, dtype=torch.bool, device=device[0].device)
-        """Of all columns, whether they are chosen, on the training device."""
-        self.owned.index_fill_(0, layout.positions(self.host).to(self.owned.device), True)
+    def __init__(self, host: Sequence[Tensor], device: Sequence[Tensor], owned: Tensor, kept: int = 0) -> None:
+        self.host, self.device, self.owned = list(host), list(device), owned
+        total = sum(columns.numel() for columns in host)
+        self.overlap = kept / total if total else 1.0
+        """Share of the columns that the choice before has, too."""
 
 
 class Selector:
@@ -175,11 +177,11 @@ class Selector:
             For each parameter its columns, None standing for all; or None if nothing is to change, because the present choice still
             fits or because the step was not finite (then the next one is measured).
         """
-        if not column_norms.is_finite():
-            return None
         fresh = self._by_importance(column_norms) if self._callable is None else self._by_callable(column_norms, step)
+        if fresh is None:
+            return None
         if self.n_selections > 0:
-            self._last_overlap = overlap(self._current.owned, fresh.owned)
+            self._last_overlap = fresh.overlap
         fits = self._interval == "auto" and self._still_fits()
         self._schedule_next(step)
         if fits:
@@ -191,17 +193,39 @@ class Selector:
             for n, host, device in zip(self._layout.columns, fresh.host, fresh.device, strict=True)
         ]
 
-    def _by_importance(self, column_norms: ColumnSquaredNorms) -> _Choice:
-        # On the device, all matrices of a width at once: a large model has hundreds, and the host takes half a millisecond for each.
-        of_widths = [select_columns(norms, self._topk_ratio).view(-1) for norms in column_norms.by_width()]
-        flat = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *of_widths])
+    def _by_importance(self, column_norms: ColumnSquaredNorms) -> _Choice | None:
+        # On the device, all matrices of a width at once: a large model has hundreds, and the host takes half a millisecond for each. One
+        # copy brings to the host all that it needs.
+        flat, positions = self._largest(column_norms)
+        kept = count_kept(self._current.owned, positions)
+        copied = AsyncHostCopy(torch.cat([torch.stack([kept, column_norms.is_finite().long()]), flat])).read()
+        n_kept, is_finite = copied[:2].tolist()
+        if not is_finite:
+            return None
         numbers = [column_count(n, self._topk_ratio) if n else 0 for n in self._layout.columns]
-        host, device = (self._layout.of_parameters(chosen, numbers) for chosen in (flat.cpu(), flat))
-        return _Choice(self._layout, host, device)
+        host, device = (self._layout.of_parameters(chosen, numbers) for chosen in (copied[2:], flat))
+        return _Choice(host, device, self._layout.mask(positions), n_kept)
 
-    def _by_callable(self, column_norms: ColumnSquaredNorms, step: int) -> _Choice:
-        proxies = column_norms.on_host()
-        return self._from_host([self._ask(i, p, step) if p.numel() else p.long() for i, p in enumerate(proxies)])
+    def _largest(self, column_norms: ColumnSquaredNorms) -> tuple[Tensor, Tensor]:
+        """Columns with the largest norms, in the order of the layout, and their positions: int64 on the device."""
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        columns, positions, begin = [none], [none], 0
+        for norms in column_norms.by_width():
+            of_width = select_columns(norms, self._topk_ratio)
+            begins = torch.arange(begin, begin + norms.numel(), norms.shape[1], device=self._device)
+            columns.append(of_width.view(-1))
+            positions.append((of_width + begins.unsqueeze(1)).view(-1))
+            begin += norms.numel()
+        return torch.cat(columns), torch.cat(positions)
+
+    def _by_callable(self, column_norms: ColumnSquaredNorms, step: int) -> _Choice | None:
+        flat = AsyncHostCopy(column_norms.flat).read()
+        if not torch.isfinite(flat).all():
+            return None
+        proxies = self._layout.of_parameters(flat)
+        chosen = [self._ask(i, p, step) if p.numel() else p.long() for i, p in enumerate(proxies)]
+        before = self._layout.mask(self._layout.positions(self._current.host))
+        return self._from_host(chosen, int(count_kept(before, self._layout.positions(chosen))))
 
     def _ask(self, parameter: int, proxies: Tensor, step: int) -> Tensor:
         assert self._callable is not None
@@ -212,9 +236,13 @@ class Selector:
         chosen = self._callable(proxies, context)
         return _validated(chosen, columns=proxies.numel(), k=k, parameter=self._names[parameter])
 
-    def _from_host(self, columns: Sequence[Tensor]) -> _Choice:
-        on_device = torch.cat(list(columns)).to(self._device)
-        return _Choice(self._layout, columns, torch.split(on_device, [c.numel() for c in columns]))
+    def _from_host(self, columns: Sequence[Tensor], kept: int = 0) -> _Choice:
+        both = torch.stack([torch.cat(list(columns)), self._layout.positions(columns)])
+        # From page-locked memory, so that the host does not wait for the copy.
+        runtime = runtime_of(self._device)
+        flat, positions = runtime.to_device(runtime.empty_on_host(both.shape, both.dtype).copy_(both))
+        device = torch.split(flat, [c.numel() for c in columns])
+        return _Choice(columns, device, self._layout.mask(positions), kept)
 
     def _still_fits(self) -> bool:
         """Whether enough columns stay the same; lengthens the interval between checks while they do, or while they never do."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
-from lightning_zenflow.topk.importance import column_count, max_interval_by_gradients, overlap, select_columns
+from lightning_zenflow.topk.importance import column_count, count_kept, max_interval_by_gradients, select_columns
 from reference import owned_elements
 
 
@@ -62,7 +62,12 @@ class TestColumnLayout:
         for parameter, n in enumerate(self.LAYOUT.columns):
             norms.of_parameter(parameter).add_(10 * parameter + torch.arange(n))
         assert [of_width.tolist() for of_width in norms.by_width()] == [[[20, 21]], [[0, 1, 2], [30, 31, 32]]]
-        assert [of_one.tolist() for of_one in norms.on_host()] == [[0, 1, 2], [], [20, 21], [30, 31, 32]]
+        assert [of_one.tolist() for of_one in self.LAYOUT.of_parameters(norms.flat)] == [
+            [0, 1, 2],
+            [],
+            [20, 21],
+            [30, 31, 32],
+        ]
 
     def test_some_columns_of_each(self) -> None:
         chosen = [torch.tensor(columns, dtype=torch.int64) for columns in ([2], [], [0, 1], [1, 2])]
@@ -78,12 +83,12 @@ class TestColumnLayout:
 
 
 @pytest.mark.parametrize(
-    ("before", "fresh", "share"),
-    [([1, 2, 3, 4], [3, 4, 5, 6], 0.5), ([1, 2, 7, 8], [1, 2, 3, 8], 0.75), ([], [], 1.0), ([1], [], 1.0)],
+    ("before", "fresh", "kept"),
+    [([1, 2, 3, 4], [3, 4, 5, 6], 2), ([1, 2, 7, 8], [1, 2, 3, 8], 3), ([], [], 0), ([1], [], 0)],
 )
-def test_overlap(before: list[int], fresh: list[int], share: float) -> None:
-    masks = [torch.tensor([column in chosen for column in range(9)]) for chosen in (before, fresh)]
-    assert overlap(*masks) == share
+def test_kept_columns(before: list[int], fresh: list[int], kept: int) -> None:
+    mask = torch.tensor([column in before for column in range(9)])
+    assert count_kept(mask, torch.tensor(fresh, dtype=torch.int64)) == kept
 
 
 def max_interval(column_norms: list[list[list[float]]], owned: list[list[list[int]]], share: float) -> float:
