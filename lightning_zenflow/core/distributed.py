@@ -49,9 +49,10 @@ def raising_together(kind: Callable[[str], Exception]) -> Iterator[None]:
     Args:
         kind: as of `raise_together`.
     """
-    error = None
     try:
         yield
-    except Exception as raised:
-        error = raised
-    raise_together(error, kind)
+    except Exception as error:
+        # Raises; where the exchange itself fails, this error is in the traceback as well.
+        raise_together(error, kind)
+    else:
+        raise_together(None, kind)
