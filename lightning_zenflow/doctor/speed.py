@@ -13,6 +13,7 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.native.paths import worker_executable
 from lightning_zenflow.worker.cores import worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.worker.process import worker_environment
 from lightning_zenflow.worker.topology import core_siblings, read_place
 
 _COPY_BYTES = 256 * 2**20
@@ -100,7 +101,7 @@ def measure_worker(device: torch.device, reserved_share: float) -> Worker:
     command = [str(path), "--bench", "--cores", ",".join(map(str, cores)), "--elements", str(_elements())]
     command += ["--repeats", str(_REPEATS), "--max-steps", str(_LONGEST_WINDOW)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"the worker's benchmark did not end: {error}") from error
     if done.returncode != 0:

@@ -119,6 +119,15 @@ Request = ExportMessage | TouchMessage
 """Requests to the worker beside jobs; executed in order with them, and idempotent."""
 
 
+def worker_environment() -> dict[str, str]:
+    """Environment variables of the worker's executable."""
+    # Such limits are meant for the trainer's libraries; the worker has one thread per core.
+    limits = ("OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS")
+    inherited = {name: value for name, value in os.environ.items() if name not in limits}
+    # Idle OpenMP threads must sleep: data loaders may use their cores.
+    return {**inherited, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
+
+
 class Worker:
     """Owner of the worker process and of the trainer's end of the socket.
 
@@ -142,11 +151,6 @@ class Worker:
         self._inbox: deque[bytes] = deque()  # answers that were read to make room for a message
         # A memory file instead of a pipe: it need not be drained while the worker runs.
         self._stderr_fd = os.memfd_create(MEMORY_PREFIX + "worker-stderr", os.MFD_CLOEXEC)
-        # Idle OpenMP threads must sleep: data loaders may use their cores.
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_DYNAMIC": "false"}
-        # Such limits are meant for the trainer's libraries; the worker has one thread per core.
-        for limit in ("OMP_THREAD_LIMIT", "OMP_MAX_ACTIVE_LEVELS"):
-            environment.pop(limit, None)
         self._executable = worker_executable()
         self._is_ready = False
         command = [
@@ -164,7 +168,7 @@ class Worker:
                     stdin=subprocess.DEVNULL,
                     stdout=self._stderr_fd,
                     stderr=self._stderr_fd,
-                    env=environment,
+                    env=worker_environment(),
                     start_new_session=True,
                 )
             except BaseException as error:

@@ -5,8 +5,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zenflow.cli import main
+from lightning_zenflow.doctor import speed
 from lightning_zenflow.doctor.machine import Gpu, Host
 from lightning_zenflow.doctor.report import Examination, as_text, expectations, largest_model
 from lightning_zenflow.doctor.speed import Pcie, Worker
@@ -110,3 +112,11 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert examination["worker"]["memory_gb_s"] > 0
     assert examination["worker_error"] is None
     assert examination["expect"]
+
+
+def test_limits_on_the_trainers_threads_do_not_stop_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do not stop the worker of a training."""
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    monkeypatch.setattr(speed, "_elements", lambda: 1 << 12)
+    measured = speed.measure_worker(torch.device("cpu"), reserved_share=0.0)
+    assert measured.cores and measured.memory_gb_s > 0
