@@ -120,7 +120,7 @@ ZENFLOW_INLINE void inverse_roots(const float* __restrict mean, float* __restric
 bool factored_step(const zenflow_factored_step_args& args) {
     const int64_t rows = args.rows, columns = args.columns;
     // In float, as the moments are: squares overflow there that double still holds.
-    const bool finite = __builtin_isfinite(static_cast<float>(sum(args.col_squared_norms, columns)));
+    const bool finite = __builtin_isfinite(static_cast<float>(sum(args.col_squared_norms, columns)) * args.scale);
     if (finite) {
         const float squared = args.scale * args.scale;
         add_to_mean(args.row, args.row_squared_norms, squared / static_cast<float>(columns), args.beta2, rows);

@@ -16,6 +16,7 @@ import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
+    LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
     PARAM_SHAPES,
     SINGLE_PARTITION_OF_FP32_GROUPS,
@@ -173,8 +174,11 @@ class SavedCheckpoint:
                 file,
                 f"the layout must be at most {VERSION}, got {ours['version']}, of a newer version: upgrade lightning-zenflow",
             )
-        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
-        return {**state, CHECKPOINT_KEY: None if ours is None else upgrade(copy.deepcopy(ours))}
+        if ours is not None:
+            scaler = state[LOSS_SCALER]
+            # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+            ours = upgrade(copy.deepcopy(ours), loss_scale=None if scaler.dynamic else scaler.cur_scale)
+        return {**state, CHECKPOINT_KEY: ours}
 
     def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int, bf16: bool) -> dict[str, Any]:
         """Optimizer state of one rank of this run, redistributed if the number of ranks has changed.

@@ -9,19 +9,23 @@ _LATER_KEYS = {"moments_dtype": "float32", "tail": "auto"}
 _CONFIG_KEYS_OF_2 = {"early_hand_over": "optimizer_in_backward", "look_ahead": "weight_prediction"}
 
 
-def upgrade(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def upgrade(state: Mapping[str, Any], *, loss_scale: float | None) -> Mapping[str, Any]:
     """Converts a run state to the present layout.
 
-    Layout 1 stays as it is: a run takes only AdamW's state from it.
+    Layout 1 stays as it is, and so do states that cannot be converted exactly: a run takes only AdamW's state from them.
 
     Args:
         state: as `RunState.state_dict` of this or an older version returned it.
+        loss_scale: of all steps of the run; None: it may have changed.
     """
     if state["version"] == 1:
         return state
-    present = _from_2(state) if state["version"] == 2 else state
-    layout = present["layout"]
-    return {**present, "layout": {**layout, "config": {**_LATER_KEYS, **layout["config"]}}}
+    if state["version"] == 2:
+        state = _from_2(state)
+    if state["version"] == 3:
+        state = _from_3(state, loss_scale)
+    layout = state["layout"]
+    return {**state, "layout": {**layout, "config": {**_LATER_KEYS, **layout["config"]}}}
 
 
 def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +42,17 @@ def _from_2(state: Mapping[str, Any]) -> dict[str, Any]:
     if converted["provisional"] is not None:
         converted["provisional"] = _renamed(converted["provisional"], {"bodies": "second_moments"})
     return {**converted, "version": 3, "layout": {**state["layout"], "config": config}, "planner": planner}
+
+
+def _from_3(state: Mapping[str, Any], loss_scale: float | None) -> Mapping[str, Any]:
+    """Layout 3 has the clip coefficient divided by the loss scale of its step, which it does not say."""
+    provisional = state["provisional"]
+    if provisional is not None:
+        if loss_scale is None:
+            return state
+        provisional = _renamed(provisional, {"factor": "clip"})
+        provisional["clip"] = provisional["clip"] * loss_scale
+    return {**state, "version": 4, "provisional": provisional}
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

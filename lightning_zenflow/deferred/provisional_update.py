@@ -69,6 +69,10 @@ class ProvisionalUpdate:
     Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
     entries are updated as well, and overwritten by their exact values in the same step.
 
+    The clip coefficient of a step is not known during its backward pass. That of the last applied step takes its place, with the step's own
+    loss scale. Before any step has been applied (nothing is known after a start, or after a checkpoint without this state), there is none:
+    such a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
+
     Args:
         compensation: size of the updates.
         rank_number: number of the rank; ranks use different rounding noise.
@@ -78,13 +82,19 @@ class ProvisionalUpdate:
         self._rank = rank
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
-        self._factor = torch.ones((), device=rank.device)
+        self._clip = torch.full((), torch.nan, device=rank.device)
+        # On the gradients of the open step.
+        self._factor = self._clip
         self._bodies: list[_Body | None] = [
             _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.updates_provisionally else None
             for s in rank.partition.slices
         ]
         self.reapply = ReapplyAfterPublish(self, rank)
         """Updates that a publish would undo."""
+
+    def open(self, loss_scale: float) -> None:
+        """Begins a step, before its first gradient."""
+        self._factor = self._clip / loss_scale
 
     def applies_to(self, slice_index: int) -> bool:
         """Whether a slice has rows to update."""
@@ -123,7 +133,7 @@ class ProvisionalUpdate:
     def measure(
         self, slice_index: int, squared_norms: SquaredNorms, hyperparameters: GroupHyperparameters
     ) -> ProvisionalFactors:
-        """Adds a step's gradient to the second moment of a slice.
+        """Adds a step's gradient to the second moment of a slice, if a clip coefficient is known.
 
         Args:
             slice_index: index into `Partition.slices`; one that `applies_to`.
@@ -162,19 +172,19 @@ class ProvisionalUpdate:
         part = Factors(row_scale=row_scale, col_scale=col_scale, finite=factors.factors.finite)
         self._rank.kernels.provisional_update_(weights, gradient, part, self._noise, size=size)
 
-    def end_step(self, scale: StepScale) -> None:
-        """Keeps the factor of the last applied step; the next step's own is not known during its backward pass."""
-        self._factor.copy_(torch.where(scale.finite, scale.factor, self._factor))
+    def end_step(self, scale: StepScale, loss_scale: float) -> None:
+        """Keeps the clip coefficient of a step that was applied."""
+        self._clip = torch.where(scale.finite, scale.factor * loss_scale, self._clip)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Second moments, the last factor and the position in the rounding noise; None without provisional updates."""
+        """Second moments, the last clip coefficient and the position in the rounding noise; None without provisional updates."""
         if not self._compensation.updates_provisionally:
             return None
         return {
             "second_moments": [
                 None if body is None or body.moment is None else body.moment.tensors() for body in self._bodies
             ],
-            "factor": self._factor,
+            "clip": self._clip,
             "noise": self._noise.get_state(),
         }
 
@@ -189,7 +199,7 @@ class ProvisionalUpdate:
                 if saved is not None and saved[-1] > 0:
                     for ours, theirs in zip(body.made_moment().tensors(), saved, strict=True):
                         ours.copy_(theirs)
-        self._factor.copy_(state["factor"])
+        self._clip.copy_(state["clip"])
         self._noise.set_state(state["noise"])
 
 

@@ -5,7 +5,8 @@ second moment, as in Adafactor (arXiv 1804.04235, section 3), which takes one fl
 
     v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).
 
-c is the clip coefficient of the *last* step, because this step's norm is not known during backward. Every publish overwrites the weights
+c is the clip coefficient of the *last* step, because this step's norm is not known during backward, over this step's loss scale. Without a
+step before it, c is NaN, and nothing changes. Every publish overwrites the weights
 with exact ones, so errors do not accumulate. The functions are pure except for the rounding noise, which has a seeded generator.
 """
 
@@ -60,7 +61,7 @@ class Factors:
     col_scale: Tensor
     """[1, columns] float32."""
     finite: Tensor
-    """0-D bool; if False, no weight changes."""
+    """0-D bool; if False, the gradient or its factor is not finite: no weight changes."""
 
 
 class RoundingNoise:
@@ -128,18 +129,18 @@ def factored_step_(
     """Adds a step's gradient to its second moment and returns the factors of its provisional update.
 
     Args:
-        moment: changed in place, unless the gradient is not finite.
+        moment: changed in place, unless the gradient or `scale` is not finite.
         rows: [rows] float32; sum of squares of each row of the gradient.
         columns: [columns] float32; sum of squares of each column.
         beta2: decay per step.
         lr: learning rate.
-        scale: 0-D float32; factor on the gradient.
+        scale: 0-D float32; factor on the gradient; NaN if it is not known.
 
     Returns:
         Factors whose product is lr * scale / sqrt(v_ij), bias-corrected.
     """
     # In float32, like the operations below: float64 would not see squares that overflow there.
-    finite = torch.isfinite(columns.sum())
+    finite = torch.isfinite(columns.sum() * scale)
     weight = (1 - beta2) * finite
     squared = scale.square()
     row, col = moment.row, moment.col

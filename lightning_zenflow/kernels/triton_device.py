@@ -121,7 +121,8 @@ def factored_step(
         i = first + tl.arange(0, chunk)
         sums += tl.load(parts + i, mask=i < n_parts, other=0.0)
         first += chunk
-    applies = tl.sum(sums, axis=0) < float("inf")
+    factor = tl.load(scale)
+    applies = tl.sum(sums, axis=0) * factor < float("inf")
     tl.store(finite, applies)
     n = tl.load(steps) + applies.to(tl.float32)
     tl.debug_barrier()
@@ -129,7 +130,6 @@ def factored_step(
     # In float64, because the power is close to one.
     power = tl.exp((tl.maximum(n, 1.0) * log_beta2).to(tl.float64))
     bias_correction = (1.0 - power).to(tl.float32)
-    factor = tl.load(scale)
     squared = factor * factor
     sums = tl.zeros((chunk,), dtype=tl.float32)
     first = 0

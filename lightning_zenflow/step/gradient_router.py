@@ -77,6 +77,7 @@ class GradientRouter:
         self._jobs.open(context.number)
         self.arrivals.open()
         self.in_backward.open()
+        self._provisional.open(context.loss_scale)
 
     def route(self, context: StepContext, index: int, gradient: Tensor) -> None:
         """Routes one slice's gradient; called in backward, in stream order behind its reduction.

@@ -1,8 +1,8 @@
 """State of a run besides AdamW's, with which a resumed run continues bit for bit.
 
-Layout 3, of plain numbers, lists and CPU tensors::
+Layout 4, of plain numbers, lists and CPU tensors::
 
-    version: 3
+    version: 4
     layout
         config          keys that change numbers, with their values
         world_size
@@ -22,7 +22,7 @@ Layout 3, of plain numbers, lists and CPU tensors::
                         strikes, calm, patience, probation, tail (share of all ranks' blocks), tail_blocks (the rank's own), owns_tail
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
-        factor          step scale of the last step
+        clip            clip coefficient of the last applied step, NaN before the first
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
 
@@ -42,7 +42,7 @@ from lightning_zenflow.topk.ownership import Ownership
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
-VERSION = 3
+VERSION = 4
 """Number of the layout; incremented by every change that an older version would misread."""
 
 

@@ -200,7 +200,7 @@ class ZenFlowStep:
         # update
         with self._telemetry.tracer.span("exact step"):
             self._ownership.step(groups, scale)
-        self._provisional.end_step(scale)
+        self._provisional.end_step(scale, context.loss_scale)
         # select
         max_interval = self._select(context)
         # submit

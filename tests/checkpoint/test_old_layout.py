@@ -1,4 +1,4 @@
-"""A checkpoint with layout 2, written by commit 01ec44d, continues under the present code; see `version_2`."""
+"""Checkpoints with older layouts. One with layout 2, written by commit 01ec44d, continues under the present code; see `version_2`."""
 
 import logging
 import shutil
@@ -9,6 +9,8 @@ import torch
 from test_checkpoint_safety import edit
 from version_2 import DATA, RUNS, train
 
+from lightning_zenflow.checkpoint.upgrade import upgrade
+from lightning_zenflow.step.run_state import VERSION
 from same_bits import assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -36,3 +38,18 @@ def test_one_of_mean_gradients_begins_anew_from_adamws_state(tmp_path: Path, cap
         "AdamW's exact state after 7 steps, but it was saved with deferred_update='accumulate', a key that no longer exists"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "factor", "clip"),
+    [(1.0, 0.25, 0.25), (128.0, 2.0**-9, 0.25), (None, 2.0**-9, None), (None, None, None)],
+)
+def test_layout_3_has_the_loss_scale_in_the_factor(
+    loss_scale: float | None, factor: float | None, clip: float | None
+) -> None:
+    """Where it changes and there are provisional updates, the one of the factor is not known: only AdamW's state is taken then."""
+    provisional = None if factor is None else {"factor": torch.tensor(factor), "noise": ()}
+    state = upgrade({"version": 3, "layout": {"config": {}}, "provisional": provisional}, loss_scale=loss_scale)
+    assert state["version"] == (3 if clip is None and factor is not None else VERSION)
+    if clip is not None:
+        assert state["provisional"] == {"clip": torch.tensor(clip), "noise": ()}

@@ -97,6 +97,16 @@ def adamw_reference(
     return state
 
 
+def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tuple[Tensor, Tensor]:
+    """Running means of the squares of each row and of each column of a matrix's gradients, [rows, columns] each, in float64."""
+    row = column = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        squares = gradient.double().square()
+        row = beta2 * row + (1 - beta2) * squares.mean(1)
+        column = beta2 * column + (1 - beta2) * squares.mean(0)
+    return row, column
+
+
 def blocks_of_elements(groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int) -> list[Tensor]:
     """For each parameter, over all groups, the number of the block that each element is in, counted by the rank that holds it."""
     return places_of_elements(groups, n_blocks, world_size)[0]

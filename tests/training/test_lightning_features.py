@@ -158,12 +158,6 @@ class Overflows(Net):
         return super().loss(step, micro, rank) * 16
 
 
-@pytest.fixture
-def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed asks for the CPU's fast instructions; torch computes in fp16 without them, slowly, which is enough here."""
-    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
-
-
 @pytest.mark.usefixtures("fp16_on_the_cpu")
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 def test_fp16_with_overflows(precision: str) -> None:

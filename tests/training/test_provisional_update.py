@@ -22,7 +22,7 @@ from lightning_zenflow.schedule.staggered import UpdateSchedule
 from models import SHAPES, FreezingModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
-from reference import AdamWState, Group, owned_elements
+from reference import AdamWState, Group, factored_second_moment, owned_elements
 from same_bits import assert_close_to_adamw, assert_same_state, assert_same_tensors
 
 STEPS = 10
@@ -289,6 +289,38 @@ def test_what_was_frozen_at_setup_cannot_be_unfrozen() -> None:
         fit(model, steps=5, callbacks=[Unfreeze()])
 
 
+@pytest.mark.usefixtures("fp16_on_the_cpu")
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_the_second_moment_is_of_clipped_gradients(precision: str) -> None:
+    """Each step has the clip coefficient of the step before and its own loss scale, which doubles in each step in fp16."""
+    growing = {"initial_scale_power": 2, "loss_scale_window": 1}
+    case = Case(topk_ratio=0, steps=6, max_norm=2.0, precision=precision).with_keys(provisional_scale="auto", **growing)
+    strategy = case.make_strategy()
+    run = run_here(case, strategy=strategy)
+    optimizer = strategy.zenflow_optimizer
+    assert optimizer is not None
+    assert run.skipped == 0 and optimizer.cur_scale == (1 if precision == "32-true" else 2.0**7)
+    state = optimizer.parts.provisional.state_dict()
+    assert state is not None
+    _, gradients, groups = case.fixed_gradients()
+    norms = [torch.stack([g.double().square().sum() for g in of_step]).sum().sqrt() for of_step in gradients]
+    clips = [1 / max(1.0, norm.item() / 2.0) for norm in norms]
+    assert max(clips) < 0.5
+    for i, (first, moment) in enumerate(zip(gradients[0], state["second_moments"], strict=True)):
+        # The last matrix has no gradient in some steps, which are left out.
+        if first.dim() < 2 or tuple(first.shape) == SHAPES[-1]:
+            continue
+        clipped = [clip * of_step[i].flatten(1).double() for clip, of_step in zip(clips, gradients[1:], strict=False)]
+        row, column, n = moment
+        torch.testing.assert_close(
+            (row.double(), column.double()),
+            factored_second_moment(clipped, beta2=groups[0][i].beta2),
+            rtol=1e-4,
+            atol=0,
+        )
+        assert n == case.steps - 1
+
+
 @pytest.mark.parametrize(
     ("s", "d", "scale"),
     [(1, 1, "auto"), (1, 2, "auto"), (2, 1, "auto"), (4, 1, "auto"), (4, 1, 0.5), (2, 2, "auto"), (16, 1, "auto")],
@@ -316,10 +348,16 @@ def test_a_publish_undoes_no_later_update(s: int, d: int, scale: float | Literal
         moment, updates = SecondMoment.zeros(*shape, torch.device("cpu")), [torch.zeros(shape)]
         for step in range(case.steps - 1):
             g, h = gradients[step][i].view(shape), groups[step][i]
+            # The first step has none: the clip coefficient of a step before it is not known.
             factors = factored_step_(
-                moment, g.square().sum(1), g.square().sum(0), beta2=h.beta2, lr=h.lr, scale=torch.ones(())
+                moment,
+                g.square().sum(1),
+                g.square().sum(0),
+                beta2=h.beta2,
+                lr=h.lr,
+                scale=torch.tensor(1.0 if step else torch.nan),
             )
-            updates.append(g * factors.row_scale * -factors.col_scale)
+            updates.append(torch.where(factors.finite, g * factors.row_scale * -factors.col_scale, 0.0))
             if step < s + d:
                 continue
             found = (moving.shown[step + 1][i] - still.shown[step + 1][i]).view(shape)

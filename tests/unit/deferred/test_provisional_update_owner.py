@@ -21,15 +21,29 @@ COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.
 
 
 class OneSlice:
-    """The provisional update of one slice, fed as `GradientRouter` feeds it."""
+    """The provisional update of one slice, fed as `ZenFlowStep` feeds it, after a step with the clip coefficient `clip`."""
 
-    def __init__(self, columns: int, start: int, numel: int, weights: torch.Tensor, *, is_matrix: bool = True) -> None:
+    def __init__(
+        self,
+        columns: int,
+        start: int,
+        numel: int,
+        weights: torch.Tensor,
+        *,
+        is_matrix: bool = True,
+        clip: float | None = 1.0,
+    ) -> None:
         s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
         self._rank = make_rank_state(build_partition([s], [numel], 3), [weights])
         self._tiles = tiles_of_slice(0, s)
         self._update = ProvisionalUpdate(self._rank, COMPENSATION, rank_number=0)
+        if clip is not None:
+            self.end_step(clip)
 
-    def apply(self, gradient: torch.Tensor) -> None:
+    def apply(self, gradient: torch.Tensor, *, loss_scale: float = 1.0) -> None:
+        """Of the loss times `loss_scale`."""
+        self._update.open(loss_scale)
+        gradient = loss_scale * gradient
         for tile in self._tiles:
             if tile.rows > 1 and self._update.applies_to(0):
                 matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
@@ -37,11 +51,10 @@ class OneSlice:
                 factors = self._update.measure(0, squared_norms, HYPERPARAMETERS)
                 self._update.apply(factors, 0, matrix, age=1, schedule=SCHEDULE)
 
-    def end_step(self, factor: float, *, finite: bool) -> None:
-        norm = torch.tensor(1.0)
-        self._update.end_step(
-            StepScale(factor=torch.tensor(factor), finite=torch.tensor(finite), norm=norm, count=norm)
-        )
+    def end_step(self, clip: float, *, loss_scale: float = 1.0) -> None:
+        """NaN: the step changed nothing."""
+        one, factor = torch.ones(()), torch.tensor(clip / loss_scale)
+        self._update.end_step(StepScale(factor=factor, finite=factor.isfinite(), norm=one, count=one), loss_scale)
 
 
 @pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
@@ -85,11 +98,40 @@ def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
     gradient = torch.ones(12)
     one.apply(gradient)
     before = weights.clone()
-    one.end_step(torch.nan, finite=False)
-    one.end_step(0.01, finite=True)
+    one.end_step(0.01)
+    one.end_step(torch.nan)
     # 100 times the gradient at a hundredth of the coefficient is the same step.
     one.apply(100 * gradient)
     torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("applied", [2.0**16, 4.0, 2.0])
+def test_a_changed_loss_scale_leaves_the_size(applied: float) -> None:
+    """That of the last applied step, and those of two later ones, of which the second is not applied."""
+    weights = torch.zeros(12)
+    one = OneSlice(4, 0, 12, weights, clip=None)
+    gradient = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).flatten() + 0.5
+    one.end_step(0.5, loss_scale=applied)
+    moved = []
+    for loss_scale, clip in ((applied, torch.nan), (applied / 2, 0.5), (4 * applied, 0.5)):
+        before = weights.clone()
+        one.apply(gradient, loss_scale=loss_scale)
+        one.end_step(clip, loss_scale=loss_scale)
+        moved.append(weights - before)
+    assert moved[0].all()
+    torch.testing.assert_close(moved[1:], [moved[0]] * 2, rtol=1e-5, atol=0)
+
+
+def test_without_an_applied_step_nothing_is_known() -> None:
+    weights = torch.zeros(12)
+    one = OneSlice(4, 0, 12, weights, clip=None)
+    for clip in (torch.nan, 0.01):
+        one.apply(torch.full((12,), 100.0), loss_scale=4.0)
+        one.end_step(clip, loss_scale=4.0)
+    assert not weights.any()
+    # The second moment has this step's gradient only: the update is as long as any first one.
+    one.apply(torch.full((12,), 100.0), loss_scale=2.0)
+    torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
 
 
 class BehindTheHost(HostRuntime):
@@ -107,6 +149,9 @@ def test_gradients_that_come_back_are_counted(
     weights = torch.zeros(24, dtype=torch.bfloat16)
     rank = make_rank_state(partition, [weights], kernels=TorchKernels())
     provisional = ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
+    one = torch.ones(())
+    provisional.end_step(StepScale(factor=one, finite=one > 0, norm=one, count=one), 1.0)
+    provisional.open(1.0)
     slot = torch.randn(6, 4).bfloat16()
     factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
     tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)

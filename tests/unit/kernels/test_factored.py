@@ -100,17 +100,17 @@ def test_the_factors_are_torchs(on: Implementation, beta2: float) -> None:
     torch.testing.assert_close(row_scale, expected_rows, rtol=1e-3 if beta2 > 0.99 else 2e-6, atol=0)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e19])
-def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: float) -> None:
-    """Neither where only the squares are not, or their sum."""
+@pytest.mark.parametrize(("value", "scale"), [(torch.nan, 1.0), (torch.inf, 1.0), (1e19, 1.0), (0.1, torch.nan)])
+def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: float, scale: float) -> None:
+    """Neither where only the squares are not, or their sum, or the factor."""
     moment = SecondMoment.zeros(3, 4, on.device)
     known = take_step(on, moment, on.random(3, 4))
     before = [tensor.clone() for tensor in moment.tensors()]
     gradient = torch.full((3, 4), value, device=on.device)
-    factors = take_step(on, moment, gradient)
+    factors = take_step(on, moment, gradient, scale=scale)
     assert all(map(torch.equal, moment.tensors(), before))
     assert not factors.finite
-    assert torch.equal(factors.row_scale, known.row_scale)
+    torch.testing.assert_close(factors.row_scale, known.row_scale * scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(factors.col_scale, known.col_scale)
     weights = on.random(3, 4, seed=1)
     values = provisional_values(weights, gradient, factors)
