@@ -156,6 +156,29 @@ def test_written_state_is_what_training_goes_on_with(keys: dict[str, Any], accum
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("keys", "latest"), [(NOTHING_LATE, 1), (LATE, 5), (KEYS["in backward"], 1)], ids=KEYS)
+def test_the_model_shows_what_was_written(keys: dict[str, Any], latest: int) -> None:
+    """At most S + d steps later; what the device owns, after the next step."""
+    written, model = 3, LinearLossModule(length=200)
+    shown: list[list[Tensor]] = []
+    far = 100.0
+
+    def write(module: pl.LightningModule) -> None:
+        shown.append([p.detach().clone() for p in module.parameters()])
+        if module.global_step == written:
+            for p in module.parameters():
+                safe_set_full_fp32_param(p, torch.full_like(p, far))
+
+    # Columns are selected once, so that none is read from the arena later.
+    strategy = ZenFlowStrategy(**{**keys, "topk_ratio": 0.3, "select_interval": 0, "weight_prediction": 0})
+    fit(model, strategy, steps=written + latest + 1, callbacks=[At("on_train_batch_end", write)])
+    for i, before in enumerate(shown[written - 1]):
+        new = [(of_step[i] > far / 2).float().mean().item() for of_step in shown[written:]]
+        assert before.max() < far / 2 and new[latest - 1] == 1, i
+        # Vectors, and of each matrix some columns.
+        assert new[0] == 1 if before.dim() < 2 else new[0] > 0, i
+
+
 REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]] = {
     "no such moment": (
         "on_train_batch_end",
