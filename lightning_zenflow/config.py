@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import Self
 
 from lightning_zenflow.core.allowed_values import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
-from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
+from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, first_schedule
+from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024
@@ -221,6 +222,26 @@ class ZenFlowConfig:
         assert isinstance(plain, Mapping)
         check_keys(plain, KEYS, "ZenFlowConfig")
         return cls(**{str(key): value for key, value in plain.items()})
+
+    def without_measurements(self) -> Self:
+        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail.
+
+        Raises:
+            ConfigValueError: `tail` says that there is one, whose length measured times decide.
+        """
+        if not self.measures:
+            return self
+        if self.requires_tail:
+            raise ConfigValueError(
+                f"ZenFlowConfig: tail must be 'auto' or 'none' with torch's deterministic algorithms, got {self.tail!r}: measured times"
+                " decide which blocks are in it, so such runs do not repeat; leave it out, or set `Trainer(deterministic=False)`",
+                "tail",
+            )
+        first = first_schedule(
+            candidates_of(self.update_intervals, self.publish_lags), hides_in_backward=self.submits_in_backward
+        )
+        s, d = first.update_interval, first.publish_lag
+        return dataclasses.replace(self, update_interval=s, publish_lag=d, tail="none")
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import lightning
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zenflow.checkpoint.collective import load_together, save_together
-from lightning_zenflow.config import KEYS, check_keys
+from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.zero.config import refuse_options, says_bucket_size, set_bucket_size
@@ -44,7 +45,7 @@ class Session:
         base: Lightning's, which it extends.
 
     Attributes:
-        config: the validated configuration.
+        config: the validated configuration; after a set-up, the one of this training (see `ZenFlowConfig.without_measurements`).
         deepspeed_config: the DeepSpeed configuration of the source; None if it has none.
         optimizer: the optimizer of the present or last set-up; None before the first.
 
@@ -71,7 +72,8 @@ class Session:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)  # type: ignore[attr-defined]  # Lightning's strategies have it
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
         refuse_options(options, base)
-        self.config, self.deepspeed_config = resolve_config(config, given)
+        self._given_config, self.deepspeed_config = resolve_config(config, given)
+        self.config = self._given_config
         self.optimizer: ZenFlowZeroOptimizer | None = None
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self.deepspeed_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
@@ -103,9 +105,11 @@ class Session:
         Raises:
             MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
                 memory.
+            ConfigValueError: a key contradicts torch's deterministic algorithms.
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
+        self.config = _repeatable(self._given_config)
         self._lost_ranks = LostRanks(node)
         resources = rank_resources(self.config, device, ranks_on_host=ranks_on_host)
         if device.type == "cpu":
@@ -189,3 +193,20 @@ class Session:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
             self._torch_threads = None
+
+
+def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
+    """The configuration of a training: where the user asks torch for runs that repeat, nothing that changes numbers is measured.
+
+    Memory that is measured decides only where gradients and states are, which changes no bit.
+    """
+    # `Trainer(deterministic=...)` sets it as well.
+    if not (config.measures and torch.are_deterministic_algorithms_enabled()):
+        return config
+    fixed = config.without_measurements()
+    rank_zero_info(
+        f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
+        f" publish_lag={fixed.publish_lag}, no tail, and no measured time changes them. Steps wait for the CPU where its work does not hide"
+        " behind training; then set update_interval and publish_lag to larger values"
+    )
+    return fixed

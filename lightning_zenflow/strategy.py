@@ -94,10 +94,14 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     ) -> None:
         given = given_keys(locals())
         self._session = Session(config, given, deepspeed_options, type(self), DeepSpeedStrategy)
-        self.zenflow_config = self._session.config
         self._over = False
         super().__init__(config=self._session.deepspeed_config, **deepspeed_options)
         self.config = prepare_deepspeed_config(self.config)
+
+    @property
+    def zenflow_config(self) -> ZenFlowConfig:
+        """The configuration, see `Session.config`."""
+        return self._session.config
 
     @property
     def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:

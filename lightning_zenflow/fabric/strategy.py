@@ -65,7 +65,6 @@ class ZenFlowStrategy(CheckpointHooks):
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
         self._session = Session(config, given_keys(given), options, type(self), DeepSpeedStrategy)
-        self.zenflow_config = self._session.config
         self._micro_batches = MicroBatches()
         self._norm = MaxNorm()
         self._engine: Any = None
@@ -87,6 +86,11 @@ class ZenFlowStrategy(CheckpointHooks):
         self.config = {"gradient_clipping": 0.0, **prepare_deepspeed_config(self.config)}
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
         self._backward_sync_control = self._micro_batches
+
+    @property
+    def zenflow_config(self) -> ZenFlowConfig:
+        """The configuration, see `Session.config`."""
+        return self._session.config
 
     @property
     def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:

@@ -33,7 +33,9 @@ class MonitoredOptimizer(Protocol):
 class MonitoredStrategy(Protocol):
     """The strategy of the trainer."""
 
-    zenflow_config: ZenFlowConfig
+    @property
+    def zenflow_config(self) -> ZenFlowConfig:
+        """The configuration of the current or last fit."""
 
     @property
     def zenflow_optimizer(self) -> MonitoredOptimizer | None:

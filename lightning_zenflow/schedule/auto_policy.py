@@ -111,6 +111,17 @@ def relative_cost(update_interval: int, *, tentative: bool = False) -> float:
     return (0.5 + 0.1 * (update_interval + tentative)) / (0.6 * update_interval)
 
 
+def first_schedule(candidates: Sequence[UpdateSchedule], *, hides_in_backward: bool) -> UpdateSchedule:
+    """The schedule that `auto` begins with: the least stale one that can hide at all.
+
+    Args:
+        candidates: S and d to choose from, the least stale first.
+        hides_in_backward: whether d = 0 submits gradients in backward.
+    """
+    may_hide = (c for c in candidates if hides_in_backward or c.publish_lag > 0)
+    return next(may_hide, candidates[0])
+
+
 def blocks_waited_for(load: float, stall: float, *, n_blocks: int, update_interval: int) -> int:
     """Blocks that would have to be left out so that steps with d = 0 do not wait: those whose updates take as long as the wait.
 
@@ -159,8 +170,7 @@ class SchedulePolicy:
         self.tail = 0.0
         """Share of all blocks in the tail."""
         self._candidates = list(candidates)
-        may_hide = (c for c in self._candidates if hides_in_backward or c.publish_lag > 0)
-        self.schedule = next(may_hide, self._candidates[0])
+        self.schedule = first_schedule(self._candidates, hides_in_backward=hides_in_backward)
         """The current schedule."""
         self._max_interval: float | None = None
         """Running mean of `Observation.max_interval_by_gradients`."""

@@ -3,8 +3,9 @@
 import functools
 import logging
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -13,15 +14,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
-from harness import AUTO, EVERYTHING, Case, Run, fit, run_here
+from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
-from scripted_schedule import scripted
+from scripted_schedule import Entry, ScriptedSchedule, scripted
 
 ALL_AUTO = {**EVERYTHING, **AUTO, "select_interval": 5}
 SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 2), (20, 2, 2), (26, 1, 1), (29, 4, 0))
@@ -83,6 +85,59 @@ def test_the_same_schedules_repeat_bit_for_bit() -> None:
     for a, b in zip(first.shown, second.shown, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert first.losses == second.losses
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's deterministic algorithms, on for one test."""
+    # For Trainer(deterministic=...), which sets it.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("loop", ["trainer", "fabric"])
+def test_deterministic_runs_repeat_whatever_is_measured(
+    loop: Literal["trainer", "fabric"], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Measured times would change the schedule, in each run at other steps; with deterministic algorithms, they decide nothing."""
+    case = Case(model="SmallNet", steps=14, max_norm=1.0, topk_ratio=0.3, loop=loop, strategy_options=ALL_AUTO)
+
+    def run(measured: Sequence[Entry]) -> tuple[Run, list[ScriptedSchedule]]:
+        with scripted(measured) as controls:
+            return run_here(case), controls
+
+    with caplog.at_level(logging.INFO):
+        (first, controls), (second, others) = run(((3, 4, 1),)), run(((6, 1, 2), (9, 2, 0)))
+    assert not controls and not others
+    assert first.losses == second.losses
+    for ours, theirs in zip([*first.shown, first.weights], [*second.shown, second.weights], strict=True):
+        assert_same_tensors(ours, theirs)
+    (said,) = {message for message in caplog.messages if "deterministic" in message}
+    assert (
+        "update_interval=1, publish_lag=0, no tail, and no measured time changes them. Steps wait for the CPU" in said
+    )
+    torch.use_deterministic_algorithms(False)
+    _, (control,) = run(((3, 4, 1),))
+    assert [schedule.update_interval for _, schedule in control.changes] == [4]
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("value", [True, "warn"])
+def test_trainers_that_are_deterministic(value: bool | Literal["warn"]) -> None:
+    """Each training asks anew: the strategy keeps what the user has set."""
+    strategy, before = ZenFlowStrategy(worker_cores=1), ZenFlowConfig(worker_cores=1)
+    torch.use_deterministic_algorithms(False)
+    trainer, model = make_trainer(strategy, deterministic=value, max_steps=2), LinearLossModule(length=4)
+    trainer.fit(model)
+    assert strategy.zenflow_config == before.without_measurements()
+    torch.use_deterministic_algorithms(False)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(model)
+    assert trainer.global_step == 4
+    assert strategy.zenflow_config == before
 
 
 class Schedules(pl.Callback):

@@ -272,3 +272,28 @@ class TestOmegaConf:
         structured.topk_ratio = 1.5
         with pytest.raises(ConfigValueError, match=r"topk_ratio must be a number from 0 to 1, got 1\.5"):
             ZenFlowConfig.from_mapping(structured)
+
+
+@pytest.mark.parametrize(
+    ("keys", "s", "d"),
+    [
+        ({}, 1, 0),
+        ({"optimizer_in_backward": False}, 1, 1),
+        ({"overlap_step": False}, 1, 0),
+        ({"update_interval": 4}, 4, 0),
+        ({"publish_lag": 2, "tail": "lag"}, 1, 2),
+        ({"update_interval": 4, "publish_lag": 1}, 4, 1),
+    ],
+)
+def test_without_measurements(keys: dict[str, Any], s: int, d: int) -> None:
+    """What is given stays; of what is "auto", S and d are the least stale that may hide, and there is no tail."""
+    config = ZenFlowConfig(topk_ratio=0.3, **keys).without_measurements()
+    assert (config.update_intervals, config.publish_lags) == ([s], [d])
+    assert not config.measures and config.topk_ratio == 0.3
+    assert config.without_measurements() == config
+
+
+@pytest.mark.parametrize("tail", ["lag", "device"])
+def test_a_tail_cannot_be_had_without_measurements(tail: Literal["lag", "device"]) -> None:
+    with pytest.raises(ConfigValueError, match=f"tail must be 'auto' or 'none' with .* got '{tail}'"):
+        ZenFlowConfig(update_interval=1, publish_lag=0, tail=tail).without_measurements()
