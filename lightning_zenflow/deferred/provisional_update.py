@@ -83,8 +83,8 @@ class ProvisionalUpdate:
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._clip = torch.full((), torch.nan, device=rank.device)
-        # On the gradients of the open step.
-        self._factor = self._clip
+        # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
+        self._factor = self._clip.clone()
         self._bodies: list[_Body | None] = [
             _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.updates_provisionally else None
             for s in rank.partition.slices
@@ -94,7 +94,7 @@ class ProvisionalUpdate:
 
     def open(self, loss_scale: float) -> None:
         """Begins a step, before its first gradient."""
-        self._factor = self._clip / loss_scale
+        torch.div(self._clip, loss_scale, out=self._factor)
 
     def applies_to(self, slice_index: int) -> bool:
         """Whether a slice has rows to update."""
@@ -174,7 +174,7 @@ class ProvisionalUpdate:
 
     def end_step(self, scale: StepScale, loss_scale: float) -> None:
         """Keeps the clip coefficient of a step that was applied."""
-        self._clip = torch.where(scale.finite, scale.factor * loss_scale, self._clip)
+        self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Second moments, the last clip coefficient and the position in the rounding noise; None without provisional updates."""

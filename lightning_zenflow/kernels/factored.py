@@ -6,8 +6,8 @@ second moment, as in Adafactor (arXiv 1804.04235, section 3), which takes one fl
     v_ij = row_i * col_j / mean(col),        w_ij <- w_ij - b * lr * c * g_ij / sqrt(v_ij).
 
 c is the clip coefficient of the *last* step, because this step's norm is not known during backward, over this step's loss scale. Without a
-step before it, c is NaN, and nothing changes. Every publish overwrites the weights
-with exact ones, so errors do not accumulate. The functions are pure except for the rounding noise, which has a seeded generator.
+step before it, c is NaN, and nothing changes. Every publish overwrites the weights with exact ones, so errors do not accumulate. The
+functions are pure except for the rounding noise, which has a seeded generator.
 """
 
 import random
