@@ -19,7 +19,7 @@ from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
-from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX
+from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.worker.topology import running_on
 
 _PAGE_BYTES = 4096
@@ -82,7 +82,7 @@ class Arena:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         self._memory = mmap.mmap(self._fd, header.total_bytes)
         # Forked dataloader workers must neither keep nor copy the optimizer states.
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        exclude_from_children(self._memory)
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = protocol.ArenaHeader.from_buffer(self._memory)
 
