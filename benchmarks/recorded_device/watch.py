@@ -243,9 +243,9 @@ class WatchedWorker:
         """The words that the worker waits for."""
         arena, last = self._arena, job.first_step + len(job.slots) - job.has_tentative - 1
         assert arena is not None
-        words = [arena.block_sequence[job.block]] if job.has_tentative else []
+        words = [arena.block_words[job.block]] if job.has_tentative else []
         # Before the first step there is none.
-        return [*words, arena.sequence[last % arena.n_step_records]] if job.slots and last >= 1 else words
+        return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
 
     def _replay(self, job: JobMessage, clock: Clock) -> int:
         arena, block = self._arena, self._blocks[job.block]

@@ -10,8 +10,8 @@
 //
 //   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight
 //   step records         trainer, before the first job that names the step, each set of hyperparameters before the first job
-//                        that uses it; `word`: a device copy, which may come later
-//   block words          a device copy, before or after submission of the job that waits for it
+//                        that uses it; `word`: one device copy, which may come later
+//   block words          one device copy each, before or after submission of the job that waits for it
 //   gradient slots       trainer, until it submits the first job that names the slot, and again after the Done of the job that
 //                        commits it (or of the last one that names it, if the gradient is dropped); unchanged in between
 //   state of a block     (master, moments) worker, from submission of a job of that block until its Done; otherwise the trainer.
@@ -43,9 +43,29 @@
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
 // sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
-// block's word, if there is a tentative part. The device copies gradients, factor and sequence number in stream order, so a
-// word's arrival happens after that of everything before it (and after the device has read publish buffers copied before it). A
-// block has one word: the job that waits for it must be done before the device writes it again (publish lag 0).
+// block's word, if there is a tentative part. The device copies the gradients and then, in one copy of 16 bytes, the word, in
+// stream order, so a word's arrival happens after that of everything before it (and after the device has read publish buffers
+// copied before it). A block has one word: the job that waits for it must be done before the device writes it again (publish
+// lag 0).
+//
+// What this assumes of device and bus, since the worker polls the word and calls no function of the device's library:
+//
+//   Within a word        Nothing. Its bytes may become visible in any order and in parts of 4 bytes: `check` says whether factor
+//                        and sequence number belong together. (PCI Express Base Specification, 2.4.3 "Update Ordering and
+//                        Granularity Provided by a Write Transaction", recommends that a host CPU sees no smaller parts, and
+//                        only with relaxed ordering off that it sees them in ascending order. Of `sequence`, both halves change
+//                        only once in 2^32 steps.)
+//   Gradients, word      A copy's bytes become visible to the host no later than those of the next copy on the same stream. CUDA
+//                        executes the operations of a stream in order (CUDA C++ Programming Guide, "Streams"), but promises
+//                        visibility to a host that waits for an event or a stream only. Of its operations on a stream that are
+//                        meant for polling, it says that there is a fence between them and earlier writes (CUDA Driver API,
+//                        "Stream Memory Operations", CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER); of copies it says nothing. The
+//                        bus keeps the order: a posted write must not pass another one of the same device and traffic class
+//                        unless it asks for relaxed ordering (PCI Express Base Specification, 2.4.1 "Transaction Ordering
+//                        Rules"). A device that asks for it in copies, or a link that is not PCI Express (NVLink-C2C), has to
+//                        be tested: tests/gpu/test_gpu_order.py.
+//   Worker               The cores see writes of the device as those of another core (coherent DMA), so that acquiring the
+//                        sequence number is enough. Memory that is not page-locked is written by the trainer's core instead.
 //
 // Messages. Neither end blocks in sending while the other one does: the trainer reads answers where its socket is full, and the
 // worker keeps answers that do not fit until the trainer reads.
@@ -63,7 +83,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 8;
+constexpr uint64_t kVersion = 9;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -144,10 +164,10 @@ struct Hyperparameters {
     uint32_t reserved;
 };
 
-// Written by the device in stream order, `clip` first, `sequence` second; for a step, or for a block in a step.
+// Written by the device in one copy, in stream order; for a step, or for a block in a step.
 struct StepWord {
     float clip;  // factor on the gradient: clip coefficient over loss scale; not finite: the step changes nothing (in the block)
-    uint32_t reserved;
+    uint32_t check;    // the bits of `clip`, exclusive or with the low half of `sequence`; otherwise a part has not arrived yet
     int64_t sequence;  // the step's number once everything of the step (of the block in the step) has arrived
 };
 

@@ -41,7 +41,7 @@ constexpr Line kLines[] = {
     FIELD(Hyperparameters, eps), FIELD(Hyperparameters, weight_decay), FIELD(Hyperparameters, decoupled),
     FIELD(Hyperparameters, reserved),
 
-    SIZE(StepWord), FIELD(StepWord, clip), FIELD(StepWord, reserved), FIELD(StepWord, sequence),
+    SIZE(StepWord), FIELD(StepWord, clip), FIELD(StepWord, check), FIELD(StepWord, sequence),
     SIZE(StepRecord), FIELD(StepRecord, word), FIELD(StepRecord, count), FIELD(StepRecord, reserved),
 
     SIZE(JournalEntry), FIELD(JournalEntry, saved), FIELD(JournalEntry, begin), FIELD(JournalEntry, end),

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <thread>
 
 #include "common/error.h"
-#include "replay/tile_journal.h"
 
 namespace zenflow {
 namespace {
@@ -33,6 +33,12 @@ int64_t sequence_of(const StepWord& word) { return __atomic_load_n(&word.sequenc
 
 }  // namespace
 
+uint32_t check_of(float clip, int64_t sequence) {
+    uint32_t bits;
+    std::memcpy(&bits, &clip, sizeof(bits));
+    return bits ^ static_cast<uint32_t>(sequence);
+}
+
 StepRecords::StepRecords(const Arena& arena, milliseconds word_timeout) : arena_(arena), word_timeout_(word_timeout) {}
 
 void StepRecords::check(const UpdateJob& job) const {
@@ -53,7 +59,7 @@ bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& tra
     const int64_t end = job.first_step + job.n_committed;
     if (job.n_committed + job.has_tentative == 0) return true;
     return resolve_through(end - 1, trainer_gone) &&
-           (job.has_tentative == 0 || wait_for_word(arena_.block_word(job.block), end, trainer_gone));
+           (job.has_tentative == 0 || wait_for_word(arena_.block_word(job.block), end, trainer_gone).has_value());
 }
 
 bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const {
@@ -63,11 +69,12 @@ bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>
                 "'s count must be at least 0, got ", count_before);
         ++step;
         StepRecord& record = arena_.step_record(step);
-        if (!wait_for_word(record.word, step, trainer_gone)) return false;
-        record.count = count_before + (std::isfinite(record.word.clip) ? 1 : 0);
-        // The step is resolved by the next store; a worker that restarts before it counts the step again, from the same count.
-        compiler_fence();
-        arena_.resolved_step() = step;
+        const std::optional<float> clip = wait_for_word(record.word, step, trainer_gone);
+        if (!clip) return false;
+        record.count = count_before + (std::isfinite(*clip) ? 1 : 0);
+        // Makes the step resolved: no earlier store may come after this one. A worker that restarts before it counts the step
+        // again, from the same count.
+        __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
     return true;
 }
@@ -86,32 +93,39 @@ StepRecords::Step StepRecords::tentative_step(const UpdateJob& job) const {
     return {std::isfinite(clip), clip, arena_.step_record(job.first_step + job.n_committed - 1).count + 1};
 }
 
-bool StepRecords::wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const {
+std::optional<float> StepRecords::wait_for_word(const StepWord& word, int64_t step,
+                                                const std::function<bool()>& trainer_gone) const {
     for (int spin = 0; spin < kSpins; ++spin) {
-        if (arrived(word, step)) return true;
+        if (const auto clip = arrived(word, step)) return clip;
         pause_briefly();
     }
     const auto deadline = steady_clock::now() + word_timeout_;
     auto next_trainer_check = steady_clock::now();
     microseconds sleep = kShortestSleep;
-    while (!arrived(word, step)) {
+    while (true) {
+        if (const auto clip = arrived(word, step)) return clip;
         const auto now = steady_clock::now();
         if (now >= next_trainer_check) {
-            if (trainer_gone()) return false;
+            if (trainer_gone()) return std::nullopt;
             next_trainer_check = now + kTrainerCheckInterval;
         }
         require(now < deadline, "step ", step, "'s clip coefficient did not arrive within ", word_timeout_.count(), " ms");
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
     }
-    return true;
 }
 
-bool StepRecords::arrived(const StepWord& word, int64_t step) const {
+std::optional<float> StepRecords::arrived(const StepWord& word, int64_t step) const {
     const int64_t sequence = sequence_of(word);
     require(sequence <= step, "job: the word of unresolved step ", step, " must not hold a later one, got step ", sequence,
             "; n_step_records is ", arena_.header().n_step_records);
-    return sequence == step;
+    if (sequence != step) return std::nullopt;
+    float clip;
+    uint32_t check;
+    __atomic_load(&word.clip, &clip, __ATOMIC_RELAXED);
+    __atomic_load(&word.check, &check, __ATOMIC_RELAXED);
+    if (check != check_of(clip, sequence)) return std::nullopt;
+    return clip;
 }
 
 }  // namespace zenflow

@@ -4,11 +4,15 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 
 #include "common/protocol.h"
 #include "worker/arena.h"
 
 namespace zenflow {
+
+// `StepWord::check` of a word.
+uint32_t check_of(float clip, int64_t sequence);
 
 // Not thread-safe, and to be used only while a job is in flight. The arena must outlive the object.
 class StepRecords {
@@ -39,8 +43,9 @@ class StepRecords {
 
   private:
     bool resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const;
-    bool wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
-    bool arrived(const StepWord& word, int64_t step) const;
+    // The word's factor once the whole word has arrived; nothing if the trainer is gone, or if it has not arrived yet.
+    std::optional<float> wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
+    std::optional<float> arrived(const StepWord& word, int64_t step) const;
 
     const Arena& arena_;
     std::chrono::milliseconds word_timeout_;

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
@@ -17,6 +16,7 @@ from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.step_words import WORD_BYTES, StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
@@ -28,9 +28,9 @@ class JobQueue:
     1. *open*: the first gradient of the step's last micro-batch arrives.
     2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it. A
        block takes a free slot for step t with its first gradient (`SlotPool`), which may be one of an earlier micro-batch.
-    3. *seal*: behind all of these copies, in the same order, the step's factor (clip coefficient over loss scale) and then its sequence
-       number are copied to the step's record. The worker polls the sequence number; its arrival happens after the arrival of everything
-       before it. The training thread never waits for the copies.
+    3. *seal*: behind all of these copies, in the same order, the step's word is copied to its record: its factor (clip coefficient over
+       loss scale) and its sequence number. The worker polls the word, whose arrival happens after the arrival of everything before it. The
+       training thread never waits for the copies.
     4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
        weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
@@ -95,8 +95,6 @@ class JobQueue:
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._filling = 0  # the step whose gradients go to slots now or next
         self._submitted_in_backward: set[int] = set()  # blocks, in the present step
-        # The sequence number is a device value as well, because it must be written in stream order behind the gradients.
-        self._sequence = torch.zeros((), dtype=torch.int64, device=rank.device)
         slots.make_room_by(self._free_a_slot)
         self.set_schedule(schedule)
 
@@ -153,10 +151,8 @@ class JobQueue:
             step: number of the step.
             factor: 0-D float32 on the device; NaN if the step changes nothing.
         """
-        arena = self._rank.arena
-        record = step % arena.n_step_records
         copied = self._in_flight.buffer_events()
-        self._write_word(arena.clip[record], arena.sequence[record], step, factor, behind=copied)
+        self._write_word(self._rank.arena.step_words, step, step, factor, behind=copied)
         self._in_flight.forget_buffer_events()
 
     def submit_closing(
@@ -205,7 +201,6 @@ class JobQueue:
             factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
             beta1: see `submit_closing`.
         """
-        arena = self._rank.arena
         while not self._in_flight.n_free_buffers:
             # Every job that was submitted in this backward pass gives its own back.
             self._in_flight.read_answer("slot", step)
@@ -213,7 +208,7 @@ class JobQueue:
         self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
         buffer, copied = self._in_flight.next_buffer()
         behind = [] if copied is None else [copied]
-        self._write_word(arena.block_clip[block], arena.block_sequence[block], step, factor, behind=behind)
+        self._write_word(self._rank.arena.block_words, block, step, factor, behind=behind)
         with self._rank.books:
             window = self._fill_window(block)
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
@@ -275,8 +270,8 @@ class JobQueue:
         with self._rank.telemetry.stalls.measure("flush"):
             # One that no job has waited for may still be on its way.
             runtime_of(self._rank.device).synchronize()
-        arena.block_sequence.zero_()
-        arena.sequence[step % arena.n_step_records] = 0
+        arena.block_words.reset()
+        arena.step_words[step].zero_()
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -290,15 +285,13 @@ class JobQueue:
         self._publisher.use(partition)
 
     def _write_word(
-        self, clip: Tensor, sequence: Tensor, step: int, factor: Tensor, *, behind: Iterable[Event]
+        self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event]
     ) -> None:
         for event in behind:
             self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=factor):
-            clip.copy_(factor, non_blocking=True)
-            # Filled on the same stream, whose copy of the number before may not have been carried out.
-            sequence.copy_(self._sequence.fill_(step), non_blocking=True)
-        self._rank.telemetry.traffic.d2h_bytes += factor.element_size() + self._sequence.element_size()
+            words.write(index, step, factor)
+        self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
 
     def _fill_window(self, block: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""

@@ -11,7 +11,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 8
+VERSION: Final = 9
 
 HEADER_BYTES: Final = 4096
 
@@ -98,9 +98,9 @@ class Hyperparameters(ctypes.LittleEndianStructure):
 
 
 class StepWord(ctypes.LittleEndianStructure):
-    """``zenflow::StepWord``: clip coefficient and, after it, the step's number."""
+    """``zenflow::StepWord``: clip coefficient and the step's number."""
 
-    _fields_ = (("clip", ctypes.c_float), ("reserved", ctypes.c_uint32), ("sequence", ctypes.c_int64))
+    _fields_ = (("clip", ctypes.c_float), ("check", ctypes.c_uint32), ("sequence", ctypes.c_int64))
 
 
 class StepRecord(ctypes.LittleEndianStructure):

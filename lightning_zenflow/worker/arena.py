@@ -20,6 +20,7 @@ from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
+from lightning_zenflow.worker.step_words import WORD_BYTES, StepWords
 from lightning_zenflow.worker.topology import running_on
 
 _PAGE_BYTES = 4096
@@ -65,10 +66,8 @@ class Arena:
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
         export: [export_bytes] uint8; the export section.
-        clip: [n_step_records] float32, strided; the factor on each step's gradient.
-        sequence: [n_step_records] int64, strided; the number of the step whose data has arrived.
-        block_clip: [n_blocks] float32, strided; the factor of each block's last job in backward.
-        block_sequence: [n_blocks] int64, strided; the step of that job, once the block's gradient has arrived.
+        step_words: of the step records.
+        block_words: of the blocks' last jobs in backward.
     """
 
     def __init__(
@@ -101,10 +100,9 @@ class Arena:
         self.export = self._tensor(torch.uint8, header.export_offset, sizes.export_bytes)
         records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
         records = records.view(sizes.n_step_records, header.step_record_bytes)
-        self.clip, self.sequence = _words(records[:, protocol.StepRecord.word.offset :])
-        word_bytes = ctypes.sizeof(protocol.StepWord)
-        blocks_words = self._tensor(torch.uint8, header.block_words_offset, header.n_blocks * word_bytes)
-        self.block_clip, self.block_sequence = _words(blocks_words.view(header.n_blocks, word_bytes))
+        self.step_words = StepWords(records[:, protocol.StepRecord.word.offset :])
+        block_words = self._tensor(torch.uint8, header.block_words_offset, header.n_blocks * WORD_BYTES)
+        self.block_words = StepWords(block_words.view(header.n_blocks, WORD_BYTES))
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         # The device can copy asynchronously only from and to page-locked memory.
@@ -194,8 +192,8 @@ class Arena:
     def resolved(self, value: tuple[int, int]) -> None:
         step, count = value
         # Stale words of an earlier run must not match steps of this one.
-        self.sequence.zero_()
-        self.block_sequence.zero_()
+        self.step_words.reset()
+        self.block_words.reset()
         self._counts[step % self.n_step_records] = count
         self._header.resolved_step = step
 
@@ -306,15 +304,6 @@ def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
     header.export_bytes = sizes.export_bytes
     header.total_bytes = end
     return header
-
-
-def _words(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip coefficients and sequence numbers of the `StepWord` at the start of each row, [n] each; `rows` is [n, bytes] uint8."""
-    clip, sequence = protocol.StepWord.clip.offset, protocol.StepWord.sequence.offset
-    return (
-        rows[:, clip : clip + 4].view(torch.float32).squeeze(1),
-        rows[:, sequence : sequence + 8].view(torch.int64).squeeze(1),
-    )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -1,6 +1,9 @@
+#include <sys/mman.h>
+
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <limits>
 #include <thread>
 
@@ -87,6 +90,7 @@ TEST(step_records, waits_for_a_late_word_and_acquires_earlier_writes) {
             ring.arena.master()[step] = static_cast<float>(step);
             StepWord& word = ring.arena.step_record(step).word;
             word.clip = 0.5f;
+            word.check = check_of(0.5f, step);
             __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
         }
     });
@@ -98,6 +102,53 @@ TEST(step_records, waits_for_a_late_word_and_acquires_earlier_writes) {
     CHECK_EQ(ring.arena.master()[2], 2.0f);
     CHECK_EQ(ring.step(of_step(2)).clip, 0.5f);
     device.join();
+}
+
+// The record held step 1 before. Of the word of step 5, each part is the last to arrive once.
+TEST(step_records, waits_for_all_parts_of_a_word) {
+    for (const float clip : {0.5f, 0.0f, std::nanf("")}) {
+        for (int last = 0; last < 3; ++last) {
+            Ring ring;
+            ring.trainer.header().resolved_step = 4;
+            ring.trainer.write_word(1, 1.0f);
+            StepWord& word = ring.trainer.record(5).word;
+            const StepWord whole{clip, check_of(clip, 5), 5};
+            if (last != 0) word.clip = whole.clip;
+            if (last != 1) word.check = whole.check;
+            if (last != 2) word.sequence = whole.sequence;
+            CHECK_CONTAINS(ring.error(of_step(5)), "step 5's clip coefficient did not arrive within 20 ms");
+            CHECK_EQ(ring.trainer.header().resolved_step, 4);
+            word = whole;
+            CHECK(ring.resolve(of_step(5)));
+            CHECK_EQ(ring.step(of_step(5)).applied, std::isfinite(clip));
+        }
+    }
+}
+
+Ring* faulting = nullptr;
+int64_t count_at_fault = -1;
+
+// Lets the store that faulted be carried out after it has noted the count.
+void note_count(int) {
+    count_at_fault = faulting->trainer.record(1).count;
+    mprotect(faulting->arena.at<std::byte>(0), kHeaderBytes, PROT_READ | PROT_WRITE);
+}
+
+// A worker that is killed between the two stores leaves the step unresolved.
+TEST(step_records, counts_a_step_before_it_is_resolved) {
+    Ring ring;
+    ring.trainer.record(1).count = 77;
+    ring.trainer.write_word(1, 1.0f);
+    faulting = &ring;
+    struct sigaction action{};
+    struct sigaction before{};
+    action.sa_handler = note_count;
+    CHECK_EQ(sigaction(SIGSEGV, &action, &before), 0);
+    CHECK_EQ(mprotect(ring.arena.at<std::byte>(0), kHeaderBytes, PROT_READ), 0);
+    CHECK(ring.resolve(of_step(1)));
+    CHECK_EQ(sigaction(SIGSEGV, &before, nullptr), 0);
+    CHECK_EQ(count_at_fault, 1);
+    CHECK_EQ(ring.trainer.header().resolved_step, 1);
 }
 
 TEST(step_records, a_tentative_step_waits_for_its_blocks_word_after_the_step_before) {

@@ -8,11 +8,18 @@
 
 #include "check.h"
 #include "worker/arena.h"
+#include "worker/step_records.h"
 
 namespace zenflow::test {
 namespace {
 
 uint64_t round_up(uint64_t value, uint64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+void write(StepWord& word, int64_t step, float clip) {
+    word.clip = clip;
+    word.check = check_of(clip, step);
+    __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
+}
 
 }  // namespace
 
@@ -120,15 +127,10 @@ void TrainerArena::set_gradient(uint32_t index, const std::vector<float>& values
     std::copy(bytes.begin(), bytes.end(), slot(index));
 }
 
-void TrainerArena::write_word(int64_t step, float clip) {
-    record(step).word.clip = clip;
-    __atomic_store_n(&record(step).word.sequence, step, __ATOMIC_RELEASE);
-}
+void TrainerArena::write_word(int64_t step, float clip) { write(record(step).word, step, clip); }
 
 void TrainerArena::write_block_word(uint32_t block, int64_t step, float clip) {
-    StepWord& word = at<StepWord>(header().block_words_offset)[block];
-    word.clip = clip;
-    __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
+    write(at<StepWord>(header().block_words_offset)[block], step, clip);
 }
 
 void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,

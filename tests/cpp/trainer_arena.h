@@ -56,8 +56,7 @@ class TrainerArena {
     void set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups);
     void set_gradient(uint32_t slot, const std::vector<float>& values);
 
-    // As the device does: clip coefficient first, then, with release semantics, the sequence number. The second is a block's
-    // word.
+    // As the device does, the sequence number last, with release semantics. The second is a block's word.
     void write_word(int64_t step, float clip);
     void write_block_word(uint32_t block, int64_t step, float clip);
 

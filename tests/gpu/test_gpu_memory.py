@@ -39,7 +39,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         for n in (n_first, n_first + 1, n_slots):
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
-        assert arena.clip[1].is_pinned() and arena.sequence[2].is_pinned() and arena.export.is_pinned()
+        assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned() and arena.export.is_pinned()
         assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg, arena.exp_avg_sq))
         torch.cuda.synchronize()
         torch.cuda._sleep(500 * MILLISECOND)
@@ -47,13 +47,12 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         for slot, gradient in zip(arena.slots, gradients, strict=True):
             assert slot.is_pinned() and slot[-1:].is_pinned()
             slot.copy_(gradient, non_blocking=True)
-        arena.clip[3].copy_(torch.full((), 0.5, device=device()), non_blocking=True)
-        arena.sequence[3].copy_(torch.full((), 7, device=device()), non_blocking=True)
+        arena.step_words.write(7, 7, torch.full((), 0.5, device=device()))
         done.record()
         assert not done.query(), "a copy waited for the device"
         done.synchronize()
         assert torch.equal(arena.slots, gradients.cpu())
-        assert float(arena.clip[3]) == 0.5 and int(arena.sequence[3]) == 7
+        assert float(arena.step_words.clip[3]) == 0.5 and int(arena.step_words.sequence[3]) == 7
         back = torch.empty_like(gradients[:4])
         for target, buffer in zip(back, arena.publish, strict=True):
             buffer.copy_(arena.slots[0])

@@ -206,7 +206,7 @@ class Recorder(pl.Callback):
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
             arena = optimizer.parts.rank.arena
-            self._run.factors.append(float(arena.clip[optimizer.zenflow_step.number % arena.n_step_records]))
+            self._run.factors.append(float(arena.step_words.clip[optimizer.zenflow_step.number % arena.n_step_records]))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 

@@ -149,7 +149,7 @@ class Trained(TestModule):
         if len(self.factors) < self.trainer.global_step:
             optimizer = self.trainer.strategy.zenflow_optimizer  # type: ignore[attr-defined]
             arena = optimizer.parts.rank.arena
-            self.factors.append(float(arena.clip[optimizer.zenflow_step.number % arena.n_step_records]))
+            self.factors.append(float(arena.step_words.clip[optimizer.zenflow_step.number % arena.n_step_records]))
 
 
 def same(ours: Tensor, theirs: Tensor, what: str) -> None:

@@ -37,9 +37,8 @@ def make_arena(partition: Partition, dtype: torch.dtype = torch.float32, *, n_sl
 
 def write_step(arena: Arena, step: int, *, factor: float = 1.0, seal: bool = True) -> None:
     arena.write_hyperparameters(step, GROUPS)
-    arena.clip[step % arena.n_step_records] = factor
     if seal:
-        arena.sequence[step % arena.n_step_records] = step
+        arena.step_words.write(step, step, torch.tensor(factor))
 
 
 def gradient_of(partition: Partition, step: int, dtype: torch.dtype) -> Tensor:

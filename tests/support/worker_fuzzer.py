@@ -49,10 +49,10 @@ def make_arena(rng: random.Random) -> Arena:
     for step in range(1, 4):
         for tentative in (False, True):
             arena.write_hyperparameters(step, [group, group], tentative=tentative)
-        arena.clip[step] = rng.choice([1.0, float("nan"), float("inf")])
-        arena.sequence[step] = step
-    arena.block_clip.fill_(0.5)
-    arena.block_sequence.fill_(rng.randrange(1, 4))
+        arena.step_words.write(step, step, torch.tensor(rng.choice([1.0, float("nan"), float("inf")])))
+    step = rng.randrange(1, 4)
+    for block in range(len(arena.block_words)):
+        arena.block_words.write(block, step, torch.tensor(0.5))
     return arena
 
 

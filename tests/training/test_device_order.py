@@ -138,8 +138,14 @@ def test_gradients_go_down_on_a_stream_of_their_own() -> None:
     operations = of_step(record(FIXED), 12)
     copying = {o.actor for o in operations if o.kind == "d2h" and "route" in o.place}
     assert len(copying) == 1
-    passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.name != "fill_"]
+    passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.place != "step_words.write"]
     assert passes == []
+
+
+def test_a_word_goes_down_in_one_copy() -> None:
+    """So that no factor can be read with another step's number."""
+    copies = [o for o in of_step(record(FIXED), 12) if o.kind == "d2h" and o.place == "step_words.write"]
+    assert [o.n_bytes for o in copies] == [16]
 
 
 def test_the_loss_scale_is_read_while_the_rest_of_the_step_is_queued() -> None:

@@ -93,7 +93,7 @@ class Setting:
             array.copy_(torch.rand(array.shape, generator=generator(seed)))
         arena.slots.copy_(torch.randn(arena.slots.shape, generator=generator(9)))
         arena.write_hyperparameters(1, GROUPS)
-        arena.clip[1], arena.sequence[1] = 1.0, 1
+        arena.step_words.write(1, 1, torch.tensor(1.0))
         self.worker = supervised_worker(self.rank, n_threads=n_threads)
         self.jobs: list[Submission] = []
 

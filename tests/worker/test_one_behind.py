@@ -30,8 +30,8 @@ class Run:
             if one_behind:
                 self.arena.write_hyperparameters(last, GROUPS, tentative=True)
                 # The prediction is right.
-                self.arena.block_clip.fill_(FACTORS[last])
-                self.arena.block_sequence.fill_(last)
+                for block in range(len(self._partition.blocks)):
+                    self.arena.block_words.write(block, last, torch.tensor(FACTORS[last]))
             for block in range(len(self._partition.blocks)):
                 self._submit(block, [pending, *steps] if pending else steps, has_tentative=one_behind)
             if one_behind:

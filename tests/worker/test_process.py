@@ -118,7 +118,7 @@ def test_a_job_waits_for_its_steps_word(arena: Arena, partition: Partition, work
     time.sleep(0.05)  # a worker that did not wait would have done it all by now
     assert torch.equal(arena.master, before)
     fill_slot(arena, partition, 0, 0, 1)
-    arena.sequence[1] = 1
+    arena.step_words.write(1, 1, torch.tensor(1.0))
     assert worker.wait().wait_ns > 0
     b = partition.blocks[0]
     assert not torch.equal(arena.master[b.begin : b.end], before[b.begin : b.end])

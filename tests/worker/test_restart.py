@@ -183,12 +183,12 @@ def test_unread_acknowledgements_do_not_repeat_work(
 
 def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
     jobs = jobs_of(arena, partition, steps=3)
-    arena.sequence.zero_()
+    arena.step_words.reset()
     worker, stalls = supervised(Start(arena))
     for step in range(3):
         submitted = [worker.submit(job) for job in jobs[3 * step : 3 * step + 3]]
         os.kill(worker.pid, signal.SIGKILL)
-        arena.sequence[step + 1] = step + 1
+        arena.step_words.write(step + 1, step + 1, torch.tensor(1.0))
         for job in submitted:
             worker.wait_for(job)
     worker.close()
@@ -224,7 +224,7 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     start = Start(arena)
     worker, _ = supervised(start, max_restarts=2)
     (job, *_) = jobs_of(arena, partition)
-    arena.sequence.zero_()
+    arena.step_words.reset()
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
         worker.submit(job)
         for _ in range(3):

@@ -56,7 +56,7 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
         first, last = bytes_of(arena, tensor)
         return any(begin <= first and last <= end for begin, end in ranges)
 
-    words = [arena.clip, arena.sequence, arena.block_clip, arena.block_sequence]
+    words = [field for words in (arena.step_words, arena.block_words) for field in (words.clip, words.sequence)]
     assert all(inside(tensor) for tensor in [*arena.slots[:3], *arena.publish[:2], arena.export, *words])
     assert not any(inside(row) for row in [*arena.slots[3:], *arena.publish[2:]])
     for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
