@@ -1,6 +1,7 @@
 """Construction of a rank's components from DeepSpeed's optimizer."""
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -226,6 +227,8 @@ def _sizes_and_policy(
     def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
         return arena_bytes(partition, sizes(schedules, tail=tail))
 
+    # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
+    gc.collect()
     available = host_bytes_for(resources.ranks_on_host)
 
     def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.requires_tail) -> bool:

@@ -63,6 +63,13 @@ def leaves_no_file_open() -> Iterator[None]:
     assert not more, f"left open: {dict(more)}"
 
 
+def arena_mappings() -> list[tuple[int, int]]:
+    """Addresses [begin, end) of the arenas that this process has mapped, open or closed."""
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if "zenflow-arena" in line]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
 def shared_bytes() -> int:
     """Shared memory of ours that this process holds."""
     sizes = {}

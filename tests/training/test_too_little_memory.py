@@ -1,5 +1,6 @@
 """Training on a host with too little memory for the arenas is refused before anything starts, on all ranks."""
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing_extensions import override
 from harness import Case, fit, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker import memory
+from lightning_zenflow.worker.memory import FreeMemory
 from machine_files import write
 from models import TINY, LinearLossModule
+from processes import arena_mappings
 from rank_processes import run_on_ranks
 
 
@@ -25,6 +28,28 @@ def test_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):
         fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(update_interval=4))
     assert workers() == []
+
+
+def test_what_an_earlier_fit_has_left_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizer states live as long as its trainer, which is garbage here. There is memory for one and a half models."""
+
+    def one_fit() -> None:
+        fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(update_interval=1, publish_lag=0))
+
+    def mapped() -> int:
+        return sum(end - begin for begin, end in arena_mappings())
+
+    gc.collect()
+    before = mapped()
+    gc.disable()
+    try:
+        one_fit()
+        limit = before + 1.5 * (mapped() - before)
+        assert limit > before
+        monkeypatch.setattr(memory, "_free_memory", lambda _: [FreeMemory(n_bytes=limit - mapped(), limit="the test")])
+        one_fit()
+    finally:
+        gc.enable()
 
 
 @dataclass

@@ -1,28 +1,23 @@
 """Children that are forked after a fit, such as the processes of a data loader, where the trainer of the fit is garbage."""
 
+import ctypes
 import gc
+import mmap
 import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from models import Indexes, LinearLossModule
+from processes import arena_mappings
 from small_arena import make_arena, make_partition
 
 MIB = 2**20
-
-
-def maps() -> list[tuple[int, int]]:
-    """Addresses of the arenas in this process."""
-    with open("/proc/self/maps") as lines:
-        ranges = [line.split()[0].split("-") for line in lines if "zenflow-arena" in line]
-    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
 def exits_with_0(child: Callable[[], None]) -> None:
@@ -40,22 +35,25 @@ def exits_with_0(child: Callable[[], None]) -> None:
 def test_a_child_that_collects_the_arena_of_an_earlier_fit() -> None:
     """The child's own memory is where the arena was, and stays there."""
     gc.collect()
-    before = set(maps())
+    before = set(arena_mappings())
     garbage: list[Any] = [make_arena(make_partition(), n_slots=16 * MIB // 4096)]
     garbage.append(garbage)
-    (arena,) = set(maps()) - before
+    (arena,) = set(arena_mappings()) - before
     del garbage
 
     def child() -> None:
-        # Of more than the allocator keeps ready, so that each is a mapping.
-        own = [torch.full((4 * MIB,), i, dtype=torch.uint8) for i in range(32)]
-        assert any(arena[0] <= tensor.data_ptr() < arena[1] for tensor in own)
+        own: list[mmap.mmap] = []
+        # Smaller holes may be filled first.
+        while not own or not arena[0] <= ctypes.addressof(ctypes.c_char.from_buffer(own[-1])) < arena[1]:
+            own.append(mmap.mmap(-1, 4 * MIB))
+            own[-1][0] = len(own) % 256
+            assert len(own) < 5000
         gc.collect()
-        assert all(bool((tensor == i).all()) for i, tensor in enumerate(own))
+        assert all(memory[0] == (i + 1) % 256 for i, memory in enumerate(own))
 
     exits_with_0(child)
     gc.collect()
-    assert arena not in maps()
+    assert arena not in arena_mappings()
 
 
 class Allocating(Indexes):
