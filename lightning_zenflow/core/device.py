@@ -4,15 +4,27 @@ All of the package asks this module, and not `torch.cuda`, so that a device of a
 tests add one that records the order of all operations.
 """
 
+import functools
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, cast
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
+
+_log = logging.getLogger(__name__)
+
+PAGEABLE_MEMORY = (
+    "copies between the device and pageable memory make the training thread wait and do not overlap with computation. Raise the limit of"
+    " locked memory: `ulimit -l unlimited`, `docker run --ulimit memlock=-1`, `LimitMEMLOCK=infinity` of systemd; WSL2 locks a part of"
+    " its memory only"
+)
+"""What it costs where the system refuses to page-lock memory, and how to change it."""
 
 
 class Event(Protocol):
@@ -50,7 +62,10 @@ class DeviceRuntime(ABC):
     @property
     @abstractmethod
     def runs_behind(self) -> bool:
-        """Whether the host enqueues work and goes on. Then copies to and from the host need page-locked memory, and order needs events."""
+        """Whether the host enqueues work and goes on. Then order needs events.
+
+        Copies to and from host memory are in the order of the stream. The host may wait for those of memory that is not page-locked.
+        """
 
     @abstractmethod
     def new_stream(self) -> Stream:
@@ -113,8 +128,13 @@ class DeviceRuntime(ABC):
         return values.to(self.device, non_blocking=True)
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that the device copies from and to without making the host wait."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self.runs_behind)
+        """Uninitialised host memory, page-locked where the device runs behind and the system does not refuse it."""
+        if self.runs_behind:
+            try:
+                return torch.empty(shape, dtype=dtype, pin_memory=True)
+            except RuntimeError as refusal:
+                warn_of_pageable_memory(refusal)
+        return torch.empty(shape, dtype=dtype)
 
 
 class HostRuntime(DeviceRuntime):
@@ -231,7 +251,13 @@ class CudaRuntime(DeviceRuntime):
 
     @override
     def page_lock(self, address: int, n_bytes: int) -> None:
-        self._check("cudaHostRegister", address, n_bytes, 0)
+        try:
+            self._check("cudaHostRegister", address, n_bytes, 0)
+        except RuntimeError:
+            # The runtime keeps the error for the next launch, which raises it again and thereby forgets it.
+            with suppress(RuntimeError):
+                torch.ones(1, device=self.device)
+            raise
 
     @override
     def page_unlock(self, address: int) -> None:
@@ -265,10 +291,22 @@ class CudaRuntime(DeviceRuntime):
     def _check(call: str, *arguments: int) -> None:
         error = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
         if error != 0:
-            raise RuntimeError(
-                f"{call} failed with CUDA error {error}: cannot page-lock the host memory of gradients and weights; raise `ulimit -l` or"
-                " free host memory"
-            )
+            raise RuntimeError(f"{call} failed with CUDA error {error}")
+
+
+def warn_of_pageable_memory(refusal: RuntimeError) -> None:
+    """Says that host memory stays pageable, with what it costs; once in a process, on rank 0.
+
+    Args:
+        refusal: error of the system.
+    """
+    _warn_once(str(refusal).partition("\n")[0])
+
+
+@functools.cache
+@rank_zero_only
+def _warn_once(reason: str) -> None:
+    _log.warning("ZenFlow: host memory cannot be page-locked (%s); training goes on, but %s", reason, PAGEABLE_MEMORY)
 
 
 RUNTIMES: dict[str, Callable[[torch.device], DeviceRuntime]] = {"cpu": HostRuntime, "cuda": CudaRuntime}

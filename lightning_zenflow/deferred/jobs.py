@@ -284,9 +284,7 @@ class JobQueue:
         self._worker.restart()
         self._publisher.use(partition)
 
-    def _write_word(
-        self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event]
-    ) -> None:
+    def _write_word(self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event]) -> None:
         for event in behind:
             self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=factor):

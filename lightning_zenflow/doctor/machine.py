@@ -1,5 +1,7 @@
 """Facts of this machine: versions, GPUs, cores, memory and limits. Nothing here takes long or trains."""
 
+import ctypes
+import mmap
 import os
 import platform
 import resource
@@ -15,6 +17,9 @@ from lightning_zenflow.worker.memory import free_host_memory
 from lightning_zenflow.worker.topology import allowed_cores, core_siblings, cpu_quotas, gpu_numa_cores, numa_nodes
 
 _DISTRIBUTIONS = ("lightning-zenflow", "torch", "lightning", "deepspeed")
+
+_TRIAL_BYTES = 256 * 2**20
+"""More than usual limits of locked memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Host:
     """Source of the limit: the machine, or the folder of a control group."""
     memlock_gb: float | None
     """RLIMIT_MEMLOCK; None: unlimited."""
+    is_wsl: bool
+    """Whether it is the Windows Subsystem for Linux, which page-locks a part of its memory only."""
     has_memfd: bool
     """Whether memory without a name can be shared with the worker."""
     compiler: str | None
@@ -104,9 +111,29 @@ def host() -> Host:
         free_gb=free.n_bytes / 1e9 if free else None,
         free_limit=free.limit if free else "unknown",
         memlock_gb=None if memlock == resource.RLIM_INFINITY else memlock / 1e9,
+        is_wsl="microsoft" in platform.release().lower(),
         has_memfd=_has_memfd(),
         compiler=shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++"),
     )
+
+
+def page_lock_refusal(device: torch.device) -> str | None:
+    """The system's reason not to page-lock memory for a device as the trainer does; None if it locks it.
+
+    A trial with a little memory: a whole training's may still be too much.
+    """
+    runtime = runtime_of(device)
+    with mmap.mmap(-1, _TRIAL_BYTES) as memory:
+        start = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(start)
+        # The mapping cannot be closed while something refers to it.
+        del start
+        try:
+            runtime.page_lock(address, _TRIAL_BYTES)
+        except RuntimeError as refusal:
+            return str(refusal)
+        runtime.page_unlock(address)
+    return None
 
 
 def _has_memfd() -> bool:

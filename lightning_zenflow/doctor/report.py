@@ -10,7 +10,8 @@ import torch
 from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.doctor.machine import Gpu, Host, gpus, host, versions
+from lightning_zenflow.core.device import PAGEABLE_MEMORY
+from lightning_zenflow.doctor.machine import Gpu, Host, gpus, host, page_lock_refusal, versions
 from lightning_zenflow.doctor.speed import Pcie, Worker, measure_pcie, measure_worker
 from lightning_zenflow.estimate.cost import Cost, CostComparison, estimate
 from lightning_zenflow.estimate.machine import Machine, Workload
@@ -36,6 +37,8 @@ class Examination:
     """By GPU; empty if it could not be measured."""
     pcie_error: str | None
     """Why there is no measurement of PCIe."""
+    page_lock_refusal: str | None
+    """Why host memory cannot be page-locked for the first GPU; None if it can, or if there is no GPU."""
     worker: Worker | None
     worker_error: str | None
     """Why there is no measurement of the worker."""
@@ -66,6 +69,7 @@ def examine() -> Examination:
         gpus=found,
         pcie=pcie,
         pcie_error=pcie_error,
+        page_lock_refusal=page_lock_refusal(device) if found else None,
         worker=worker,
         worker_error=error,
     )
@@ -150,6 +154,15 @@ def _speeds(examination: Examination) -> list[str]:
 
 def _advice(examination: Examination) -> list[str]:
     facts, sentences = examination.host, []
+    if examination.page_lock_refusal is not None:
+        sentences.append(
+            f"Host memory cannot be page-locked ({examination.page_lock_refusal}): training works, but {PAGEABLE_MEMORY}."
+        )
+    elif examination.gpus and facts.is_wsl:
+        sentences.append(
+            "WSL2 page-locks a part of its memory only. Where it refuses, training works, but copies make the training thread wait; a Linux"
+            " of its own has no such limit."
+        )
     if facts.cpu_limit is not None and facts.cpu_limit < facts.logical_cores:
         sentences.append(
             f"A control group grants {facts.cpu_limit:g} CPUs of the {facts.logical_cores}: the worker takes no more."

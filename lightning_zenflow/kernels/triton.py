@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels import triton_device as device
 from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, Kernels, Selection, SquaredNorms
@@ -197,7 +198,8 @@ def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
 
 def _beside(tensor: Tensor, table: Tensor) -> Tensor:
     """Copy of a table to a tensor's device, in stream order, without waiting for the device."""
-    return (table.pin_memory() if tensor.is_cuda else table).to(tensor.device, non_blocking=True)
+    runtime = runtime_of(tensor.device)
+    return runtime.to_device(runtime.empty_on_host(table.shape, table.dtype).copy_(table))
 
 
 def _copy_programs(n_rows: int, n_selected: int) -> int:

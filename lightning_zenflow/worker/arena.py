@@ -7,21 +7,25 @@ its last file descriptor and mapping.
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import runtime_of, warn_of_pageable_memory
 from lightning_zenflow.core.partition import Partition, Range
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.worker.step_words import WORD_BYTES, StepWords
 from lightning_zenflow.worker.topology import running_on
+
+_log = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
 
@@ -105,12 +109,10 @@ class Arena:
         self.block_words = StepWords(block_words.view(header.n_blocks, WORD_BYTES))
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
-        # The device can copy asynchronously only from and to page-locked memory.
         self._runtime = runtime_of(device)
-        self.pinned = self._runtime.runs_behind
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
-        self._page_locked: list[tuple[int, int]] = []
+        self._page_locked: list[int] = []  # addresses
         self._state_end = int(header.slots_offset)
 
     @property
@@ -131,8 +133,8 @@ class Arena:
     def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
         """Reserves all but the other slots and publish buffers, and page-locks it for a CUDA device. Reservations are permanent.
 
-        Page-locking allocates memory that has not been touched, on one thread. So the worker, which touches the states at its start, must
-        start before, and `touch` comes first.
+        What the system refuses to page-lock stays pageable; a warning says so. Page-locking allocates memory that has not been touched, on
+        one thread. So the worker, which touches the states at its start, must start before, and `touch` comes first.
 
         Args:
             n_slots: number of slots, from the first on.
@@ -141,21 +143,25 @@ class Arena:
         """
         row_bytes = self.slots.element_size() * self.slots.shape[1]
         header = self._header
+        n_before = len(self.ranges_of_device())
         self._reserve(0, header.master_offset)
         self._reserve(header.master_offset, header.slots_offset)
         self._reserve(header.slots_offset, header.slots_offset + n_slots * row_bytes)
         self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
         self._reserve(header.export_offset, header.export_offset + header.export_bytes)
-        if self.pinned:
-            for begin, end in self.ranges_of_device():
-                if (begin, end) not in self._page_locked:
-                    if touch is not None:
-                        # Slots and publish buffers of a section are rows; every block is divided among all threads.
-                        n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
-                        touch(begin, n_rows, (end - begin) // n_rows)
+        if self._runtime.runs_behind:
+            for begin, end in self.ranges_of_device()[n_before:]:
+                if touch is not None:
+                    # Slots and publish buffers of a section are rows; every block is divided among all threads.
+                    n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
+                    touch(begin, n_rows, (end - begin) // n_rows)
+                try:
                     with running_on(self._cores):
                         self._runtime.page_lock(self._address() + begin, end - begin)
-                    self._page_locked.append((begin, end))
+                except RuntimeError as refusal:
+                    warn_of_pageable_memory(refusal)
+                else:
+                    self._page_locked.append(self._address() + begin)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
         """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
@@ -222,7 +228,7 @@ class Arena:
             entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
 
     def close(self, *, keep_state: bool) -> None:
-        """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent.
+        """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.
 
         The worker must have ended. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as
         zeros.
@@ -230,15 +236,18 @@ class Arena:
         Args:
             keep_state: whether to keep master weights and moments; everything behind them is always freed.
         """
-        if self.pinned:
-            self.pinned = False
-            # After an error, copies may still be in flight.
-            self._runtime.synchronize()
-            for begin, _ in self._page_locked:
-                self._runtime.page_unlock(self._address() + begin)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            # After an error, copies may still be in flight.
+            releases: list[Callable[[], None]] = [self._runtime.synchronize]
+            releases += [partial(self._runtime.page_unlock, address) for address in self._page_locked]
+            for release in releases:
+                try:
+                    release()
+                except RuntimeError as fault:
+                    # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
+                    _log.warning("at the end of training the device reports: %s", fault)
         begin = _round_up(self._state_end, mmap.PAGESIZE) if keep_state else 0
         # A rank with only padding has no slots.
         if begin < len(self._memory):

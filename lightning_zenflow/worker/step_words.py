@@ -31,7 +31,7 @@ class StepWords:
         self.clip, self.sequence, _ = _fields(self._words)
 
     def __len__(self) -> int:
-        """n."""
+        """Number of words."""
         return len(self._words)
 
     def __getitem__(self, index: int) -> Tensor:

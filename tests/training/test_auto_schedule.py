@@ -14,9 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
 
+from benchmarks.recorded_device.device import RecordedRuntime
+from benchmarks.recorded_device.watch import recorded_device
 from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import _warn_once
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.worker.memory import HOST_MEMORY
@@ -47,6 +50,29 @@ def test_changes_of_schedule_lose_nothing(options: dict[str, Any], flush_after: 
         run = run_here(replace(CASE, schedules=(), strategy_options=options, flush_after=flush_after))
     assert [(p.update_interval, p.publish_lag) for _, p in built[0].changes] == [(s, d) for _, s, d in SCHEDULES]
     assert_same_end(run, baseline())
+
+
+def test_a_longer_window_whose_memory_cannot_be_page_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the second reservation on the system refuses, which costs time, but changes neither schedule nor numbers."""
+    n_calls = 0
+
+    def refuses(*_: Any) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > 4:
+            raise RuntimeError("refused by the test")
+
+    monkeypatch.setattr(RecordedRuntime, "page_lock", refuses)
+    _warn_once.cache_clear()
+    case = replace(CASE, steps=8, schedules=((2, 8, 1),))
+    with recorded_device(), scripted(case.schedules) as built:
+        run = run_here(replace(case, schedules=()))
+    assert n_calls > 4
+    assert "refused by the test" in caplog.text
+    assert [p.update_interval for _, p in built[0].changes] == [8]
+    assert_same_end(run, run_here(case.exact()))
 
 
 @pytest.mark.parametrize("lag", [1, 2])

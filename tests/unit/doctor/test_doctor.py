@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from lightning_zenflow.cli import main
+from lightning_zenflow.core.device import HostRuntime
 from lightning_zenflow.doctor import speed
-from lightning_zenflow.doctor.machine import Gpu, Host
+from lightning_zenflow.doctor.machine import Gpu, Host, page_lock_refusal
 from lightning_zenflow.doctor.report import Examination, as_text, expectations, largest_model
 from lightning_zenflow.doctor.speed import Pcie, Worker
 from lightning_zenflow.estimate.machine import Machine
@@ -26,6 +27,7 @@ HOST = Host(
     free_gb=500.0,
     free_limit="MemAvailable of the machine",
     memlock_gb=None,
+    is_wsl=False,
     has_memfd=True,
     compiler="/usr/bin/g++",
 )
@@ -46,6 +48,7 @@ def machine(n_gpus: int = 2, **changes: Any) -> Examination:
         gpus=[GPU] * n_gpus,
         pcie=[Pcie(d2h_gb_s=25.0, h2d_gb_s=24.0, both_gb_s=20.0)] * n_gpus,
         pcie_error=None,
+        page_lock_refusal=None,
         worker=WORKER,
         worker_error=None,
     )
@@ -91,12 +94,31 @@ def test_largest_models_are_those_of_the_estimate() -> None:
         ({"physical_cores": 4}, "2 physical cores a GPU are few"),
         ({"compiler": None}, "Without a C compiler"),
         ({"has_memfd": False}, "Training cannot start"),
+        ({"is_wsl": True}, "WSL2 page-locks a part of its memory only"),
         ({"free_gb": None}, "--cpu-cores 32 --step-ms"),
     ],
 )
 def test_advice(changes: dict[str, Any], sentence: str) -> None:
     assert sentence in "\n".join(expectations(machine(**changes)))
     assert "Training cannot start" not in "\n".join(expectations(machine()))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_page_locking_is_tried(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def page_lock(self: HostRuntime, address: int, n_bytes: int) -> None:
+        if refused:
+            raise RuntimeError("cudaHostRegister failed with CUDA error 2")
+        locked.append(address)
+
+    monkeypatch.setattr(HostRuntime, "page_lock", page_lock)
+    monkeypatch.setattr(HostRuntime, "page_unlock", lambda self, address: locked.remove(address))
+    found = dataclasses.replace(machine(), page_lock_refusal=page_lock_refusal(torch.device("cpu")))
+    assert locked == []
+    sentences = [s for s in expectations(found) if "cannot be page-locked (cudaHostRegister failed" in s]
+    assert len(sentences) == refused
+    assert all("wait" in s and "--ulimit memlock=-1" in s for s in sentences)
 
 
 def test_a_missing_worker_is_said_first() -> None:

@@ -1,9 +1,15 @@
 """Which of the arena's memory a device uses, and so is page-locked."""
 
+import os
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_zenflow.core import device
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
@@ -12,7 +18,7 @@ from small_arena import GROUPS, make_partition
 EXPORT_BYTES = 5000
 
 
-def arena_for(device: str, moments_dtype: torch.dtype = torch.float32) -> tuple[Arena, Partition]:
+def arena_for(device_type: str, moments_dtype: torch.dtype = torch.float32) -> tuple[Arena, Partition]:
     partition = make_partition()
     sizes = ArenaSizes(
         n_param_groups=len(GROUPS),
@@ -23,7 +29,7 @@ def arena_for(device: str, moments_dtype: torch.dtype = torch.float32) -> tuple[
         moments_dtype=moments_dtype,
         export_bytes=EXPORT_BYTES,
     )
-    return Arena(partition, sizes, device=torch.device(device)), partition
+    return Arena(partition, sizes, device=torch.device(device_type)), partition
 
 
 @pytest.mark.parametrize("dtype, n_bytes", [(torch.float32, 12), (torch.bfloat16, 8)])
@@ -66,23 +72,43 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
     arena.close(keep_state=False)
 
 
-def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, int]] = []
+class Recording(HostRuntime):
+    """A device that runs behind. Notes calls with the offset in the arena; `refused` of them fail, counted by name."""
 
-    class Recording(HostRuntime):
-        runs_behind = True
+    runs_behind = True
+    arena: Arena
+    calls: list[tuple[str, int]]
+    refused: dict[str, set[int]]
 
-        def page_lock(self, address: int, n_bytes: int) -> None:
-            calls.append(("lock", address - arena._address()))
+    def call(self, name: str, address: int | None = None) -> None:
+        self.calls.append((name, 0 if address is None else address - self.arena._address()))
+        if sum(call == name for call, _ in self.calls) in self.refused.get(name, ()):
+            raise RuntimeError(f"{name} failed")
 
-        def page_unlock(self, address: int) -> None:
-            calls.append(("unlock", address - arena._address()))
+    @override
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        self.call("lock", address)
 
-        def synchronize(self) -> None:
-            calls.append(("synchronize", 0))
+    @override
+    def page_unlock(self, address: int) -> None:
+        self.call("unlock", address)
 
+    @override
+    def synchronize(self) -> None:
+        self.call("synchronize")
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
+    """The runtime of devices of type "cuda"."""
     monkeypatch.setitem(RUNTIMES, "cuda", Recording)
-    arena, partition = arena_for("cuda")
+    Recording.calls, Recording.refused = [], {}
+    Recording.arena, _ = arena_for("cuda")
+    return Recording
+
+
+def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(recording: type[Recording]) -> None:
+    arena, calls = recording.arena, recording.calls
 
     def touch(offset: int, n_rows: int, row_bytes: int) -> None:
         calls.append((f"touch {n_rows} x {row_bytes}", offset))
@@ -91,7 +117,7 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(monkeypat
     first, slots = len(calls), bytes_of(arena, arena.slots)[0]
     arena.reserve(n_slots=5, n_publish_buffers=1, touch=touch)
     row_bytes = arena.slots[0].nbytes
-    assert row_bytes >= 2 * partition.block_numel
+    assert row_bytes >= 2 * make_partition().block_numel
     assert calls[first:] == [
         (f"touch 3 x {row_bytes}", slots + 2 * row_bytes),
         ("lock", slots + 2 * row_bytes),
@@ -102,3 +128,55 @@ def test_what_is_page_locked_is_touched_before_and_unlocked_at_the_end(monkeypat
     calls.clear()
     arena.close(keep_state=False)
     assert calls == [("synchronize", 0), *(("unlock", begin) for begin in locked)]
+
+
+def test_memory_that_cannot_be_page_locked_stays_pageable(
+    recording: type[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning says so once; the rest is locked and unlocked."""
+    arena, recording.refused = recording.arena, {"lock": {1, 3}}
+    device._warn_once.cache_clear()
+    arena.reserve(n_slots=2, n_publish_buffers=1)
+    arena.reserve(n_slots=5, n_publish_buffers=1)
+    (warning,) = caplog.messages
+    assert re.search("page-locked .lock failed.*make the training thread wait.*ulimit -l", warning)
+    begins = [begin for begin, _ in arena.ranges_of_device()]
+    assert len(begins) == 5
+    assert [address for call, address in recording.calls if call == "lock"] == begins, "each is tried once"
+    arena.close(keep_state=False)
+    unlocked = [address for call, address in recording.calls if call == "unlock"]
+    assert unlocked == [begin for i, begin in enumerate(begins, 1) if i not in (1, 3)]
+
+
+def test_after_a_fault_of_the_device_everything_is_released(
+    recording: type[Recording], caplog: pytest.LogCaptureFixture
+) -> None:
+    arena, recording.refused = recording.arena, {"synchronize": {1}, "unlock": {1, 2, 3, 4}}
+    arena.reserve(n_slots=5, n_publish_buffers=1)
+    arena.slots.fill_(1.0)
+    watched = os.dup(arena.fd)
+    arena.close(keep_state=False)
+    assert os.fstat(watched).st_blocks == 0
+    os.close(watched)
+    assert arena.fd < 0
+    assert [call for call, _ in recording.calls if call != "lock"] == ["synchronize", *["unlock"] * 4]
+    assert len(caplog.records) == 5
+    arena.close(keep_state=False)
+
+
+def test_small_host_memory_that_cannot_be_page_locked(
+    recording: type[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refuses(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("cudaHostAlloc failed")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refuses)
+    device._warn_once.cache_clear()
+    runtime = recording(torch.device("cuda"))
+    assert runtime.empty_on_host((2, 3), torch.int64).shape == (2, 3)
+    assert "cudaHostAlloc failed" in caplog.text
+    recording.arena.close(keep_state=False)
