@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from gpu_cases import MILLISECOND, RACES, device, optimizer_of
 from harness import APPROXIMATE, Case, run_here
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.memory import forget_start_up_peak, has_room
@@ -60,6 +61,19 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         assert all(torch.equal(b, gradients[0]) for b in back)
     finally:
         arena.close(keep_state=False)
+
+
+def test_training_goes_on_after_page_locking_was_refused() -> None:
+    """The refusal is no error of the next launch."""
+    memory = torch.empty(2**20, dtype=torch.uint8)
+    runtime = runtime_of(device())
+    runtime.page_lock(memory.data_ptr(), memory.nbytes)
+    try:
+        with pytest.raises(RuntimeError, match="cudaHostRegister failed with CUDA error"):
+            runtime.page_lock(memory.data_ptr(), memory.nbytes)
+        assert int(torch.full((3,), 7, device=device()).sum()) == 21
+    finally:
+        runtime.page_unlock(memory.data_ptr())
 
 
 def test_room_without_the_peak_of_the_start() -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gpu_cases import MILLISECOND, RACES
+from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.worker.step_words import StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from rank_states import seen
 from same_bits import assert_same_state
@@ -140,6 +142,25 @@ def undisturbed(needs_cuda: None) -> dict[str, tuple[Run, Tensor]]:
 
             patch.setattr(owner, method, waited_for)
         return {name: digests_of(case) for name, case in RACES.items()}
+
+
+def test_a_word_is_seen_behind_what_was_copied_before_it(needs_cuda: None) -> None:
+    """By a host that polls and does not wait for the device, as the worker: see protocol.h on what is assumed of the bus."""
+    numel, n_steps = 2**20, 20_000
+    host = torch.empty(numel, dtype=torch.int32, pin_memory=True)
+    words = StepWords(torch.zeros(4, 64, dtype=torch.uint8, pin_memory=True))
+    values, factor = torch.zeros(numel, dtype=torch.int32, device=device()), torch.ones((), device=device())
+    places = torch.tensor([0, numel // 3, numel - 1])
+    for step in range(1, n_steps + 1):
+        values.fill_(step)
+        factor.fill_(step)
+        host.copy_(values, non_blocking=True)
+        words.write(step, step, factor)
+        deadline = time.monotonic() + 60
+        while int(words.sequence[step % 4]) != step:
+            assert time.monotonic() < deadline
+        assert host[places].tolist() == [step] * 3
+        assert float(words.clip[step % 4]) == step
 
 
 @pytest.mark.parametrize("delay", [None, *DELAYS])

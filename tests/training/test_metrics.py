@@ -21,6 +21,7 @@ from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.schedule.compensation import momentum_steps
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.stalls import CAUSES
+from lightning_zenflow.worker.step_words import WORD_BYTES
 from models import LinearLossModule, OptimizerOptions
 from networks import SmallNet
 
@@ -71,8 +72,8 @@ def test_logged_with_lightnings_own_metrics_of_the_step(rows: list[dict[str, flo
 def test_traffic_is_one_model_d2h_and_one_of_s_parts_h2d(rows: list[dict[str, float]]) -> None:
     model = SmallNet(length=1)
     n_bytes = 4 * sum(p.numel() for p in model.parameters())
-    # Behind the gradients a factor of 4 bytes and a step number of 8.
-    assert all(row["zenflow/traffic/d2h_bytes"] == n_bytes + 12 for row in rows)
+    # Behind the gradients the step's word.
+    assert all(row["zenflow/traffic/d2h_bytes"] == n_bytes + WORD_BYTES for row in rows)
     assert rows[-1]["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1, abs=0.001)
     # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
     owned = sum(row["zenflow/selection/device_owned_percent"] for row in rows) / 100 / len(rows)
