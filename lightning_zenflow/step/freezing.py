@@ -31,6 +31,15 @@ class Freezing:
         """Notes that everything follows the present flags."""
         self._followed = self._trained
 
+    def state_dict(self) -> list[bool]:
+        """For each parameter, whether it is trained, as of the last `update`."""
+        return list(self._trained)
+
+    def load_state_dict(self, state: Sequence[bool] | None) -> bool:
+        """Inverse of `state_dict`; returns as `update`. None, of older versions: all parameters are trained."""
+        self._trained = [True] * len(self._parameters) if state is None else list(state)
+        return self._trained != self._followed
+
     def is_frozen(self, slice_index: int) -> bool:
         """Whether steps leave a slice alone, as of the last `update`."""
         return not self._trained[self._partition.slices[slice_index].parameter]

@@ -8,6 +8,7 @@ Layout 4, of plain numbers, lists and CPU tensors::
         world_size
         slices          [(begin, start, numel, columns)] of `Partition.slices`
     step, skipped       steps done, and how many of them were not finite
+    trained             [parameter] whether it was trained, not frozen, in the last step
     ownership
         selections      [selection][parameter] columns, None for all
         of_block        [block] index into `selections`, None before the first selection
@@ -29,7 +30,7 @@ Layout 4, of plain numbers, lists and CPU tensors::
 `lightning_zenflow.checkpoint.upgrade` converts older layouts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -69,13 +70,14 @@ class RunState:
         self._provisional = provisional
         self._in_backward = in_backward
 
-    def state_dict(self, *, step: int, skipped: int) -> dict[str, Any]:
-        """State after `step` steps, of which `skipped` changed nothing."""
+    def state_dict(self, *, step: int, skipped: int, trained: Sequence[bool]) -> dict[str, Any]:
+        """State after `step` steps, of which `skipped` changed nothing; `trained` is of `Freezing`."""
         return {
             "version": VERSION,
             "layout": self._layout,
             "step": step,
             "skipped": skipped,
+            "trained": trained,
             "ownership": self._ownership.state_dict(),
             "planner": self._planner.state_dict(),
             "provisional": self._provisional.state_dict(),

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -237,10 +238,12 @@ class ZenFlowStep:
         if not self._freezing.update():
             return
         self.flush()
-        self._jobs.change_ranges(self._freezing.trained_part())
-        self._router.arrivals.train(self._freezing.trained_slices())
+        self._change_ranges()
         self.start_over(int(self.count))
         self._freezing.followed()
+        rank_zero_info(
+            f"ZenFlow: parameters were frozen or unfrozen before step {self._number + 1}: the selection of columns starts again"
+        )
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far; drops the gradients of a step that is complete or interrupted.
@@ -294,7 +297,9 @@ class ZenFlowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
-        return self._parts.run_state.state_dict(step=self._number, skipped=int(self.skipped))
+        return self._parts.run_state.state_dict(
+            step=self._number, skipped=int(self.skipped), trained=self._freezing.state_dict()
+        )
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
         """Continues a run; AdamW's state has been loaded into the arena.
@@ -312,10 +317,21 @@ class ZenFlowStep:
             self._number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])
         self._rank.arena.resolved = (self._number, count)
+        if saved is None or difference:
+            self.start_over(count)
+            return difference
+        # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
+        if self._freezing.load_state_dict(saved.get("trained")):
+            self._change_ranges()
+            self._freezing.followed()
         self.start_over(count)
-        if saved is not None and not difference:
-            self._parts.run_state.load_state_dict(saved)
-        return difference
+        self._parts.run_state.load_state_dict(saved)
+        return ""
+
+    def _change_ranges(self) -> None:
+        """Updates the parameters that are trained from now on; right after a flush only."""
+        self._jobs.change_ranges(self._freezing.trained_part())
+        self._router.arrivals.train(self._freezing.trained_slices())
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""

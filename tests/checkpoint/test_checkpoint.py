@@ -1,5 +1,6 @@
 """A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,17 @@ import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, StockStrategy, run_here
+from lightning_zenflow.topk.ownership import Ownership
 from models import SHAPES
 from rank_processes import run_on_ranks
-from same_bits import assert_same_run, assert_same_state
+from same_bits import assert_same_run, assert_same_state, assert_same_tensors
 from scripted_schedule import scripted
 
+FREEZING: dict[str, Any] = {
+    "model": "FreezingModule",
+    # One parameter stays frozen after every save, one is unfrozen between two of them.
+    "model_options": {"frozen_in": {0: (3, 100), 3: (0, 100), 2: (4, 9)}},
+}
 CASES = {
     "defaults, fixed S": Case(strategy_options={**APPROXIMATE, "select_interval": "auto"}),
     "random selection": Case(topk_ratio=0.3, publish_lag=2, strategy_options=EVERYTHING),
@@ -23,6 +30,9 @@ CASES = {
     "offload": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, "offload": True}),
     "warm-up": Case(topk_ratio=0.3, warm_up=5, strategy_options=EVERYTHING),
     "nothing on the device": Case(topk_ratio=0.0, strategy_options=APPROXIMATE),
+    "frozen, S = 4, d = 1": Case(**FREEZING, topk_ratio=0.3, strategy_options=EVERYTHING),
+    "frozen, S = 1, d = 1": Case(**FREEZING, topk_ratio=0.3, update_interval=1, strategy_options=EVERYTHING),
+    "frozen, S = 1, d = 0": Case(**FREEZING, topk_ratio=0.3, update_interval=1, publish_lag=0),
     "in backward": Case(update_interval=1, publish_lag=0, strategy_options={"reduce_bucket_size": 200}),
     "in backward, clipped": Case(
         update_interval=1, publish_lag=0, max_norm=0.5, strategy_options={"reduce_bucket_size": 200}
@@ -50,6 +60,21 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, saved_at: int, tmp_path:
     case, path = CASES[name], tmp_path / "half.ckpt"
     whole, rest = run_here(saving(case, saved_at, path)), run_here(resuming(case, path))
     assert_continues(whole, rest, saved_at)
+
+
+def test_a_save_between_the_two_phases_of_a_change_of_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush completes the change: blocks then have the columns that `state_dict` names, in the run that goes on as well."""
+    pending: list[int] = []
+    state_dict, reload = Ownership.state_dict, Ownership.reload
+    monkeypatch.setattr(
+        Ownership, "reload", lambda o: (pending.append(sum(i is not None for i in o._incoming)), reload(o))
+    )
+    saved: list[int] = []
+    monkeypatch.setattr(Ownership, "state_dict", lambda o: (saved.append(pending[-1]), state_dict(o))[1])
+    case, path = CASES["random selection"], tmp_path / "half.ckpt"
+    whole = run_here(saving(case, 6, path))
+    assert saved[0] > 0
+    assert_continues(whole, run_here(resuming(case, path)), 6)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -87,6 +112,18 @@ def test_another_configuration_starts_over_from_adamws_state(other: dict[str, An
     whole, rest = run_here(saving(case, 6, path)), run_here(resuming(replace(case, **other), path))
     # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
     assert_same_state(rest, whole)
+
+
+def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A parameter that is trained again: its moments went on nowhere, all others are those of the run that saved."""
+    case, path = CASES["frozen, S = 4, d = 1"], tmp_path / "half.ckpt"
+    whole = run_here(saving(case, 6, path))
+    with caplog.at_level(logging.INFO):
+        rest = run_here(replace(resuming(case, path), model_options={"frozen_in": {2: (4, 9), 3: (0, 100)}}))
+    assert "parameters were frozen or unfrozen before step 7: the selection of columns starts again" in caplog.text
+    # Not the first, which is frozen in one of them only.
+    assert_same_tensors(rest.master[1:], whole.master[1:])
+    assert not torch.equal(rest.master[0], whole.master[0])
 
 
 def test_skipped_steps_are_remembered(tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ def test_trainer_and_loop_continue_each_others_checkpoints(tmp_path: Path) -> No
     fabric.strategy.teardown()
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_loop_that_loads_an_earlier_step_repeats_the_steps_since(max_norm: float | None, tmp_path: Path) -> None:
+    """The worker waits for the repeated steps' own words: those of the steps before the load, of the same numbers, are gone."""
+    case = replace(EXACT, max_norm=max_norm)
+    fabric, model, optimizer, scheduler = set_up(case.make_model(), max_norm=max_norm, **case.keys())
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    arena = fabric.strategy.zenflow_optimizer.parts.rank.arena
+    shown = []
+    for begin in (0, 2):
+        for step in range(begin, 5):
+            train_step(fabric, model, optimizer, step, max_norm=max_norm)
+            scheduler.step()
+            if step >= 2:
+                shown.append(snapshot(model.module))
+            elif step == 1:
+                fabric.save(tmp_path / "checkpoint", state)
+        if begin == 0:
+            assert (int(arena.sequence.max()), int(arena.block_sequence.max())) == (5, 5)
+            fabric.load(tmp_path / "checkpoint", state)
+            assert (int(arena.sequence.max()), int(arena.block_sequence.max())) == (0, 0)
+    for first, again in zip(shown[:3], shown[3:], strict=True):
+        assert_same_tensors(again, first)
+    fabric.strategy.teardown()
+
+
 def test_the_trainers_own_norm_counts_after_a_resume(tmp_path: Path) -> None:
     case = replace(EXACT, steps=4, checkpoint=str(tmp_path / "checkpoint"))
     run_here(replace(case, max_norm=0.1, save_at=2))
