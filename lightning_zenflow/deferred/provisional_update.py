@@ -177,14 +177,15 @@ class ProvisionalUpdate:
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Second moments, the last clip coefficient and the position in the rounding noise; None without provisional updates."""
+        """Second moments, the last clip coefficient and the position in the rounding noise, on the CPU; None without provisional updates."""
         if not self._compensation.updates_provisionally:
             return None
         return {
             "second_moments": [
-                None if body is None or body.moment is None else body.moment.tensors() for body in self._bodies
+                None if body is None or body.moment is None else tuple(t.cpu() for t in body.moment.tensors())
+                for body in self._bodies
             ],
-            "clip": self._clip,
+            "clip": self._clip.cpu(),
             "noise": self._noise.get_state(),
         }
 

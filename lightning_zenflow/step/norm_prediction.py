@@ -61,8 +61,8 @@ class NormPrediction:
         self.knows_last = True
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Ratio and norm that the next step is predicted from; None: nothing yet."""
-        return {"ratio": self._ratio, "last": self._last} if self.knows_last else None
+        """Ratio and norm that the next step is predicted from, on the CPU; None: nothing yet."""
+        return {"ratio": self._ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Inverse of `state_dict`, for the same blocks."""

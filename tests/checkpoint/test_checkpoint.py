@@ -5,9 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, StockStrategy, run_here
 from lightning_zenflow.topk.ownership import Ownership
@@ -75,6 +78,35 @@ def test_a_save_between_the_two_phases_of_a_change_of_columns(tmp_path: Path, mo
     whole = run_here(saving(case, 6, path))
     assert saved[0] > 0
     assert_continues(whole, run_here(resuming(case, path)), 6)
+
+
+class KeepsOnCpu(pl.Callback):
+    """Keeps ZenFlow's own state of a checkpoint at the end of training, and which tensors `Tensor.cpu` has made meanwhile."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+        self.made: list[torch.Tensor] = []
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def cpu(tensor: torch.Tensor) -> torch.Tensor:
+            self.made.append(tensor.clone())
+            return self.made[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "cpu", cpu)
+            self.state = trainer.strategy.zenflow_optimizer.state_dict()["zenflow"]
+
+
+@pytest.mark.parametrize("name", ["defaults, fixed S", "in backward, clipped"])
+def test_a_checkpoint_has_no_tensors_of_the_device(name: str) -> None:
+    """Here the device is a CPU too, so what counts is that each tensor of the device was asked for a copy on the CPU."""
+    keeps = KeepsOnCpu()
+    run_here(replace(CASES[name], callbacks=(keeps,)))
+    of_device = {key: keeps.state[key] for key in ("provisional", "in_backward")}
+    tensors = [leaf for leaf in tree_leaves(of_device) if isinstance(leaf, torch.Tensor)]
+    assert len(tensors) > 1
+    assert all(any(tensor is made for made in keeps.made) for tensor in tensors)
 
 
 def test_two_ranks(tmp_path: Path) -> None:
