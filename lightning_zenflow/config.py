@@ -178,6 +178,10 @@ class ZenFlowConfig:
     max_worker_restarts: int = _key(3, integer(0), unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""
 
+    sync_checkpoints: bool = _key(True, BOOLEAN, changes_numbers=False)
+    """Syncs a checkpoint to the disk before it takes its name, so that it survives a failure of power. If false, a save ends before the
+    disk has all of it, for network storage that is slow to sync."""
+
     stall_monitor: bool = _key(True, BOOLEAN, changes_numbers=False)
     """Logs stall metrics and prints a summary at the end of fit (`lightning_zenflow.StallMonitor`)."""
 

@@ -161,7 +161,7 @@ class Session:
         with self.explained():
             if self.optimizer is not None:
                 self.optimizer.flush()
-            save_together(path, write, is_global_zero=is_global_zero)
+            save_together(path, write, is_global_zero=is_global_zero, sync=self.config.sync_checkpoints)
 
     def load(self, engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""

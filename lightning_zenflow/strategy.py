@@ -87,6 +87,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
+        sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
         timeline: str | Path | None = AS_IN_CONFIG,
         timeline_steps: Sequence[int] | Literal["auto"] | None = None,

@@ -4,60 +4,97 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 
-from lightning_zenflow.checkpoint.atomic import abandon_save, begin_save, commit_save, staging_path, write_error
+from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
 from lightning_zenflow.core.distributed import raise_together
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.slices import shapes_by_name
 
 
-def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: bool) -> None:
+def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: bool, sync: bool) -> None:
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
         path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
         write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`.
         is_global_zero: whether this rank creates, renames and deletes directories.
+        sync: whether the checkpoint must survive a failure of power.
 
     Raises:
         OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
     """
 
+    staged: StagedSave | None = None
+    folder = path
+
+    def begin() -> None:
+        nonlocal staged
+        if is_global_zero:
+            staged = StagedSave(path, sync=sync)
+
     def write_files() -> None:
-        try:
-            write(staging_path(path))
-        except Exception:  # of any kind: the client state has the user's objects, which may refuse to be pickled
-            # `save_checkpoint` ends with a barrier, where the other ranks wait.
-            dist.barrier()
-            raise
+        with _without_barriers():
+            write(folder)
+        if sync:
+            # Each rank its own, since network storage keeps what has been written with the host that wrote it.
+            sync_all(folder.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+
+    def commit() -> None:
+        if staged is not None:
+            staged.commit()
 
     try:
-        _attempt(path, lambda: begin_save(path) if is_global_zero else None)
-        _attempt(path, write_files)
-        _attempt(path, lambda: commit_save(path) if is_global_zero else None)
+        _attempt(path, begin, folder)
+        folder = _from_rank_zero(None if staged is None else staged.folder)
+        _attempt(path, write_files, folder)
+        _attempt(path, commit, folder)
     except BaseException:
-        if is_global_zero:
-            abandon_save(path)
+        if staged is not None:
+            staged.abandon()
         raise
 
 
-def _attempt(path: Path, action: Callable[[], None]) -> None:
+@contextmanager
+def _without_barriers() -> Iterator[None]:
+    """Lets DeepSpeed's `save_checkpoint` run without barriers, so that a rank whose part fails leaves no other waiting.
+
+    Its barriers are between the ranks' parts: the directory exists before, and all ranks meet after it.
+
+    Private: the engine calls ``barrier`` of ``deepspeed.comm`` by a module-level name, which is replaced inside this context only.
+    """
+    comm = engine_module.dist
+    engine_module.dist = SimpleNamespace(**{**vars(comm), "barrier": lambda *_, **__: None})
+    try:
+        yield
+    finally:
+        engine_module.dist = comm
+
+
+def _from_rank_zero(value: Any) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _attempt(path: Path, action: Callable[[], None], folder: Path) -> None:
     error: OSError | None = None
     try:
         action()
-    except Exception as reason:
-        error = _failure(path, reason)
+    except Exception as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
+        error = _failure(path, reason, folder)
     raise_together(error, OSError)
 
 
-def _failure(path: Path, reason: Exception) -> OSError:
-    """An error with the cause and what to do about it."""
+def _failure(path: Path, reason: Exception, folder: Path) -> OSError:
+    """An error with the cause and what to do about it; `folder` is where the files are written."""
     # torch's file writer raises RuntimeError, without a reason.
-    cause = reason if isinstance(reason, OSError) else write_error(path)
+    cause = reason if isinstance(reason, OSError) else write_error(folder)
     says = f"{cause or reason}" + ("; save to another path" if cause or isinstance(reason, RuntimeError) else "")
     if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         says = (

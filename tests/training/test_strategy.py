@@ -83,6 +83,7 @@ VALUES: dict[str, Any] = {
     "pt_reserved_cores_perc": 0.25,
     "worker_timeout": 33.0,
     "max_worker_restarts": 7,
+    "sync_checkpoints": False,
     "stall_monitor": False,
     "timeline": "logs/timeline.json",
     "timeline_steps": [3, 4],

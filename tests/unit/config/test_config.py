@@ -21,7 +21,7 @@ from lightning_zenflow.core.allowed_values import BOOLEAN
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
-BOOLEANS = ("optimizer_in_backward", "overlap_step", "offload", "stall_monitor")
+BOOLEANS = ("optimizer_in_backward", "overlap_step", "offload", "sync_checkpoints", "stall_monitor")
 DEFAULTS = {name: key.default for name, key in KEYS.items()}
 
 JUNK = [None, True, math.nan, math.inf, -1, "auto ", "", {}, [[1]]]
@@ -175,7 +175,7 @@ def test_keys_that_change_no_number() -> None:
         "worker_timeout",
         "max_worker_restarts",
     }
-    same |= {"stall_monitor", "timeline", "timeline_steps"}
+    same |= {"sync_checkpoints", "stall_monitor", "timeline", "timeline_steps"}
     assert set(KEYS) - set(ZenFlowConfig().numeric_values()) == same
     assert ZenFlowConfig(topk_ratio=0.25).numeric_values()["topk_ratio"] == 0.25
 
