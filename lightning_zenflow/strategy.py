@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import as_lightning_saved, load_averaged, to_save
-from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
+from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.registration import add_name, other_lightning
@@ -301,9 +301,8 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         assert self.lightning_module is not None
         module, path = self.lightning_module, Path(checkpoint_path)
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
-            open_together(path)
-            with refusing_other_models(path):
-                return load_averaged(super().load_checkpoint(checkpoint_path, weights_only), module)
+            client_state = load_weights_together(path, partial(super().load_checkpoint, checkpoint_path, weights_only))
+            return load_averaged(client_state, module)
         max_norm = self.zenflow_optimizer.max_norm
         client_state = self._session.load(self.deepspeed_engine, path, strict=module.strict_loading)
         # DeepSpeed takes over the saved one; the Trainer's counts.

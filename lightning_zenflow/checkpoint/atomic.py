@@ -51,7 +51,8 @@ class StagedSave:
         self._path = path
         self._sync = sync
         created = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(created):
+            folder.mkdir(exist_ok=True)
         if sync:
             sync_all(folder.parent for folder in created)
         _clear(path.parent)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
@@ -13,8 +13,11 @@ import torch.distributed as dist
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
 from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.slices import shapes_by_name
+
+T = TypeVar("T")
 
 
 def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: bool, sync: bool) -> None:
@@ -29,7 +32,6 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
     Raises:
         OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
     """
-
     staged: StagedSave | None = None
     folder = path
 
@@ -39,7 +41,7 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
             staged = StagedSave(path, sync=sync)
 
     def write_files() -> None:
-        with _without_barriers():
+        with _without_collectives():
             write(folder)
         if sync:
             # Each rank its own, since network storage keeps what has been written with the host that wrote it.
@@ -61,19 +63,23 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
 
 
 @contextmanager
-def _without_barriers() -> Iterator[None]:
-    """Lets DeepSpeed's `save_checkpoint` run without barriers, so that a rank whose part fails leaves no other waiting.
+def _without_collectives() -> Iterator[None]:
+    """Lets DeepSpeed's `save_checkpoint` run without collectives, so that a rank whose part fails anywhere leaves no other waiting.
 
-    Its barriers are between the ranks' parts: the directory exists before, and all ranks meet after it.
+    They are barriers, where here the directory exists before and all ranks meet after it, and a comparison of the tag, a constant.
 
-    Private: the engine calls ``barrier`` of ``deepspeed.comm`` by a module-level name, which is replaced inside this context only.
+    Private: the engine calls ``deepspeed.comm`` by a module-level name, which is replaced inside this context only.
     """
     comm = engine_module.dist
-    engine_module.dist = SimpleNamespace(**{**vars(comm), "barrier": lambda *_, **__: None})
+    engine_module.dist = SimpleNamespace(**{**vars(comm), "barrier": _skip, "all_reduce": _skip})
     try:
         yield
     finally:
         engine_module.dist = comm
+
+
+def _skip(*_: Any, **__: Any) -> None:
+    """In the place of a collective."""
 
 
 def _from_rank_zero(value: Any) -> Any:
@@ -114,15 +120,55 @@ def open_together(path: Path) -> SavedCheckpoint:
     Raises:
         CheckpointError: a rank cannot read it.
     """
-    saved, error = None, None
+    is_global_zero = dist.get_rank() == 0
+
+    def put_back() -> None:
+        if is_global_zero:
+            try:
+                recover(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint {path}: a save was killed, and what it was replacing cannot be put back in place: {error}"
+                ) from error
+
+    def verify() -> None:
+        # Once for all ranks, since that reads all of it; before unpickling.
+        if is_global_zero:
+            saved.verify_model()
+
+    _together(put_back)
+    saved = _together(lambda: SavedCheckpoint(path))
+    _together(verify)
+    _together(lambda: saved.model_states)
+    return saved
+
+
+def _together(action: Callable[[], T]) -> T:
+    """Result of an action on this rank; an error of any rank is raised on all. A collective: all ranks must call it."""
+    result, error = None, None
     try:
-        saved = SavedCheckpoint(path)
-        saved.model_states  # noqa: B018  # reads it
-    except CheckpointError as reason:
+        result = action()
+    except Exception as reason:
         error = reason
     raise_together(error, CheckpointError)
-    assert saved is not None
-    return saved
+    return cast(T, result)
+
+
+def load_weights_together(path: Path, load: Callable[[], T]) -> T:
+    """Loads weights from a checkpoint of any number of ranks. A collective: all ranks must call it.
+
+    Args:
+        path: path of the checkpoint.
+        load: loads it by DeepSpeed's engine.
+
+    Returns:
+        The result of `load`.
+
+    Raises:
+        CheckpointError: a rank cannot read it, or the model does not have the saved weights.
+    """
+    open_together(path)
+    return _together(lambda: _loaded(path, load))
 
 
 def load_together(
@@ -147,39 +193,45 @@ def load_together(
     """
     saved = open_together(path)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    state, error = None, None
-    try:
-        saved.refuse_other_model(shapes_by_name(optimizer))
-        # `partition_size` (elements of each group's flat partition) and `bfloat16_enabled` are DeepSpeed's, undocumented.
-        state = saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=engine.bfloat16_enabled())
-    except CheckpointError as reason:
-        error = reason
-    raise_together(error, CheckpointError)
-    with refusing_other_models(path):
-        _, client_state = engine.load_checkpoint(
+    _together(lambda: saved.refuse_other_model(shapes_by_name(optimizer)))
+    # `bfloat16_enabled` and, below, `partition_size` (elements of each group's flat partition) are DeepSpeed's, undocumented.
+    bf16 = engine.bfloat16_enabled()
+    # Each file once, whatever the number of ranks.
+    _together(lambda: saved.verify_optimizer(range(rank, saved.world_size, world_size), bf16=bf16))
+    state = _together(lambda: saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=bf16))
+
+    def load_weights() -> Any:
+        return engine.load_checkpoint(
             str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False
+        )[1]
+
+    def load_states() -> None:
+        # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
+        # undocumented getter of a key of the config.
+        optimizer.load_state_dict(
+            [state if r == rank else None for r in range(world_size)],
+            load_optimizer_states=optimizer_states,
+            load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
         )
-    # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
-    # undocumented getter of a key of the config.
-    states = [state if r == rank else None for r in range(world_size)]
-    optimizer.load_state_dict(
-        states,
-        load_optimizer_states=optimizer_states,
-        load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
-    )
+
+    client_state = _together(lambda: _loaded(path, load_weights))
+    _together(lambda: _loaded(path, load_states))
     return dict(client_state)
 
 
-@contextmanager
-def refusing_other_models(path: Path) -> Iterator[None]:
-    """Converts torch's error about the keys or shapes of a state dict.
+def _loaded(path: Path, load: Callable[[], T]) -> T:
+    """Result of `load`; converts errors about the keys or shapes of what is loaded, and about other content.
 
     Raises:
-        CheckpointError: the model does not have the saved weights.
+        CheckpointError: the model does not have the saved weights, or the checkpoint does not have what it must have.
     """
     try:
-        yield
-    except RuntimeError as error:
-        if "loading state_dict" not in str(error):
-            raise
-        raise CheckpointError(f"checkpoint {path}: the model must be the saved one: {error}") from error
+        return load()
+    except WorkerError:
+        raise
+    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if "loading state_dict" in str(error):
+            raise CheckpointError(f"checkpoint {path}: the model must be the saved one: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {path}: its content cannot be loaded ({type(error).__name__}: {error})"
+        ) from error

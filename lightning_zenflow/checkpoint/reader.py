@@ -4,9 +4,10 @@ Files are memory-mapped, so that opening one is cheap and only the parts in use 
 """
 
 import copy
-import pickle
+import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ from deepspeed.checkpoint.constants import (
 from lightning_zenflow.checkpoint.upgrade import upgrade
 from lightning_zenflow.core.saved_float32 import UNCONVERTED
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+
+_CHUNK_BYTES = 2**20
 
 Shapes = Sequence[Mapping[str, Sequence[int]]]
 """For each parameter group the shapes of its parameters by name, in order."""
@@ -67,8 +70,10 @@ class SavedCheckpoint:
             raise _refusal(
                 self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
             )
-        if not self.folder.is_dir():
-            raise _refusal(self.path, f"the folder {self.folder.name!r}, named by its file `latest`, is missing")
+        # Not `Path.is_dir`, which raises an error for a name that is too long.
+        if not os.path.isdir(self.folder):
+            name = str(self.folder.relative_to(self.path))
+            raise _refusal(self.path, f"the folder {name[:60]!r}, named by its file `latest`, is missing")
         if not self._model_file.is_file():
             stage_3 = (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file()
             if stage_3:
@@ -78,7 +83,8 @@ class SavedCheckpoint:
     @cached_property
     def folder(self) -> Path:
         """Folder with the files."""
-        return self.path / (self.path / "latest").read_text(errors="replace").strip()
+        # Below `path`, whatever a damaged file says.
+        return self.path / (self.path / "latest").read_text(errors="replace").strip().lstrip("/")
 
     @property
     def _model_file(self) -> Path:
@@ -87,10 +93,12 @@ class SavedCheckpoint:
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
         """Content of the model file: weights, and state that all ranks share."""
-        states = _read(self._model_file)
-        # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
-        if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-            raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
+        with _reading(self._model_file):
+            states = _read(self._model_file)
+            # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
+            if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
+                raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
+            int(states["dp_world_size"])
         return states
 
     @property
@@ -98,13 +106,29 @@ class SavedCheckpoint:
         """Number of ranks that saved the optimizer state."""
         return int(self.model_states["dp_world_size"])
 
+    def verify_model(self) -> None:
+        """Compares the model file with its checksums, for which it reads all of it.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        _verify(self._model_file)
+
+    def verify_optimizer(self, ranks: Iterable[int], *, bf16: bool) -> None:
+        """As `verify_model`, for the files of some ranks of the run that saved."""
+        for rank in ranks:
+            _verify(self._optimizer_file(rank, bf16=bf16))
+
     def refuse_other_model(self, ours: Shapes) -> None:
         """Compares the saved parameters with those of the model.
 
         Raises:
             CheckpointError: they differ; the message names the first difference.
         """
-        theirs = self.model_states.get(PARAM_SHAPES)
+        with _reading(self._model_file):
+            self._refuse_other_model(self.model_states.get(PARAM_SHAPES), ours)
+
+    def _refuse_other_model(self, theirs: Shapes | None, ours: Shapes) -> None:
         if theirs is None:
             raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
         if len(theirs) != len(ours):
@@ -139,6 +163,11 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: the state is missing, damaged, or not that of AdamW under ZeRO stage 1 or 2.
         """
+        file = self._optimizer_file(rank, bf16=bf16)
+        with _reading(file):
+            return _optimizer_state(file)
+
+    def _optimizer_file(self, rank: int, *, bf16: bool) -> Path:
         # As `DeepSpeedEngine._get_rank_zero_ckpt_name`, which has no public counterpart.
         name, other = (f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_"))
         if bf16:
@@ -151,34 +180,7 @@ class SavedCheckpoint:
             raise _refusal(
                 self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{name}"
             )
-        content = _read(file)
-        state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-        if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-            raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
-        base = state[BASE_OPTIMIZER_STATE]
-        if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-            raise _refusal(
-                file,
-                "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False",
-            )
-        for group, param_group in enumerate(base["param_groups"]):
-            of_group = base["state"].get(param_group["params"][0], {})
-            missing = [key for key in ("step", *MOMENTS) if key not in of_group]
-            if missing:
-                raise _refusal(
-                    file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
-                )
-        ours = state.get(CHECKPOINT_KEY)
-        if ours is not None and ours["version"] > VERSION:
-            raise _refusal(
-                file,
-                f"the layout must be at most {VERSION}, got {ours['version']}, of a newer version: upgrade lightning-zenflow",
-            )
-        if ours is not None:
-            scaler = state[LOSS_SCALER]
-            # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
-            ours = upgrade(copy.deepcopy(ours), loss_scale=None if scaler.dynamic else scaler.cur_scale)
-        return {**state, CHECKPOINT_KEY: ours}
+        return file
 
     def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int, bf16: bool) -> dict[str, Any]:
         """Optimizer state of one rank of this run, redistributed if the number of ranks has changed.
@@ -195,26 +197,94 @@ class SavedCheckpoint:
         if world_size == self.world_size:
             return self.optimizer_state(rank, bf16=bf16)
         saved = [self.optimizer_state(r, bf16=bf16) for r in range(self.world_size)]
-        return repartition(saved, partition_sizes, rank)
+        with _reading(self.folder):
+            return repartition(saved, partition_sizes, rank)
 
 
 def _refusal(path: Path, message: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path}: {message}")
 
 
-def _read(file: Path) -> Any:
-    """Content of a file written by torch; moments are float32 or of the type that the saving run had in memory.
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Converts every error of a file whose content is not what it must be.
 
     Raises:
-        CheckpointError: the file is truncated or damaged.
+        CheckpointError: names the file; its cause is the error.
     """
     try:
-        # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
-        return torch.load(
-            file, map_location="cpu", pickle_module=UNCONVERTED, weights_only=False, mmap=zipfile.is_zipfile(file)
-        )
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
+        yield
+    except CheckpointError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise _refusal(
+            file,
+            f"this file has a Python object that cannot be loaded ({type(error).__name__}: {error}): what defined it when it was saved, as"
+            " the class of a hyperparameter, must be importable under the same name",
+        ) from error
+    except Exception as error:
         raise _refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error
+
+
+def _verify(file: Path) -> None:
+    """Compares a file written by torch with its checksums; one of torch's former format has none."""
+    with _reading(file):
+        if not zipfile.is_zipfile(file):
+            return
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                # 0 where torch was told to compute none.
+                if entry.CRC != 0:
+                    with archive.open(entry) as content:
+                        while content.read(_CHUNK_BYTES):
+                            pass
+
+
+def _read(file: Path) -> Any:
+    """Content of a file written by torch; moments are float32 or of the type that the saving run had in memory."""
+    # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
+    return torch.load(
+        file, map_location="cpu", pickle_module=UNCONVERTED, weights_only=False, mmap=zipfile.is_zipfile(file)
+    )
+
+
+def _optimizer_state(file: Path) -> dict[str, Any]:
+    content = _read(file)
+    state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
+        raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
+    base = state[BASE_OPTIMIZER_STATE]
+    if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
+        raise _refusal(
+            file,
+            "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False",
+        )
+    for group, (param_group, flat) in enumerate(
+        zip(base["param_groups"], state[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+    ):
+        of_group = base["state"].get(param_group["params"][0], {})
+        missing = [key for key in ("step", *MOMENTS) if key not in of_group]
+        if missing:
+            raise _refusal(
+                file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
+            )
+        # Master weights are saved without padding.
+        sizes = [of_group[name].numel() for name in MOMENTS]
+        if min(sizes) < flat.numel() or len(set(sizes)) > 1:
+            raise _refusal(
+                file, f"parameter group {group} must have moments of {flat.numel()} elements or more, got {sizes}"
+            )
+    ours = state.get(CHECKPOINT_KEY)
+    if ours is not None and ours["version"] > VERSION:
+        raise _refusal(
+            file,
+            f"the layout must be at most {VERSION}, got {ours['version']}, of a newer version: upgrade lightning-zenflow",
+        )
+    if ours is not None:
+        scaler = state[LOSS_SCALER]
+        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+        ours = upgrade(copy.deepcopy(ours), loss_scale=None if scaler.dynamic else scaler.cur_scale)
+    return {**state, CHECKPOINT_KEY: ours}
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -3,6 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.client_state import of_fabric
-from lightning_zenflow.checkpoint.collective import open_together, refusing_other_models
+from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.environment import RankEnvironment
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -100,9 +101,9 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
             return {}
         items = list((state or {}).values())
         if not state or optimizer is None or not any(item is self._engine for item in items):
-            open_together(Path(path))
-            with refusing_other_models(Path(path)):
-                return super().load_checkpoint(path, state, strict, weights_only)
+            return load_weights_together(
+                Path(path), partial(super().load_checkpoint, path, state, strict, weights_only)
+            )
         has_optimizer = any(item is optimizer for item in items)
         client_state = self._session.load(self._engine, Path(path), strict=strict, optimizer_states=has_optimizer)
         ours = {name for name, item in state.items() if item is self._engine or item is optimizer}

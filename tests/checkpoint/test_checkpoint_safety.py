@@ -2,19 +2,24 @@
 
 import logging
 import os
+import random
 import resource
 import shutil
 import signal
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed.runtime.engine as engine_module
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from harness import Case, make_trainer, run_here
@@ -73,18 +78,60 @@ class SaveOnFullDisk(pl.Callback):
         trainer.save_checkpoint(elsewhere)
 
 
-class Damage(pl.Callback):
-    """Truncates a rank's file of a checkpoint when training ends."""
+class SaveDamaged(pl.Callback):
+    """Saves checkpoints after training; in each of them a byte in the middle of a file then changes.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    Args:
+        files: of checkpoints, by the checkpoint's path.
+    """
+
+    def __init__(self, files: dict[Path, str]) -> None:
+        self._files = files
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for path, name in self._files.items():
+            trainer.save_checkpoint(path)
+            if trainer.is_global_zero:
+                position = (path / name).stat().st_size // 2
+                change_byte(path / name, position, (path / name).read_bytes()[position] ^ 1)
         trainer.strategy.barrier()
-        if trainer.is_global_zero:
-            os.truncate(self._file, self._file.stat().st_size // 2)
-        trainer.strategy.barrier()
+
+
+class FailingSaves(pl.Callback):
+    """Rank 1 fails in a save, before or after what DeepSpeed does in it, which has another barrier of its own; then a save succeeds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step != 3:
+            return
+        engine_class = type(trainer.strategy.deepspeed_engine)
+        save = engine_class.save_checkpoint
+        for when in ("before", "after"):
+
+            def failing(engine: Any, *arguments: Any, when: str = when, **options: Any) -> None:
+                fails = trainer.global_rank == 1
+                if when == "before" and fails:
+                    raise KeyError("before")
+                save(engine, *arguments, **options)
+                engine_module.dist.barrier()
+                if when == "after" and fails:
+                    raise KeyError("after")
+
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"failed.ckpt could not .*{when}"):
+                patch.setattr(engine_class, "save_checkpoint", failing)
+                trainer.save_checkpoint(self._folder / "failed.ckpt")
+        trainer.save_checkpoint(self._folder / "saved.ckpt")
+
+
+def change_byte(file: Path, position: int, to: int) -> None:
+    """Changes a single byte of a file."""
+    with file.open("r+b") as stream:
+        stream.seek(position)
+        stream.write(bytes([to]))
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
@@ -123,14 +170,23 @@ def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
 
 
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
-    file = tmp_path / "elsewhere.ckpt/checkpoint/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    saving = replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3, ranks=(1,)), Damage(file)))
-    runs = run_on_ranks(
-        {"saving": saving, "loading": replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt"), fails=True)}
-    )
-    assert [run.error for run in runs["saving"]] == [None, None]
-    for run in runs["loading"]:
-        assert run.error is not None and f"checkpoint {file}: this file is truncated or damaged" in run.error
+    damaged = {
+        tmp_path / "model.ckpt": MODEL_FILE,
+        tmp_path / "rank 0.ckpt": RANK_FILE,
+        tmp_path / "rank 1.ckpt": RANK_FILE.replace("pp_rank_0", "pp_rank_1"),
+    }
+    saves = (SaveOnFullDisk(tmp_path, 3, ranks=(1,)), FailingSaves(tmp_path), SaveDamaged(damaged))
+    cases = {"saving": replace(CASE, callbacks=saves)}
+    cases |= {path.stem: replace(CASE, checkpoint=str(path), fails=True) for path in damaged}
+    cases["saved"] = replace(CASE, checkpoint=str(tmp_path / "saved.ckpt"))
+    runs = run_on_ranks(cases)
+    for path, file in damaged.items():
+        for run in runs[path.stem]:
+            assert run.error is not None, file
+            assert f"checkpoint {path}/{file}: this file is truncated or damaged (BadZipFile" in run.error
+            assert "CheckpointError" in run.error
+    assert_same_tensors(runs["saved"][0].master, runs["saving"][0].master)
+    assert not (tmp_path / "failed.ckpt").exists()
 
 
 def save(path: Path, content: str) -> None:
@@ -274,7 +330,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
     synced: set[tuple[int, int]] = set()
     states: list[str] = []
     folder = tmp_path / "new" / "folder"
-    fsync, rename, exchange, delete = os.fsync, Path.rename, atomic._exchange, atomic._delete
+    fsync, rename, exchange, discard = os.fsync, Path.rename, atomic._exchange, atomic._discard
 
     def state(path: Path) -> tuple[int, int]:
         return path.stat().st_ino, path.stat().st_mtime_ns
@@ -296,14 +352,16 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
         note_name(a, b)
         return exchange(a, b)
 
-    def noting_delete(path: Path) -> None:
-        if path.exists() and "a.ckpt" in path.name:
+    def noting_discard(path: Path) -> None:
+        if path.exists():
+            assert sync == (state(folder) in synced)
             states.append("deleted")
-        delete(path)
+        discard(path)
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", noting_rename)
     monkeypatch.setattr(atomic, "_exchange", noting_exchange)
+    monkeypatch.setattr(atomic, "_discard", noting_discard)
     for name in ("first", "second"):
         staged = StagedSave(folder / "a.ckpt", sync=sync)
         if name == "first":
@@ -312,7 +370,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
         (staged.folder / "checkpoint" / "states.pt").write_text(name)
         (staged.folder / "latest").write_text("checkpoint")
         staged.commit()
-    assert states and (len(synced) > 0) == sync
+    assert states[0] == states[-2] == "named" and states[-1] == "deleted"
 
 
 @pytest.fixture(scope="module")
@@ -409,6 +467,112 @@ def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, ca
     whole = run_here(Case(steps=4))
     for kind in ("master", "exp_avg", "exp_avg_sq"):
         assert_same_tensors(getattr(resumed, kind), getattr(whole, kind), kind)
+
+
+def check_single_bytes(saved: Path, path: Path, n: int) -> None:
+    """Changes single bytes of all files of a checkpoint, one at a time; each time it is what was saved, or refused by the file's name."""
+
+    def read() -> list[Any]:
+        checkpoint = SavedCheckpoint(path)
+        checkpoint.verify_model()
+        checkpoint.verify_optimizer([0], bf16=False)
+        states = checkpoint.model_states
+        sizes = [flat.numel() for flat in checkpoint.optimizer_state(0, bf16=False)["single_partition_of_fp32_groups"]]
+        content = [states, checkpoint.state_for(0, sizes, world_size=1, bf16=False)]
+        return [leaf if isinstance(leaf, torch.Tensor) else repr(type(leaf)) for leaf in tree_leaves(content)]
+
+    shutil.copytree(saved, path)
+    expected = read()
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    rng = random.Random(20261124)
+    n_refused = 0
+    for file in files:
+        original = file.read_bytes()
+        for i in range(-(-n // len(files))):
+            # Every second position is near an end of the file, where its structure is.
+            near = rng.randrange(min(4096, len(original)))
+            position = [rng.randrange(len(original)), near, len(original) - 1 - near][i % 3]
+            change_byte(file, position, original[position] ^ rng.randrange(1, 256))
+            try:
+                assert_same_content(read(), expected)
+            except CheckpointError as error:
+                assert str(error).startswith(f"checkpoint {path}")
+                assert file.name in str(error), f"{file.name}, byte {position}: {error}"
+                n_refused += 1
+            file.write_bytes(original)
+    assert n_refused > n / 5
+
+
+def assert_same_content(ours: list[Any], theirs: list[Any]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+
+
+def test_any_single_byte(saved: Path, tmp_path: Path) -> None:
+    check_single_bytes(saved, tmp_path / "a.ckpt", 60)
+
+
+@pytest.mark.slow
+def test_two_thousand_single_bytes(saved: Path, tmp_path: Path) -> None:
+    check_single_bytes(saved, tmp_path / "a.ckpt", 2000)
+
+
+@pytest.mark.parametrize("content", ["", "c" * 300, "/", "checkpoint\0", "../..", "\udcff", "checkpoint/"])
+def test_nonsense_in_latest(content: str, saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / "a.ckpt")
+    (path / "latest").write_bytes(content.encode(errors="surrogateescape"))
+    try:
+        assert SavedCheckpoint(path).model_states
+    except CheckpointError as error:
+        assert str(error).startswith(f"checkpoint {path}") and len(str(error)) < 400
+
+
+class Moved:
+    """A class that the module of this test has when a checkpoint is saved, and not any more when it is loaded."""
+
+
+@pytest.mark.parametrize("gone", ["module", "class"])
+def test_a_hyperparameter_whose_class_has_moved(
+    gone: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(saved, tmp_path / "a.ckpt")
+    module = types.ModuleType("old_module")
+    module.Moved = Moved  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "old_module", module)
+        patch.setattr(Moved, "__module__", "old_module")
+        edit(MODEL_FILE, lambda content: content.update(hyper_parameters={"a": Moved()}))(path)
+    if gone == "class":
+        del module.Moved
+        monkeypatch.setitem(sys.modules, "old_module", module)
+    with pytest.raises(CheckpointError, match=f"^checkpoint {path}/{MODEL_FILE}: .*old_module.*must be importable"):
+        run_here(Case(steps=4, checkpoint=str(path)))
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "optimizer, no groups": lambda c: c["optimizer_state_dict"]["base_optimizer_state"].pop("param_groups"),
+    "optimizer, a list": lambda c: c["optimizer_state_dict"].update(
+        base_optimizer_state={"param_groups": [], "state": []}
+    ),
+    "optimizer, other sizes": lambda c: c["optimizer_state_dict"]["base_optimizer_state"]["state"][0].update(
+        exp_avg=torch.zeros(3)
+    ),
+    "optimizer, no stage": lambda c: c["optimizer_state_dict"].pop("zero_stage"),
+    "optimizer, layout": lambda c: c["optimizer_state_dict"]["zenflow"].pop("layout"),
+    "optimizer, columns": lambda c: c["optimizer_state_dict"]["zenflow"].update(ownership={}),
+    "model, ranks": lambda c: c.update(dp_world_size="two"),
+    "model, shapes": lambda c: c.update(param_shapes=[None, None]),
+    "model, steps": lambda c: c.pop("global_steps"),
+    "model, weights": lambda c: c.update(module=None),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_content_that_is_not_what_it_must_be(name: str, saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / "a.ckpt")
+    edit(MODEL_FILE if name.startswith("model") else RANK_FILE, WRONG[name])(path)
+    assert_refused(Case(steps=4, checkpoint=str(path)), f"^checkpoint {path}")
 
 
 @pytest.mark.parametrize("part", ["checkpoint", RANK_FILE])
