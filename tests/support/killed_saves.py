@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint import atomic
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from models import LinearLossModule
 from rank_processes import free_port
@@ -30,6 +31,8 @@ _EVENTS = ("open", "os.", "shutil.", "ctypes.dlsym")
 """Of Python's audit hooks: whatever touches the file system, and the call that exchanges two names."""
 KILLED_SAVE = 2
 """Of each process, counted from 1: the one before is progress."""
+RENAMES = 10
+"""Events of a save that are renames, at most."""
 
 
 class WatchSaves(pl.Callback):
@@ -100,8 +103,8 @@ def assert_ended(pid: int, *signals: int) -> None:
 
 
 def assert_usable(folder: Path) -> None:
-    """Everything that has the name of a checkpoint is a complete one, and there is a last one."""
-    assert (folder / "last.ckpt").is_dir()
+    """Everything that has the name of a checkpoint is a complete one, and there is a last one, perhaps between two renames."""
+    assert list(folder.glob("last*.ckpt"))
     for path in folder.iterdir():
         if not path.name.startswith("."):
             saved = SavedCheckpoint(path)
@@ -109,7 +112,8 @@ def assert_usable(folder: Path) -> None:
 
 
 def run_injected(folder: Path, steps: int, points: list[float]) -> None:
-    """Kills one process after the other, each at one of its second save's events; `points` are 0 to 1, first to last event."""
+    """Kills one process after the other, each at one of its second save's events; `points` are 0 to 1, first to last event, or none:
+    at each rename."""
     log = folder.parent / "events.json"
 
     def rehearse() -> None:
@@ -120,8 +124,9 @@ def run_injected(folder: Path, steps: int, points: list[float]) -> None:
     assert_ended(in_child(rehearse))
     events = json.loads(log.read_text())
     print("events of a save:", events)
-    for point in points:
-        kill_at = round(point * (len(events) - 1))
+    renames = [i for i, event in enumerate(events) if event == "os.rename"]
+    assert len(renames) <= RENAMES
+    for kill_at in [round(point * (len(events) - 1)) for point in points] or renames:
         assert_ended(
             in_child(lambda kill_at=kill_at: train(folder, steps, WatchSaves(folder, kill_at, lambda: None))),
             signal.SIGKILL,
@@ -150,7 +155,7 @@ def main(folder: Path, how: str, argument: str) -> None:
     """Runs as said, then to the end, and the same undisturbed; writes the weights of both."""
     torch.set_num_threads(1)
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
-    n_kills = len(json.loads(argument)) if how == "injected" else int(argument)
+    n_kills = (len(json.loads(argument)) or RENAMES) if how == "injected" else int(argument)
     # Of each killed process one step is certain.
     steps = KILLED_SAVE + 2 * n_kills + 2
 
@@ -164,9 +169,12 @@ def main(folder: Path, how: str, argument: str) -> None:
     for where in (disturbed, undisturbed):
         assert_ended(in_child(lambda where=where: finish(where)))
     # Whatever the killed saves left is cleared away by later ones.
-    left = sorted(path.name for path in disturbed.iterdir() if path.name.startswith("."))
+    left = sorted(path.name for path in disturbed.iterdir() if path.name.startswith(".") or "zenflow" in path.name)
     assert left == [], left
 
 
 if __name__ == "__main__":
+    if sys.argv[4] == "no exchange":
+        # As on a file system that cannot exchange two names.
+        atomic._exchange = lambda a, b: False
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
