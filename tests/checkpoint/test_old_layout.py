@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint_safety import edit
 from version_2 import DATA, RUNS, train
 
+from checkpoint_files import edit
 from lightning_zenflow.checkpoint.upgrade import upgrade
 from lightning_zenflow.step.run_state import VERSION
 from same_bits import assert_same_tensors
