@@ -173,7 +173,13 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         Raises:
             MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
                 `ignore_unused_parameters` is false.
+            WorkerError: training has ended.
         """
+        # First: the end of training may move the weights to the CPU, which replaces their memory.
+        if self.closed:
+            raise WorkerError(
+                "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
+            )
         self._addresses.check()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())

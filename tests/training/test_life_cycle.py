@@ -250,6 +250,16 @@ def test_deepspeeds_hooks_are_removed_once(fails: bool, monkeypatch: pytest.Monk
     assert destroyed == [optimizer]
 
 
+def test_a_step_after_the_end_says_so() -> None:
+    """Where the device is a GPU, Lightning's teardown has moved the weights to the CPU by then, and given them other memory."""
+    model = linear()
+    trainer = fit(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    with pytest.raises(WorkerError, match="training has ended"):
+        trainer.optimizers[0].step()
+
+
 def test_evaluation_and_a_new_trainer_after_an_exception() -> None:
     """The interrupted run's optimizer is gone; its weights are there."""
     model = Fails(shapes=TINY)
