@@ -91,7 +91,7 @@ class Order:
     _host_ends: list[int] = field(default_factory=list)
 
     def add_host_memory(self, begin: int, end: int) -> None:
-        """Memory of the host that the device copies from and to; a unit of its own."""
+        """Memory of the host that the device or the worker reads and writes; a unit of its own."""
         at = bisect_right(self._host_begins, begin)
         self._host_begins.insert(at, begin)
         self._host_ends.insert(at, end)
@@ -104,7 +104,7 @@ class Order:
         self._accesses.pop(begin, None)
 
     def host_base(self, address: int) -> int | None:
-        """Beginning of the host memory that an address lies in; None: it is memory of the device."""
+        """Beginning of the unit of the host's memory that an address lies in; None: it lies in none."""
         at = bisect_right(self._host_begins, address) - 1
         return self._host_begins[at] if at >= 0 and address < self._host_ends[at] else None
 
@@ -139,12 +139,9 @@ class Order:
             kept.append(Access(span=span, writes=writes, actor=actor, tick=clock[actor], name=name))
             self._accesses[span.base] = kept
 
-    def allocate(self, base: int, actor: str) -> bool:
-        """Notes device memory that was allocated on a stream; False if it is known."""
-        if base in self._allocated_on or self.host_base(base) is not None:
-            return False
+    def allocate(self, base: int, actor: str) -> None:
+        """Notes device memory that was allocated on a stream."""
         self._allocated_on[base] = actor
-        return True
 
     def keep_for(self, base: int, actor: str) -> None:
         """The allocator waits for a stream before it gives this memory away (`Tensor.record_stream`)."""

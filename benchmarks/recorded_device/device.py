@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from benchmarks.recorded_device.clocks import HOST, MAIN, Clock, Operation, Order
 from benchmarks.recorded_device.memory import DeviceMemory
+from benchmarks.recorded_device.tensors import DEVICE
 from lightning_zenflow.core import device as zenflow_device
 from lightning_zenflow.zero.environment import CpuAccelerator
 
@@ -27,6 +28,8 @@ class RecordedDevice:
         self.memory = DeviceMemory()
         self.written: set[int] | None = None
         """Addresses that the present pass has written to; None outside of passes (`passes`)."""
+        self.page_locked: dict[int, int] = {}
+        """Ranges of host memory: begin and end."""
         self._stack = [self.main]
         self._numbers = itertools.count(1)
 
@@ -76,15 +79,20 @@ class RecordedDevice:
         self.order.operations.append(Operation(kind=kind, actor=actor, place=place(), **values))
 
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Host memory of its own, known as such until it is freed."""
-        with torch._C._DisableTorchDispatch():  # else it counts as memory of the device
-            memory = torch.empty(shape, dtype=dtype)
+        """Page-locked memory of its own, known as such until it is freed."""
+        memory = torch.empty(shape, dtype=dtype)
         if memory.numel():
             begin = memory.data_ptr()
-            self.order.free(begin)
             self.order.add_host_memory(begin, begin + memory.nbytes)
+            self.page_locked[begin] = begin + memory.nbytes
             weakref.finalize(memory.untyped_storage(), self.order.remove_host_memory, begin)
+            weakref.finalize(memory.untyped_storage(), self.page_locked.pop, begin)
         return memory
+
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        """Whether a contiguous tensor lies within one page-locked range."""
+        begin = tensor.data_ptr()
+        return any(b <= begin and begin + tensor.nbytes <= e for b, e in self.page_locked.items())
 
 
 class RecordedStream:
@@ -179,8 +187,12 @@ class RecordedRuntime(zenflow_device.HostRuntime):
         self._recorded.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
     @override
-    def to_device(self, values: Tensor) -> Tensor:
-        return torch.empty(values.shape, dtype=values.dtype).copy_(values, non_blocking=True)
+    def page_lock(self, address: int, n_bytes: int) -> None:
+        self._recorded.page_locked[address] = address + n_bytes
+
+    @override
+    def page_unlock(self, address: int) -> None:
+        del self._recorded.page_locked[address]
 
     @override
     def empty_on_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -193,6 +205,14 @@ class RecordedAccelerator(CpuAccelerator):
     def __init__(self, recorded: RecordedDevice) -> None:
         super().__init__()
         self._recorded = recorded
+
+    @override
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu" if device_index is None else f"cpu:{device_index}"
+
+    @override
+    def current_device_name(self) -> str:
+        return str(DEVICE)
 
     @override
     def is_synchronized_device(self) -> bool:

@@ -21,6 +21,7 @@ import lightning_zenflow
 from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
 from benchmarks.recorded_device.passes import one_launch_a_pass
+from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
@@ -86,6 +87,7 @@ class Watch(TorchDispatchMode):
         """For each address that a device copied to last: what precedes the copy's end."""
         self.word_copies: dict[int, int] = {}
         """For each such address: the index of that copy among the operations."""
+        self._storages: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -107,70 +109,76 @@ class Watch(TorchDispatchMode):
             written = (argument.alias_info is not None and argument.alias_info.is_write) or func.namespace == "c10d"
             (writes if written else reads).extend(tensors)
         new = [t for t in tree_iter(out) if isinstance(t, Tensor) and all(t is not w for w in writes)]
+        # Not for another device that is named beside an argument of the device: autograd names it without index.
+        if kwargs.get("device") == DEVICE or any(map(self.is_on_device, reads + writes)):
+            for tensor in new:
+                self._allocated(tensor)
         if packet in _SHAPE_ONLY:
             reads = []
+        if packet in _ALLOCATIONS:
+            return out
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
         count = flop_registry.get(func.overloadpacket)
         flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
-        self._add(packet, reads, writes, new, blocks=non_blocking is not True, flops=flops)
+        self._add(packet, reads, writes, new, non_blocking=non_blocking is True, flops=flops)
         return out
 
+    def is_on_device(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of the recorded device; see `tensors`."""
+        # Private: the address of the storage object, which storages without memory have too.
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._storages
+
     def _add(
-        self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, blocks: bool, flops: int
+        self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, non_blocking: bool, flops: int
     ) -> None:
-        read, written = [s for t in reads for s in self.spans(t)], [s for t in writes for s in self.spans(t)]
-        on_host = [self._order.host_base(span.begin) is not None for span in read + written]
-        actor = HOST if on_host and all(on_host) else self._device.current.name
-        for tensor in new:
-            self._allocated(tensor, actor)
-        if name in _ALLOCATIONS:
-            return
-        copies = "copy" in name
-        if (
-            any(on_host)
-            and not all(on_host)
-            and not copies
-            and any(t.dim() for t in reads + writes if self._is_host(t))
-        ):
+        tensors = [*reads, *writes, *new]
+        actor = self._device.current.name if any(map(self.is_on_device, tensors)) else HOST
+        transfer = Transfer.of(name, reads, writes + new, is_on_device=self.is_on_device)
+        if actor != HOST and transfer.mixes:
             self._order.races[f"{name} mixes memory of host and device in {place()}"] += 1
+        read, written = [s for t in reads for s in self.spans(t)], [s for t in writes + new for s in self.spans(t)]
         where = f"{name} in {place() or 'the model'}"
         clock = self._order.begin(actor)
         self._order.touch(read, writes=False, actor=actor, clock=clock, name=where)
         self._order.touch(written, writes=True, actor=actor, clock=clock, name=where)
-        self._order.touch((s for t in new for s in self.spans(t)), writes=True, actor=actor, clock=clock, name=where)
-        down = copies and written and self._order.host_base(written[0].begin) is not None
-        up = copies and read and self._order.host_base(read[0].begin) is not None
-        kind = HOST if actor == HOST else "d2h" if down else "h2d" if up else "launch"
-        if kind == "launch" and self._device.written is not None:
+        kind = HOST if actor == HOST else transfer.kind
+        if kind in (HOST, "launch") and self._device.written is not None:
             kind = "part"
             self._device.written.update(span.begin for span in written)
         if kind in ("d2h", "h2d"):
-            for copied in writes:
+            for copied in writes + new:
                 self._device.note(kind, actor, name=name, n_bytes=copied.nbytes, numel=copied.numel())
         else:
-            tensors = [*reads, *writes, *new]
             n_bytes, numel = sum(t.nbytes for t in tensors), max((t.numel() for t in tensors), default=0)
             self._device.note(kind, actor, name=name, n_bytes=n_bytes, numel=numel, flops=flops)
-        if down and actor != HOST:
+        if kind == "d2h":
             for span in written:
                 self.word_clocks[span.begin] = clock
                 self.word_copies[span.begin] = len(self._order.operations) - 1
-        if actor != HOST and (name == "_local_scalar_dense" or (name == "copy_" and (down or up) and blocks)):
+        if actor != HOST and transfer.waits(non_blocking=non_blocking, is_page_locked=self._device.is_page_locked):
             self._device.host_waits(clock, name)
 
-    def _is_host(self, tensor: Tensor) -> bool:
-        return tensor.numel() > 0 and self._order.host_base(tensor.data_ptr()) is not None
-
-    def _allocated(self, tensor: Tensor, actor: str) -> None:
+    def _allocated(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        base = storage.data_ptr()
-        if base and actor != HOST and self._order.allocate(base, actor):
+        number, base = storage._cdata, storage.data_ptr()
+        if number in self._storages:
+            return
+        self._storages.add(number)
+        weakref.finalize(storage, self._storages.discard, number)
+        if base:
+            self._order.allocate(base, self._device.current.name)
             weakref.finalize(storage, self._order.free, base)
             self._device.memory.allocate(base, storage.nbytes(), place(), counts=self._device.written is None)
             weakref.finalize(storage, self._device.memory.free, base)
 
     def spans(self, tensor: Tensor) -> list[Span]:
-        if tensor.numel() == 0 or tensor.device.type != "cpu":
+        """Parts of memory whose order matters: the device's, and of the host's what the device or the worker uses."""
+        base = (
+            tensor.untyped_storage().data_ptr()
+            if self.is_on_device(tensor)
+            else self._order.host_base(tensor.data_ptr())
+        )
+        if tensor.numel() == 0 or base is None:
             return []
         if tensor.dim() >= 2 and tensor.shape[0] <= 8 and not tensor.is_contiguous() and tensor.stride(0) > 0:
             with torch._C._DisableTorchDispatch():
@@ -178,9 +186,6 @@ class Watch(TorchDispatchMode):
             return [span for part in parts for span in self.spans(part)]
         begin = tensor.data_ptr()
         length = 1 + sum((n - 1) * abs(d) for n, d in zip(tensor.shape, tensor.stride(), strict=True))
-        base = self._order.host_base(begin)
-        if base is None:
-            base = tensor.untyped_storage().data_ptr()
         return [Span(base, begin, begin + length * tensor.element_size())]
 
 
@@ -297,6 +302,7 @@ def recorded_device(*, events_are_reached: bool = False) -> Iterator[RecordedDev
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
         stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+        tell_apart(watch.is_on_device, stack)
         WatchedWorker(device, watch).install(stack)
         stack.enter_context(watch)
         yield device

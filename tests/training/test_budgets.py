@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from benchmarks.recorded_device.device import RecordedDevice
+from benchmarks.recorded_device.rates import is_models
 from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
@@ -65,10 +66,11 @@ class Budgets(StepEnds):
         self.device.memory.restart()
 
     def recorded(self, kind: str, steps: range) -> int:
-        """Bytes of a kind of copies."""
+        """Bytes of a kind of copies, without those of batches."""
         operations = self.device.order.operations
         ends = {o.event: i for i, o in enumerate(operations) if o.kind == "step"}
-        return sum(o.n_bytes for o in operations[ends[steps[0] - 1] : ends[steps[-1]]] if o.kind == kind)
+        of_steps = operations[ends[steps[0] - 1] : ends[steps[-1]]]
+        return sum(o.n_bytes for o in of_steps if o.kind == kind and not is_models(o))
 
 
 def budgets_of(case: Case) -> Budgets:

@@ -105,7 +105,7 @@ def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: False)
     device = record(CASES[name])
     assert not device.order.races
-    assert any(o.kind == "h2d" and o.place == "provisional_update.published" for o in device.order.operations)
+    assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
 
 
 def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
