@@ -89,6 +89,10 @@ class RecordedDevice:
             weakref.finalize(memory.untyped_storage(), self.page_locked.pop, begin)
         return memory
 
+    def from_page_locked(self, values: Tensor) -> Tensor:
+        """Copies values of the host to the device, without a wait."""
+        return self.empty_on_host(values.shape, values.dtype).copy_(values).to(DEVICE, non_blocking=True)
+
     def is_page_locked(self, tensor: Tensor) -> bool:
         """Whether a contiguous tensor lies within one page-locked range."""
         begin = tensor.data_ptr()

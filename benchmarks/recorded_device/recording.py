@@ -90,7 +90,7 @@ def record_gpt(*, update_interval: int, publish_lag: int, model: float = 1.5e9) 
     with ExitStack() as stack:
         device = stack.enter_context(recorded_device())
         stack.enter_context(patch.object(SupervisedWorker, "has_answered", lambda self, submission: False))
-        # Its batches are numbers that nothing reads; those of a user come up from page-locked memory.
+        # Its batches are numbers that nothing reads.
         stack.enter_context(patch.object(ZenFlowStrategy, "batch_to_device", lambda self, batch, *_, **__: batch))
         quiet_trainer(
             strategy=strategy,

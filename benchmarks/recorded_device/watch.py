@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -22,6 +23,7 @@ from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
 from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
+from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
@@ -302,6 +304,12 @@ def recorded_device(*, events_are_reached: bool = False) -> Iterator[RecordedDev
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
         stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+
+        def batch_to_device(_: Any, batch: Any, *__: Any, **___: Any) -> Any:
+            return apply_to_collection(batch, Tensor, device.from_page_locked)
+
+        # As with `pin_memory=True` in the loader; otherwise the host waits for the whole device in every step.
+        stack.enter_context(patch.object(ZenFlowStrategy, "batch_to_device", batch_to_device))
         tell_apart(watch.is_on_device, stack)
         WatchedWorker(device, watch).install(stack)
         stack.enter_context(watch)

@@ -55,6 +55,31 @@ class Perceptron(TestModule):
         return x.float().square().mean()
 
 
+class _AllAtOnce(torch.autograd.Function):
+    """A layer whose input, weight and bias get their gradients together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return functional.gelu(functional.linear(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        x, weight, bias = inputs
+        with torch.enable_grad():
+            y = functional.gelu(functional.linear(x, weight, bias))
+        return torch.autograd.grad(y, inputs, gradients)
+
+
+class PerceptronAtOnce(Perceptron):
+    """As `Perceptron`; each layer's gradients arrive together, as those of compiled layers do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.through = lambda layer, x: _AllAtOnce.apply(x, layer.weight, layer.bias)
+
+
 class CompiledPerceptron(Perceptron):
     """As `Perceptron`, with layers that torch compiles: each one's gradients arrive together, from one graph.
 

@@ -5,16 +5,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_grad
+from typing_extensions import override
 
 from benchmarks.recorded_device.clocks import Operation
 from benchmarks.recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime, RecordedStream
 from benchmarks.recorded_device.recording import StepEnds
+from benchmarks.recorded_device.tensors import DEVICE
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, run_here
-from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.device import AsyncHostCopy, SideStream
 from lightning_zenflow.deferred import provisional_update
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.publish import Publisher
@@ -32,6 +36,7 @@ WIDTHS = [24] * 5 + [64, 64, 16]
 SMALL = {
     "DeviceLinearLossModule": {"shapes": SHAPES},
     "Perceptron": {"widths": WIDTHS},
+    "PerceptronAtOnce": {"widths": WIDTHS},
     "CompiledPerceptron": {"widths": WIDTHS},
 }
 
@@ -49,6 +54,14 @@ CASES = {
     "S=2, d=0": replace(NETWORK, update_interval=2, publish_lag=0),
     "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
     "flushes": replace(NETWORK, flush_after=(5, 6, 11)),
+    # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it exports anew.
+    **{
+        f"flushes, {name}": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
+            weight_prediction=0, provisional_scale=0, offload=offload
+        )
+        for name, offload in (("on the device", False), ("offloaded", True))
+    },
+    "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
     "changes of schedule": replace(
         NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)), strategy_options={**NETWORK.strategy_options, **AUTO}
     ),
@@ -73,6 +86,16 @@ CASES = {
 }
 
 
+FAST = (
+    "a network",
+    "submitted in backward",
+    "fp16",
+    "flushes, on the device",
+    "flushes, offloaded",
+    "gradients at once",
+)
+
+
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
         run_here(case, callbacks=[StepEnds(device)])
@@ -93,7 +116,7 @@ def marked(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
 @pytest.mark.parametrize(
     "events_are_reached", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["late", "early"]
 )
-@pytest.mark.parametrize("name", marked(CASES, fast=("a network", "submitted in backward", "fp16")))
+@pytest.mark.parametrize("name", marked(CASES, fast=FAST))
 def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
     assert not record(CASES[name], events_are_reached=events_are_reached).order.races
 
@@ -106,6 +129,28 @@ def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest
     device = record(CASES[name])
     assert not device.order.races
     assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
+
+
+class ReadsGradients(pl.Callback):
+    """Reads whole gradients, which are on their way to the host."""
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Any) -> None:
+        for parameter in pl_module.parameters():
+            safe_get_full_grad(parameter)
+
+
+def test_gradients_that_are_read_have_arrived() -> None:
+    assert not record(replace(NETWORK, steps=3, callbacks=(ReadsGradients(),))).order.races
+
+
+@pytest.mark.parametrize("events_are_reached", [False, True], ids=["late", "early"])
+def test_a_copy_that_has_not_arrived_is_waited_for(events_are_reached: bool) -> None:
+    with recorded_device(events_are_reached=events_are_reached) as device:
+        copy = AsyncHostCopy(torch.ones(3, device=DEVICE))
+        assert copy.arrived is events_are_reached
+        assert copy.read().sum() == 3
+    assert not device.order.races
 
 
 def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
