@@ -89,6 +89,8 @@ class Watch(TorchDispatchMode):
         """For each address that a device copied to last: what precedes the copy's end."""
         self.word_copies: dict[int, int] = {}
         """For each such address: the index of that copy among the operations."""
+        self._words = range(0)
+        self._numbers: dict[int, int] = {}
         self._storages: set[int] = set()
 
     @classmethod
@@ -153,12 +155,34 @@ class Watch(TorchDispatchMode):
         else:
             n_bytes, numel = sum(t.nbytes for t in tensors), max((t.numel() for t in tensors), default=0)
             self._device.note(kind, actor, name=name, n_bytes=n_bytes, numel=numel, flops=flops)
+        if actor == HOST:
+            for span in written:
+                self._forget_numbers(span)
         if kind == "d2h":
+            self._note_numbers(writes)
             for span in written:
                 self.word_clocks[span.begin] = clock
                 self.word_copies[span.begin] = len(self._order.operations) - 1
         if actor != HOST and transfer.waits(non_blocking=non_blocking, is_page_locked=self._device.is_page_locked):
             self._device.host_waits(clock, name)
+
+    def new_words(self, addresses: range) -> None:
+        """Takes the addresses of a new arena's words. The worker waits for numbers there: none may come twice before it is cleared."""
+        self._words = addresses
+        self._numbers.clear()
+
+    def _note_numbers(self, targets: Sequence[Tensor]) -> None:
+        for word in targets:
+            if word.data_ptr() in self._words and word.dtype == torch.int64:
+                with torch._C._DisableTorchDispatch():
+                    number = int(word)
+                if self._numbers.get(word.data_ptr()) == number:
+                    self._order.races[f"the worker finds {number} before it is written again in {place()}"] += 1
+                self._numbers[word.data_ptr()] = number
+
+    def _forget_numbers(self, written: Span) -> None:
+        for address in [a for a in self._numbers if written.begin <= a < written.end]:
+            del self._numbers[address]
 
     def _allocated(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -211,6 +235,7 @@ class WatchedWorker:
             states_end = arena.exp_avg_sq.data_ptr() + arena.exp_avg_sq.nbytes
             begin = arena._address()
             self._order.add_host_memory(begin, arena.master.data_ptr())
+            self._watch.new_words(range(begin, arena.master.data_ptr()))
             self._order.add_host_memory(arena.master.data_ptr(), states_end)
             for row in (*arena.slots, *arena.publish, arena.export):
                 self._order.add_host_memory(row.data_ptr(), row.data_ptr() + row.nbytes)

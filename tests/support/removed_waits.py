@@ -1,6 +1,6 @@
 """Removes the package's waits and events one by one and says which removals no test finds.
 
-    scripts/remove_waits [--only TEXT] [ARGUMENTS OF PYTEST]      # by default the fast tests of tests/training/test_device_order.py
+    scripts/remove_waits [--only PATTERN] [ARGUMENTS OF PYTEST]      # by default the fast tests of tests/training/test_device_order.py
 
 `Waits` finds them in the source: statements that wait or keep memory, events, questions to events, and streams that begin behind an event.
 Each is removed in a process of its own, which has imported torch before; a test that fails has found it.
@@ -11,6 +11,7 @@ import ast
 import contextlib
 import importlib.machinery
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -155,12 +156,11 @@ def _passes(tests: Sequence[str], finder: _Finder | None) -> bool:
 def main() -> int:
     """Entry point; 1 if there are removals that no test finds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="part of the file, line and source of what is removed"
-    )
+    parser.add_argument("--only", default="", metavar="PATTERN", help="of the file, line and source of what is removed")
     options, tests = parser.parse_known_args()
-    tests = tests or _TESTS
     os.chdir(ROOT)
+    if not any(Path(argument).exists() for argument in tests):
+        tests = [*_TESTS, *tests]
     # As in tests/conftest.py, before torch is imported.
     os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
     import deepspeed  # noqa: F401
@@ -176,7 +176,7 @@ def main() -> int:
         waits.visit(ast.parse(path.read_text()))
         for number, wait in enumerate(waits.found):
             name = f"{path.relative_to(ROOT)}:{wait}"
-            if options.only in name:
+            if re.search(options.only, name):
                 survives = _passes(tests, _Finder(path, number))
                 survivors += survives
                 print("SURVIVES" if survives else "found   ", name, flush=True)
