@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.worker.topology import (
+    Place,
     Quota,
     allowed_cores,
     core_siblings,
@@ -14,6 +17,7 @@ from lightning_zenflow.worker.topology import (
     gpu_numa_cores,
     numa_nodes,
     parse_core_list,
+    places_on_this_host,
     read_place,
     running_on,
     socket_cores,
@@ -115,6 +119,35 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
         (),
         (),
     )
+
+
+def test_a_gpu_beside_a_single_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnABus(HostRuntime):
+        def pci_address(self) -> str:
+            return "0000:3b:00.0"
+
+    monkeypatch.setitem(RUNTIMES, "cpu", OnABus)
+    write(
+        tmp_path,
+        {
+            "sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
+            "sys/bus/pci/devices/0000:3b:00.0/local_cpulist": "5\n",
+            "sys/devices/system/cpu/cpu5/topology/package_cpus_list": "4-7\n",
+        },
+    )
+    place = read_place(torch.device("cpu"), tmp_path)
+    assert (place.gpu_numa_cores, place.gpu_socket_cores) == ((5,), (4, 5, 6, 7))
+
+
+def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [
+        Place(host=host, allowed=(rank,), gpu_numa_cores=(), gpu_socket_cores=(), quotas=())
+        for rank, host in enumerate("abab")
+    ]
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "all_gather_object", lambda gathered, _: gathered.__setitem__(slice(None), places))
+    assert places_on_this_host(places[3]) == ([places[1], places[3]], 1)
 
 
 def test_a_process_that_is_bound_to_a_core() -> None:
