@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from harness import AUTO, EVERYTHING, Case, Run, run_here
 from rank_processes import run_on_ranks
 from reference import blocks_of_elements
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors
-from worker_killer import KillsWorker
+from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -85,6 +88,28 @@ def test_only_the_tail_is_late_and_nothing_is_where_the_device_owns_it() -> None
     assert_shows(run_here(case), exact, late)
     owned = run_here(replace(case, schedules=(DEVICE,)))
     assert_shows(owned, exact, [torch.zeros_like(of_parameter) for of_parameter in late])
+
+
+class Readings(pl.Callback):
+    """How many blocks the counters say the tail has, and whether the device owns it, after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, bool]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = optimizer_of(trainer)
+        reading = optimizer.counters.read(worker_pid=None)
+        self.seen.append((reading.tail_share * optimizer.parts.jobs.staggered.n_blocks, reading.owns_tail))
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["lag", "device"])
+def test_what_the_counters_say_of_it(on_device: bool) -> None:
+    """Decided after step `BEGIN`; the device owns it from the end of the next step on."""
+    readings = Readings()
+    run_here(replace(CASE, steps=6, schedules=((BEGIN, 1, 0, LAST, on_device),)), callbacks=[readings])
+    n = pytest.approx(len(LAST))
+    assert readings.seen == [(0, False)] * 2 + [(n, False)] + [(n, on_device)] * 3
 
 
 def test_provisional_updates_and_weight_prediction_are_the_tails_alone() -> None:

@@ -1,5 +1,7 @@
 """The provisional update's owner: slices that ZeRO cut anywhere, and updates that are applied again after a publish."""
 
+import copy
+
 import pytest
 import torch
 
@@ -50,6 +52,9 @@ class OneSlice:
                 squared_norms = self._rank.kernels.squared_norms(matrix, per_axis=True)
                 factors = self._update.measure(0, squared_norms, HYPERPARAMETERS)
                 self._update.apply(factors, 0, matrix, age=1, schedule=SCHEDULE)
+
+    def take_over(self, other: "OneSlice") -> None:
+        self._update.load_state_dict(copy.deepcopy(other._update.state_dict()))
 
     def end_step(self, clip: float, *, loss_scale: float = 1.0) -> None:
         """NaN: the step changed nothing."""
@@ -132,6 +137,23 @@ def test_without_an_applied_step_nothing_is_known() -> None:
     # The second moment has this step's gradient only: the update is as long as any first one.
     one.apply(torch.full((12,), 100.0), loss_scale=2.0)
     torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_loaded_state_replaces_what_was_there(steps: int) -> None:
+    """Also that of a run whose slices have never been late, and by one that has trained before it loads."""
+    ours, theirs = torch.zeros(12), torch.zeros(12)
+    used, saved = OneSlice(4, 0, 12, ours), OneSlice(4, 0, 12, theirs)
+    gradients = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    used.apply(100 * gradients[3])
+    used.end_step(0.01)
+    for gradient in gradients[:steps]:
+        saved.apply(gradient)
+    used.take_over(saved)
+    ours.copy_(theirs)
+    for one in (used, saved):
+        one.apply(gradients[2])
+    assert torch.equal(ours, theirs)
 
 
 class BehindTheHost(HostRuntime):
