@@ -120,6 +120,8 @@ def test_every_step_and_every_micro_batch(accumulate: int, tmp_path: Path) -> No
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(row["zenflow/overlap/staleness_steps"] == 0 for row in rows)
     assert all("zenflow/traffic/d2h_GB_per_s" in row for row in rows)
+    # Nothing is predicted where nothing is clipped.
+    assert all("zenflow/overlap/clip_prediction_error_percent" not in row for row in rows)
 
 
 def test_validation_is_not_part_of_a_step_but_its_flush_is_waiting(tmp_path: Path) -> None:

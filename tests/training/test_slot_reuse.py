@@ -56,6 +56,10 @@ class Watched:
     buffers: int
     causes: Counter[str] = field(default_factory=Counter)
     """Waits by cause, and early commits."""
+    shown_in: set[int] = field(default_factory=set)
+    """Publish buffers of the jobs whose weights are copied to the model."""
+    not_shown_in: set[int] = field(default_factory=set)
+    """Those of the others."""
 
 
 def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
@@ -66,7 +70,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         answers: what the training thread sees before it waits: that the worker is never, or always, done. None: whether it is.
         more: slots and buffers beyond the schedule's number.
     """
-    most: dict[str, Any] = {"slots": 0, "buffers": 0}
+    most: dict[str, Any] = {"slots": 0, "buffers": 0, "shown_in": set(), "not_shown_in": set()}
     causes: Counter[str] = Counter()
     queues: dict[JobsInFlight, JobQueue] = {}
     set_schedule = JobQueue.set_schedule
@@ -87,6 +91,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         queue, job = queues[self], send(self, *args, **kwargs)
         most["schedule"] = queue.staggered
         most["buffers"] = max(most["buffers"], queue._n_buffers - self.n_free_buffers)
+        most["shown_in" if job.is_shown else "not_shown_in"].add(job.publish_buffer)
         return job
 
     def watched_commit(self: JobQueue) -> None:
@@ -132,6 +137,8 @@ def test_the_same_bits_where_windows_commit_early(name: str, answers: bool | Non
     watched = watch(COMMIT_EARLY[name], answers=answers)
     assert watched.slots <= watched.schedule.n_slots
     assert watched.causes["early commit"] > 0
+    # The worker may write what is not shown before the weights of an earlier job have been copied.
+    assert watched.not_shown_in and watched.not_shown_in.isdisjoint(watched.shown_in)
     if COMMIT_EARLY[name].max_norm:
         # What is shown has predicted factors; the gradients of this model do not depend on it.
         assert_same_state(watched.run, without_limits(name))
