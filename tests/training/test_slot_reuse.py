@@ -55,7 +55,7 @@ class Watched:
     """In use at most."""
     buffers: int
     causes: Counter[str] = field(default_factory=Counter)
-    """Waits by cause, and early commits."""
+    """Jobs, and early commits."""
     shown_in: set[int] = field(default_factory=set)
     """Publish buffers of the jobs whose weights are copied to the model."""
     not_shown_in: set[int] = field(default_factory=set)
@@ -92,6 +92,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         most["schedule"] = queue.staggered
         most["buffers"] = max(most["buffers"], queue._n_buffers - self.n_free_buffers)
         most["shown_in" if job.is_shown else "not_shown_in"].add(job.publish_buffer)
+        causes["job"] += 1
         return job
 
     def watched_commit(self: JobQueue) -> None:
@@ -144,3 +145,10 @@ def test_the_same_bits_where_windows_commit_early(name: str, answers: bool | Non
         assert_same_state(watched.run, without_limits(name))
     else:
         assert_same_run(watched.run, without_limits(name))
+
+
+@pytest.mark.parametrize(("keys", "flushed"), [({}, 0), (APPROXIMATE, 1)], ids=["exact", "approximate"])
+def test_a_flush_publishes_anew_only_what_may_not_be_exact(keys: dict[str, Any], flushed: int) -> None:
+    """Every window ends with a synchronous step."""
+    watched = watch(replace(CASES["S=4, d=1"], warm_up=3, steps=3).with_keys(**keys))
+    assert watched.causes["job"] == (3 + flushed) * watched.schedule.n_blocks

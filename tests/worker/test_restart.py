@@ -285,9 +285,11 @@ class StopsWorker(LinearLossModule):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_stopped_worker_ends_training_with_an_error() -> None:
+def test_a_stopped_worker_ends_training_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(WorkerError, match="did not answer within 0.5 s"):
         fit(StopsWorker(shapes=TINY), ZenFlowStrategy(), steps=10)
+    # Nothing is asked of it any more.
+    assert "did not exit in time" not in caplog.text
 
 
 def test_a_slow_worker_counts_as_stall() -> None:

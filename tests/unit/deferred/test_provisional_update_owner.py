@@ -160,12 +160,14 @@ class BehindTheHost(HostRuntime):
     runs_behind = True
 
 
-@pytest.mark.parametrize(("runtime", "n_bytes"), [(HostRuntime, 0), (BehindTheHost, 96)])
+@pytest.mark.parametrize(
+    ("runtime", "room", "n_bytes"), [(HostRuntime, False, 0), (BehindTheHost, False, 96), (BehindTheHost, True, 0)]
+)
 def test_gradients_that_come_back_are_counted(
-    runtime: type[HostRuntime], n_bytes: int, monkeypatch: pytest.MonkeyPatch
+    runtime: type[HostRuntime], room: bool, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(RUNTIMES, "cpu", runtime)
-    monkeypatch.setattr("lightning_zenflow.deferred.provisional_update.has_room", lambda *_: False)
+    monkeypatch.setattr("lightning_zenflow.deferred.provisional_update.has_room", lambda *_: room)
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
     partition = build_partition([whole], [24], 1)
     weights = torch.zeros(24, dtype=torch.bfloat16)
@@ -177,7 +179,8 @@ def test_gradients_that_come_back_are_counted(
     slot = torch.randn(6, 4).bfloat16()
     factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
     tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
-    provisional.reapply.keep(5, factors, slot.clone(), tile, OF_BLOCKS)
+    provisional.reapply.keep(5, factors, gradient := slot.clone(), tile, OF_BLOCKS)
+    gradient.zero_()  # its memory is reused
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
