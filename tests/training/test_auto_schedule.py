@@ -20,6 +20,7 @@ from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import _warn_once
+from lightning_zenflow.schedule.auto_control import ScheduleControl
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.worker.memory import HOST_MEMORY
@@ -220,6 +221,22 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     ours, theirs = runs["measured"]
     assert ours.schedules == theirs.schedules
     assert len(ours.schedules) == 120
+
+
+def test_times_around_a_flush_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt, n = ScheduleControl.interrupt, 0
+
+    def counted(self: ScheduleControl) -> None:
+        nonlocal n
+        n += 1
+        interrupt(self)
+
+    monkeypatch.setattr(ScheduleControl, "interrupt", counted)
+    counts = []
+    for flush_after in ((), (3, 6)):
+        run_here(Case(steps=8, flush_after=flush_after, strategy_options=AUTO))
+        counts.append(n)
+    assert counts[1] - counts[0] == counts[0] + 2
 
 
 def test_schedules_without_memory_are_left_out(

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from harness import Case, Run, run_here
+from lightning_zenflow.step.context import StepPlan
+from lightning_zenflow.step.plan import Planner
 from models import OptimizerOptions
 from reference import adamw_reference
 from same_bits import assert_close_to_adamw, assert_same_state, assert_same_tensors
@@ -112,6 +114,21 @@ def test_state_is_the_same_to_the_bit(sequence: str, topk_ratio: float, update_i
 @pytest.mark.parametrize("warm_up", [1, 3, 100])
 def test_warm_up_changes_no_bit(topk_ratio: float, warm_up: int) -> None:
     check(case_of("fp32", topk_ratio, 4, 1, warm_up=warm_up), "fp32")
+
+
+def test_the_warm_up_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of `requires_grad` starts over all but the steps that have been counted."""
+    plan, synchronous = Planner.plan, []
+
+    def noted(self: Planner, step: int) -> StepPlan:
+        result = plan(self, step)
+        synchronous.append(result.synchronous)
+        return result
+
+    monkeypatch.setattr(Planner, "plan", noted)
+    frozen = {"frozen_in": {0: (1, 2), 1: (5, 100)}}
+    run_here(Case(model="FreezingModule", model_options=frozen, topk_ratio=0, warm_up=3, steps=8))
+    assert synchronous == [True] * 3 + [False] * 5
 
 
 @pytest.mark.parametrize(("update_interval", "publish_lag"), [(4, 1), (2, 3), (1, 0)])

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness import Case, Run, StockStrategy, run_here
+from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from models import OptimizerOptions
 from reference import ReferenceZenFlow
 
@@ -152,3 +154,16 @@ def test_the_oracle_tells_settings_apart() -> None:
     for wrong in ({"publish_lag": 2}, {"update_interval": 3}, {"topk_ratio": 0.2}, {"warm_up": 2}, {"topk_ratio": 0}):
         with pytest.raises(AssertionError):
             compare_with_oracle(replace(case, **wrong), runs)
+
+
+def test_each_gradient_is_let_go_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward: kept to its end, the gradients would take as much device memory as the model."""
+    copy, held = ZenFlowZeroOptimizer.copy_grads_in_partition, []
+
+    def watched(self: ZenFlowZeroOptimizer, param: Tensor, *args: Any) -> None:
+        copy(self, param, *args)
+        held.append(param.grad is not None)
+
+    monkeypatch.setattr(ZenFlowZeroOptimizer, "copy_grads_in_partition", watched)
+    run_here(replace(NOTHING_LATE, steps=2, accumulate=2))
+    assert held and not any(held)
