@@ -20,9 +20,11 @@ from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import _warn_once
-from lightning_zenflow.schedule.auto_control import ScheduleControl
+from lightning_zenflow.schedule.auto_control import ScheduleControl, ScheduleObserver
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.step.context import StepPlan
+from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -237,6 +239,28 @@ def test_times_around_a_flush_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
         run_here(Case(steps=8, flush_after=flush_after, strategy_options=AUTO))
         counts.append(n)
     assert counts[1] - counts[0] == counts[0] + 2
+
+
+def test_steps_that_select_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for reasons of their own."""
+    plan, add = Planner.plan, ScheduleObserver.add
+    plans: list[StepPlan] = []
+    measured: list[int] = []
+
+    def noted(self: Planner, step: int) -> StepPlan:
+        plans.append(plan(self, step))
+        return plans[-1]
+
+    def counted(self: ScheduleObserver, **times: float) -> tuple[float, float] | None:
+        measured.append(len(plans))
+        return add(self, **times)
+
+    monkeypatch.setattr(Planner, "plan", noted)
+    monkeypatch.setattr(ScheduleObserver, "add", counted)
+    # It begins with d = 1 then, so that there is something to select for.
+    run_here(Case(steps=8, topk_ratio=0.3, strategy_options={**ALL_AUTO, "optimizer_in_backward": False}))
+    assert measured == [step for step, p in enumerate(plans, 1) if not (p.selects or p.releases)]
+    assert len(measured) < 8
 
 
 def test_schedules_without_memory_are_left_out(
