@@ -9,6 +9,7 @@ import torch
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, make_trainer, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.step import accumulation
 from lightning_zenflow.step.accumulation import Accumulation
 from rank_processes import run_on_ranks
 from rank_states import make_rank_state
@@ -74,9 +75,16 @@ def test_two_ranks() -> None:
             assert_same_run(ours, theirs)
 
 
-@pytest.mark.parametrize("where", ["auto", "device", "host"])
-def test_sums(where: Literal["auto", "device", "host"]) -> None:
-    """Of one slice that blocks cut; "auto" takes the device where that is the host."""
+@pytest.mark.parametrize(
+    ("where", "room", "on_host"),
+    [("auto", True, False), ("auto", False, True), ("device", False, False), ("host", True, True)],
+)
+def test_sums(
+    where: Literal["auto", "device", "host"], room: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one slice that blocks cut; "auto" takes the device where that has room for them."""
+    asked = []
+    monkeypatch.setattr(accumulation, "has_room", lambda n_bytes, _: asked.append(n_bytes) or room)
     piece = Slice(parameter=0, param_group=0, begin=0, start=0, numel=30, columns=3, is_matrix=True)
     partition = build_partition([piece], [30], 2)
     rank = make_rank_state(partition, [torch.zeros(30, dtype=torch.bfloat16)])
@@ -90,6 +98,7 @@ def test_sums(where: Literal["auto", "device", "host"]) -> None:
     total = sums.total(0, gradients[3].clone())
     assert torch.equal(total, gradients[3] + (gradients[0] + gradients[1] + gradients[2]))
     assert sums.pending == []
-    n_bytes = 3 * 30 * 2 if where == "host" else 0
+    assert asked == ([2 * partition.numel] if where == "auto" else [])
+    n_bytes = 3 * 30 * 2 if on_host else 0
     traffic = rank.telemetry.traffic
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (n_bytes, n_bytes)

@@ -25,6 +25,10 @@ CASES = {
     "tied weights, checkpointing": replace(
         CASE, model="TiedNet", model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}
     ),
+    # Whose backward passes read weights that jobs in flight will overwrite only steps later.
+    "a network, long lag": replace(CASE, model="TiedNet", update_interval=2, publish_lag=3).with_keys(
+        reduce_bucket_size=200
+    ),
     "frozen layers": replace(CASE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
     "changes of schedule": replace(
         CASE,
