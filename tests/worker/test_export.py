@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
@@ -174,6 +175,36 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     columns.load("flush")
     assert set(stalls.seconds) == {"flush"}
     assert stalls.seconds["flush"] > 0.1
+
+
+def test_the_device_is_waited_for_before_the_worker_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has not come past the copies of what was exported before."""
+
+    class Event:
+        def query(self) -> bool:
+            return self in waited
+
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    events: list[Event] = []
+    waited: list[Event] = []
+
+    class BehindTheHost(HostRuntime):
+        def record_event(self, *, timing: bool = False) -> Event:
+            events.append(Event())
+            return events[-1]
+
+    monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
+    setting = Setting(1)
+    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
+    columns.request("select")
+    columns.load("select")
+    assert not waited
+    last_use = events[-1]
+    columns.request("flush")
+    assert waited == [last_use]
+    setting.close()
 
 
 def test_an_error_is_passed_on(setting: Setting) -> None:
