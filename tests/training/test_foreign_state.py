@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from reference import adamw_reference
@@ -65,6 +66,25 @@ def test_gradients(keys: dict[str, Any], accumulate: int) -> None:
             of_micro = [model.gradient(i, step, micro, 0) for micro in range(accumulate)]
             wanted = sum(g for g in of_micro if g is not None) / accumulate
             torch.testing.assert_close(gradient, torch.as_tensor(wanted).expand_as(model.weights[i]))
+
+
+def test_gradients_are_read_behind_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of matrices may still be on their way to host memory."""
+    waits: list[None] = []
+    waited: list[int] = []
+
+    class BehindTheHost(HostRuntime):
+        def synchronize(self) -> None:
+            waits.append(None)
+
+    def peek(module: pl.LightningModule) -> None:
+        before = len(waits)
+        safe_get_full_grad(next(p for p in module.parameters() if p.dim() > 1))
+        waited.append(len(waits) - before)
+
+    monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
+    fit(linear(), ZenFlowStrategy(**LATE), callbacks=[At("on_before_optimizer_step", peek)])
+    assert waited == [1] * 3
 
 
 def test_gradients_are_there_before_the_step_only() -> None:

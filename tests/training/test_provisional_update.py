@@ -228,6 +228,15 @@ def test_it_updates_host_owned_matrices_only() -> None:
     )
 
 
+def test_it_updates_matrices_of_two_rows() -> None:
+    """The fewest that it updates."""
+    case = Case(steps=8, topk_ratio=0, model_options={"shapes": ((2, 40), (31, 29), (5,))})
+    still, moving = run_here(case), run_here(case.with_keys(provisional_scale="auto"))
+    for i, weight in enumerate(still.weights):
+        differs = torch.stack([ours[i] != theirs[i] for ours, theirs in zip(moving.shown, still.shown, strict=True)])
+        assert bool(differs.any(0).all()) == (weight.dim() > 1)
+
+
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_the_flush_leaves_adamw_on_two_ranks(name: str) -> None:
     check(TWO_RANKS[name], on_two_ranks()[name])

@@ -14,6 +14,7 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
     slots = SlotPool(partition, rank.arena)
     slots.grow(2 * len(blocks))
+    assert not slots.is_open and slots.n_free == slots.n_slots
     first_tiles = [block.tiles[0] for block in partition.blocks]
 
     slots.open()
