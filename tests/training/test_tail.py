@@ -11,9 +11,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from harness import AUTO, EVERYTHING, Case, Run, run_here
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.step import tail
+from lightning_zenflow.step.arrivals import Arrivals
 from rank_processes import run_on_ranks
+from rank_states import make_rank_state
 from reference import blocks_of_elements
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors
+from small_arena import COUNTS, make_partition
 from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -110,6 +115,29 @@ def test_what_the_counters_say_of_it(on_device: bool) -> None:
     run_here(replace(CASE, steps=6, schedules=((BEGIN, 1, 0, LAST, on_device),)), callbacks=[readings])
     n = pytest.approx(len(LAST))
     assert readings.seen == [(0, False)] * 2 + [(n, False)] + [(n, on_device)] * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "room", "owns"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"tail": "lag"}, True, False),
+        ({"tail": "device"}, False, True),
+        ({"offload": True}, True, False),
+    ],
+)
+def test_who_owns_it(keys: dict[str, Any], room: bool, owns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(tail, "has_room", lambda n_bytes, _: asked.append(n_bytes) or room)
+    partition = make_partition()
+    rank = make_rank_state(partition, [torch.zeros(n + 1, dtype=torch.bfloat16) for n in COUNTS])
+    candidates = tail.TailCandidates(ZenFlowConfig(**keys), rank, Arrivals(partition))
+    assert candidates.device_can_own({0, 2}) == owns
+    numel = sum(partition.blocks[block].end - partition.blocks[block].begin for block in (0, 2))
+    # fp32 weights and both moments, and a gradient.
+    assert asked == ([] if keys else [numel * (3 * 4 + 2)])
+    rank.arena.close(keep_state=False)
 
 
 def test_provisional_updates_and_weight_prediction_are_the_tails_alone() -> None:
