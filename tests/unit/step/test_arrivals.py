@@ -1,0 +1,21 @@
+"""Which slices and blocks of a step are complete, and in which order."""
+
+from lightning_zenflow.step.arrivals import Arrivals
+from small_arena import make_partition
+
+
+def test_each_step_begins_with_nothing() -> None:
+    """Two slices over three blocks, of which both have a part in the second one."""
+    arrivals = Arrivals(make_partition())
+    for order, complete in (((0, 1), [[0], [1, 2]]), ((1, 0), [[2], [0, 1]])):
+        arrivals.open()
+        assert (arrivals.missing, arrivals.take_new(), arrivals.squared_norms) == ([0, 1], set(), [])
+        assert [arrivals.slice_complete(index) for index in order] == complete
+        assert arrivals.in_order_of_arrival() == [block for blocks in complete for block in blocks]
+        assert (arrivals.missing, arrivals.arrived, arrivals.take_new()) == ([], {0, 1}, {0, 1})
+        arrivals.slice_complete(0)
+    # What is frozen is not waited for.
+    arrivals.train([0])
+    arrivals.open()
+    assert arrivals.missing == [0]
+    assert arrivals.slice_complete(0) == [0, 1]
