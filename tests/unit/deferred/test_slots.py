@@ -18,6 +18,8 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     first_tiles = [block.tiles[0] for block in partition.blocks]
 
     slots.open()
+    for tile in first_tiles:
+        slots.of_tile(tile)
     of_step = [slots.hand_over(block) for block in blocks]
     slots.close()
     assert sorted(of_step) == list(range(slots.n_slots - slots.n_free))
@@ -33,5 +35,6 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     slots.free([*of_step, of_window, dropped])
     assert slots.n_free == slots.n_slots
     # The slot freed last is taken first.
+    slots.of_tile(first_tiles[2])
     assert slots.hand_over(2) == dropped
     rank.arena.close(keep_state=False)
