@@ -177,7 +177,7 @@ class ProvisionalUpdate:
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Second moments, the last clip coefficient and the position in the rounding noise, on the CPU; None without provisional updates."""
+        """Second moments, last clip coefficient and position in the rounding noise, on the CPU; None without provisional updates."""
         if not self._compensation.updates_provisionally:
             return None
         return {
