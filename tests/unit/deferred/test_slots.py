@@ -12,7 +12,7 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     partition = make_partition()
     blocks = range(len(partition.blocks))
     rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
-    slots = SlotPool(partition, rank.arena)
+    slots = SlotPool(partition, rank.arena, rank.books)
     slots.grow(2 * len(blocks))
     assert not slots.is_open and slots.n_free == slots.n_slots
     first_tiles = [block.tiles[0] for block in partition.blocks]
