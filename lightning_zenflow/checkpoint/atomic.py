@@ -95,7 +95,6 @@ class StagedSave:
         """Replaces the previous checkpoint in two renames; returns where that is now."""
         replaced, attempts = _replaced_path(self._path), 3
         for attempt in range(attempts):
-            _discard(replaced)
             self._path.rename(replaced)
             try:
                 self.folder.rename(self._path)
@@ -128,6 +127,8 @@ def recover(path: Path) -> None:
 def remove(path: Path) -> None:
     """Deletes a checkpoint; a kill on the way leaves nothing under its name."""
     recover(path)
+    # The former one first: alone, it would be taken for the checkpoint.
+    _discard(_replaced_path(path))
     _discard(path)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ def save(path: Path, content: str) -> None:
     staged.commit()
 
 
-def killed_at(owner: Any, function: str, call: int, path: Path) -> None:
-    """Saves in another process, which is killed when it calls a function for the n-th time, counted from 1."""
+def killed_at(owner: Any, function: str, call: int, path: Path, action: Callable[[Path], None] | None = None) -> None:
+    """Saves, or does `action`, in another process, which is killed when it calls a function for the n-th time, counted from 1."""
     pid = os.fork()
     if pid == 0:
         original, calls = getattr(owner, function), []
@@ -35,7 +36,7 @@ def killed_at(owner: Any, function: str, call: int, path: Path) -> None:
 
         setattr(owner, function, killing)
         try:
-            save(path, "killed")
+            save(path, "killed") if action is None else action(path)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -155,6 +156,7 @@ def test_a_lock_of_a_file_that_has_been_deleted_is_none(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", deleting)
     alive = StagedSave(tmp_path / "a.ckpt", sync=False)
     assert len(files) == 1 and not files[0].exists()
+    assert len(list(tmp_path.glob(".*.zenflow-lock"))) == 1
     save(tmp_path / "b.ckpt", "other")
     alive.commit()
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
@@ -214,6 +216,51 @@ def test_a_save_goes_on_if_another_process_has_recovered_the_previous_one(
     save(path, "new")
     assert (path / "content").read_text() == "new"
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_what_a_replacement_has_left_goes_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill after the second of two renames, and one in a removal."""
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    path = tmp_path / "last.ckpt"
+    save(path, "old")
+    killed_at(Path, "rename", 3, path)
+    assert (path / "content").read_text() == "killed" and (tmp_path / "last.zenflow-replaced.ckpt").is_dir()
+    killed_at(shutil, "rmtree", 2, path, remove)
+    assert not path.exists()
+    save(tmp_path / "other.ckpt", "")
+    assert os.listdir(tmp_path) == ["other.ckpt"]
+
+
+def test_a_removal_takes_what_a_killed_save_was_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    path = tmp_path / "last.ckpt"
+    save(path, "old")
+    killed_at(Path, "rename", 2, path)
+    remove(path)
+    save(tmp_path / "other.ckpt", "")
+    assert os.listdir(tmp_path) == ["other.ckpt"]
+
+
+@pytest.mark.parametrize("function", ["mkdir", "rename"])
+def test_a_failure_leaves_the_previous_checkpoint_and_nothing_else(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
+    path = tmp_path / "a.ckpt"
+    save(path, "old")
+    original = getattr(Path, function)
+
+    def failing(source: Path, *arguments: Any, **options: Any) -> Any:
+        if source.name.endswith(".zenflow-saving"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(source, *arguments, **options)
+
+    monkeypatch.setattr(Path, function, failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        save(path, "new")
+    assert (path / "content").read_text() == "old"
+    assert not list(tmp_path.glob("*replaced*"))
+    assert len(os.listdir(tmp_path)) == (1 if function == "mkdir" else 3)  # a caller abandons what it could not commit
 
 
 @pytest.mark.parametrize("sync", [True, False])
