@@ -126,8 +126,7 @@ def recover(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Deletes a checkpoint; a kill on the way leaves nothing under its name."""
-    recover(path)
-    # The former one first: alone, it would be taken for the checkpoint.
+    # First what a killed save was replacing: alone, it would be taken for the checkpoint.
     _discard(_replaced_path(path))
     _discard(path)
 

@@ -223,8 +223,12 @@ def test_what_a_replacement_has_left_goes_as_well(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     path = tmp_path / "last.ckpt"
     save(path, "old")
-    killed_at(Path, "rename", 3, path)
-    assert (path / "content").read_text() == "killed" and (tmp_path / "last.zenflow-replaced.ckpt").is_dir()
+    for removed_by in ("save", "removal"):
+        killed_at(Path, "rename", 3, path)
+        assert (path / "content").read_text() == "killed" and (tmp_path / "last.zenflow-replaced.ckpt").is_dir()
+        if removed_by == "save":
+            save(tmp_path / "other.ckpt", "")
+            assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
     killed_at(shutil, "rmtree", 2, path, remove)
     assert not path.exists()
     save(tmp_path / "other.ckpt", "")
