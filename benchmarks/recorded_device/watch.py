@@ -28,6 +28,7 @@ from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import ExportMessage, JobMessage, Request
+from lightning_zenflow.worker.step_words import WORD_BYTES
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.zero import build
 
@@ -172,13 +173,15 @@ class Watch(TorchDispatchMode):
         self._numbers.clear()
 
     def _note_numbers(self, targets: Sequence[Tensor]) -> None:
+        offset = protocol.StepWord.sequence.offset
         for word in targets:
-            if word.data_ptr() in self._words and word.dtype == torch.int64:
+            if word.data_ptr() in self._words and word.nbytes == WORD_BYTES:
                 with torch._C._DisableTorchDispatch():
-                    number = int(word)
-                if self._numbers.get(word.data_ptr()) == number:
+                    number = int(word.view(torch.int64)[offset // 8])
+                address = word.data_ptr() + offset
+                if self._numbers.get(address) == number:
                     self._order.races[f"the worker finds {number} before it is written again in {place()}"] += 1
-                self._numbers[word.data_ptr()] = number
+                self._numbers[address] = number
 
     def _forget_numbers(self, written: Span) -> None:
         for address in [a for a in self._numbers if written.begin <= a < written.end]:
