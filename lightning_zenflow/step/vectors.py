@@ -124,7 +124,8 @@ class VectorGradients:
                     sources.append(gradient)
         if targets:
             torch._foreach_copy_(targets, sources)
-        return [self._rank.kernels.squared_norms(values.view(1, -1), per_axis=False).parts]
+        # In float64, so that the sum does not depend on which vectors are measured together.
+        return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
 
 
 def _runs(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte, edit
 from harness import Case, make_trainer, run_here
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
+from lightning_zenflow.step.run_state import VERSION
 from models import LinearLossModule
 from same_bits import assert_same_tensors
 
@@ -75,7 +76,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a newer layout": (
         edit(RANK_FILE, lambda content: content["optimizer_state_dict"]["zenflow"].update(version=1000)),
-        "the layout must be at most 3, got 1000, of a newer version: upgrade lightning-zenflow",
+        f"the layout must be at most {VERSION}, got 1000, of a newer version: upgrade lightning-zenflow",
     ),
 }
 
@@ -97,7 +98,7 @@ def test_of_an_older_layout_adamws_state_is_used(saved: Path, tmp_path: Path, ca
     with caplog.at_level(logging.INFO):
         resumed = run_here(Case(steps=4, checkpoint=str(path)))
     assert (
-        "an older lightning-zenflow wrote it (its layout is 1, now it is 3): the schedule, the selection of columns"
+        f"an older lightning-zenflow wrote it (its layout is 1, now it is {VERSION}): the schedule, the selection of columns"
         in caplog.text
     )
     whole = run_here(Case(steps=4))

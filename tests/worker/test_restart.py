@@ -214,8 +214,7 @@ def test_restarts_leave_no_file_open(arena: Arena, partition: Partition) -> None
         for job in jobs_of(arena, partition):
             os.kill(worker.pid, signal.SIGKILL)
             wait_for(partial(is_dead, worker.pid))
-            worker.submit(job)
-            worker.wait()
+            worker.wait_for(worker.submit(job))
         worker.close()
     assert stalls.worker_restarts == 3
 
