@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.checkpoint.collective import load_together, save_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.telemetry.tracing import Lane
+from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import refuse_options, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
@@ -157,10 +159,19 @@ class Session:
                 self.optimizer.flush()
 
     def save(self, path: Path, write: Callable[[Path], None], *, is_global_zero: bool) -> None:
-        """Saves the exact state after the last step, atomically; as `save_together`."""
+        """Saves the exact state after the last step, atomically; as `save_together`.
+
+        Raises:
+            WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
+        """
         with self.explained():
             if self.optimizer is not None:
                 self.optimizer.flush()
+                if not in_common([self.optimizer.zenflow_step.number]):
+                    raise WorkerError(
+                        "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
+                        " the last checkpoint"
+                    )
             save_together(path, write, is_global_zero=is_global_zero, sync=self.config.sync_checkpoints)
 
     def load(self, engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing_extensions import override
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte
 from harness import Case, run_here
 from lightning_zenflow.checkpoint import collective
+from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.worker.process import WorkerError
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
 
@@ -116,6 +118,22 @@ class FailingSaves(pl.Callback):
         trainer.save_checkpoint(self._folder / "saved.ckpt")
 
 
+class SaveInDifferentSteps(pl.Callback):
+    """A save after an exception that has interrupted rank 1 a step later than rank 0."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            number = property(lambda _: 3 + trainer.global_rank)
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
+                patch.setattr(ZenFlowStep, "number", number)
+                trainer.save_checkpoint(self._path)
+            assert not self._path.exists()
+
+
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     undisturbed = run_here(replace(CASE, save_at=3, checkpoint=str(tmp_path / "undisturbed.ckpt")))
     run = run_here(replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3),)))
@@ -157,7 +175,12 @@ def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> N
         tmp_path / "rank 0.ckpt": RANK_FILE,
         tmp_path / "rank 1.ckpt": RANK_FILE.replace("pp_rank_0", "pp_rank_1"),
     }
-    saves = (SaveOnFullDisk(tmp_path, 3, ranks=(1,)), FailingSaves(tmp_path), SaveDamaged(damaged))
+    saves = (
+        SaveOnFullDisk(tmp_path, 3, ranks=(1,)),
+        SaveInDifferentSteps(tmp_path / "no.ckpt"),
+        FailingSaves(tmp_path),
+        SaveDamaged(damaged),
+    )
     cases = {"saving": replace(CASE, callbacks=saves)}
     cases |= {path.stem: replace(CASE, checkpoint=str(path), fails=True) for path in damaged}
     cases["saved"] = replace(CASE, checkpoint=str(tmp_path / "saved.ckpt"))

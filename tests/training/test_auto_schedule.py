@@ -61,11 +61,14 @@ def test_a_longer_window_whose_memory_cannot_be_page_locked(
     """From the second reservation on the system refuses, which costs time, but changes neither schedule nor numbers."""
     n_calls = 0
 
-    def refuses(*_: Any) -> None:
+    page_lock = RecordedRuntime.page_lock
+
+    def refuses(runtime: RecordedRuntime, *arguments: int) -> None:
         nonlocal n_calls
         n_calls += 1
         if n_calls > 4:
             raise RuntimeError("refused by the test")
+        page_lock(runtime, *arguments)
 
     monkeypatch.setattr(RecordedRuntime, "page_lock", refuses)
     _warn_once.cache_clear()

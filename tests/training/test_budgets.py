@@ -21,14 +21,13 @@ from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
 from lightning_zenflow.estimate.zenflow_cost import ZenFlowCost
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.worker.step_words import WORD_BYTES
 from reference import blocks_of_elements
 from scripted_schedule import Entry
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 WIDTHS = [64] * 9 + [32]
-WORDS = 4 + 8
-"""Factor and step number."""
 NOISE = 2 * NOISE_NUMEL * 4
 """Of rounding, whatever the size of the model."""
 
@@ -107,7 +106,7 @@ def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.
     assert recorded == (d2h - before[0], h2d - before[1])
     # With d = 0, each block that closes is submitted in backward with a word of its own.
     n_words = s + (blocks_wanted([s], in_backward=True, numel=0) if d == 0 else 0)
-    assert recorded[0] == s * cost.d2h_bytes() + n_words * WORDS
+    assert recorded[0] == s * cost.d2h_bytes() + n_words * WORD_BYTES
     # Vectors have no provisional update, which the formula does not know.
     vectors = 0 if room else 2 * d * model.vector_numel
     assert recorded[1] == s * cost.h2d_bytes(UpdateSchedule(update_interval=s, publish_lag=d)) - vectors
