@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.distributed import add_over_ranks
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
 from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
@@ -225,7 +226,7 @@ class ZenFlowStep:
         self._telemetry.stalls.steps += 1
         if self._planner.end_step(number, plan, max_interval):
             self._own_tail()
-        self._begin_trace()
+        self._telemetry.begin_step(self._number + 1)
         self._end_micro_batches()
         return scale
 
@@ -293,7 +294,7 @@ class ZenFlowStep:
         self._planner.start_over(self._number, count)
         self._ownership.clear()
         self._own_tail()
-        self._begin_trace()
+        self._telemetry.begin_step(self._number + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
@@ -338,7 +339,7 @@ class ZenFlowStep:
         if self._squared_norm is None:
             self._state = StepState.UNDER_WAY
             squared_norm = self._router.finish(context, self._accumulation)
-            self._add_over_ranks(squared_norm)
+            add_over_ranks(squared_norm, self._group)
             self._squared_norm, self._state = squared_norm, StepState.REDUCED
         return self._squared_norm
 
@@ -377,18 +378,6 @@ class ZenFlowStep:
         if self._planner.owns_tail:
             self._ownership.own_entirely(self._jobs.staggered.tail, self._freezing.all_columns())
 
-    def _begin_trace(self) -> None:
-        tracer = self._telemetry.tracer
-        if tracer.needs_alignment:
-            with self._telemetry.stalls.measure("timeline"):
-                tracer.align()
-        tracer.begin_step(self._number + 1)
-
-    def _add_over_ranks(self, values: Tensor) -> None:
-        # On a single rank it would change nothing, at the cost of a collective.
-        if dist.get_world_size(self._group) > 1:
-            dist.all_reduce(values, group=self._group)
-
     def _select(self, context: StepContext) -> Tensor | None:
         """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""
         norms, selector = context.column_norms, self._selector
@@ -397,7 +386,7 @@ class ZenFlowStep:
             self._change_columns(self._freezing.no_columns(), context)
         if norms is None:
             return None
-        self._add_over_ranks(norms.flat)
+        add_over_ranks(norms.flat, self._group)
         max_interval = None
         if self._planner.changes_schedule:
             max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)

@@ -34,3 +34,10 @@ class Telemetry:
         """
         tracer = Tracer(device, worker_threads=worker_threads)
         return cls(stalls=StallClock(device, tracer), tracer=tracer)
+
+    def begin_step(self, step: int) -> None:
+        """Begins to record a step, where that is asked for; a wait for the alignment of clocks is a stall."""
+        if self.tracer.needs_alignment:
+            with self.stalls.measure("timeline"):
+                self.tracer.align()
+        self.tracer.begin_step(step)

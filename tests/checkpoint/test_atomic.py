@@ -73,22 +73,6 @@ def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
     remove(path)
 
 
-@pytest.mark.parametrize("before", ["a file", "a link"])
-def test_a_checkpoint_replaces_a_file_or_a_link(before: str, tmp_path: Path) -> None:
-    """As another strategy has left it; what a link leads to stays."""
-    path, target = tmp_path / "a.ckpt", tmp_path / "target"
-    target.mkdir()
-    (target / "content").touch()
-    if before == "a file":
-        path.touch()
-    else:
-        path.symlink_to(target)
-    save(path, "new")
-    assert path.is_dir() and not path.is_symlink()
-    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "target"]
-    assert (target / "content").exists()
-
-
 @pytest.mark.parametrize("name", ["a.ckpt", "a", "ä" * 127, "a." + "b" * 250, "a" * 250 + ".ckpt", "." + "c" * 254])
 @pytest.mark.usefixtures("can_exchange")
 def test_names_as_long_as_the_file_system_allows(name: str, tmp_path: Path) -> None:
