@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import add_over_ranks
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
+from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.context import StepContext, StepEnvironment, StepState
@@ -76,6 +77,7 @@ class ZenFlowStep:
         self._micro_batches = 0
         self._squared_norm: Tensor | None = None
         self._number = self._flushed_number = 0
+        self._flushing = UnderWay()
         self._context: StepContext | None = None
         self._state_written = False
         self.start_over(count=0)
@@ -103,8 +105,8 @@ class ZenFlowStep:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception has interrupted `step` or `gradient_norm`, or a change of the records; a flush comes next."""
-        return self._state == StepState.UNDER_WAY or self._rank.books.is_cut
+        """Whether an exception has interrupted `step`, `gradient_norm` or a flush, or a change of the records; a flush comes next."""
+        return self._state == StepState.UNDER_WAY or self._flushing.is_cut or self._rank.books.is_cut
 
     def begin_backward(self, *, last: bool) -> None:
         """Counts a backward pass, before its first gradient.
@@ -262,7 +264,7 @@ class ZenFlowStep:
         self._accumulation.clear()
         if self.is_complete:
             self._flush()
-        if self.was_interrupted:
+        if self._state == StepState.UNDER_WAY:
             # Selection, ownership and schedule may have been changed in part.
             self._planner.restore_schedule()
             self.start_over(int(self.count))
@@ -278,16 +280,17 @@ class ZenFlowStep:
                 "an exception interrupted training between two records of what the worker has been given: the exact optimizer state is"
                 " lost; continue from the last checkpoint"
             )
-        with torch.no_grad():
+        with torch.no_grad(), self._flushing:
             self._jobs.flush(self._number)
             self._provisional.reapply.clear()
             self._ownership.reload()
             self._ownership.write_weights()
             self._environment.gather_weights()
-        # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
-        self._parts.host_state.write_count(int(self.count))
-        self._planner.interrupt()
-        self._flushed_number = self._number
+            # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
+            self._parts.host_state.write_count(int(self.count))
+            self._planner.interrupt()
+            self._flushed_number = self._number
+        self._flushing.mended()
 
     def start_over(self, count: int) -> None:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
