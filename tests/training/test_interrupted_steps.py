@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.recorded_device.tensors import CPU, DEVICE
 from benchmarks.recorded_device.watch import recorded_device
 from direct_step import DirectStep
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 SHAPES = ((12, 8), (5,), (3, 7), (6, 6))
@@ -87,3 +88,26 @@ def test_a_step_after_an_interrupted_one_is_in_order(
         steps(direct, range(6, 9), DEVICE)
         direct.step.flush()
     assert not device.order.races
+
+
+def test_a_word_that_no_job_waits_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception between the word of a block and its job: the flush forgets the word when it has arrived."""
+    write = JobQueue._write_word
+
+    def interrupting(self: JobQueue, *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(JobQueue, "_write_word", write)
+        write(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with recorded_device() as device, training(DEVICE, update_interval=1, publish_lag=0) as direct:
+        steps(direct, (1, 2, 3), DEVICE)
+        monkeypatch.setattr(JobQueue, "_write_word", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            direct.backward(random(4, DEVICE))
+        join(direct)
+        direct.step.flush()
+        steps(direct, (4, 5), DEVICE)
+        direct.step.flush()
+    assert not device.order.races
+    # The host's own writes are in no order that the device would record.
+    assert "jobs._forget_words" in {o.place for o in device.order.operations if o.kind == "host wait"}
