@@ -202,6 +202,9 @@ def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
                 optimizer.step()
                 fabric.strategy.flush()
             context = None
+            if step.is_complete and not step.was_interrupted:
+                # Nothing of the step has begun, and a further backward pass is refused.
+                optimizer.zero_grad()
         fabric.strategy.flush()
         return torch.cat([flat.detach().clone() for flat in optimizer.single_partition_of_fp32_groups])
     except WorkerError as error:
