@@ -22,7 +22,11 @@ from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from processes import ArenaWatch
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+pytestmark = [
+    pytest.mark.usefixtures("no_worker_is_left"),
+    # An interrupt in a generator that is being freed is lost, as Ctrl-C would be.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 CASES: dict[str, dict[str, Any]] = {
     "S=1, d=0": {"update_interval": 1, "publish_lag": 0},
