@@ -128,12 +128,17 @@ class Session:
         return built
 
     def begin_micro_batch(self) -> None:
-        """Before a forward pass in training: the first one of a step follows changes of `requires_grad`.
+        """Before a forward pass in training: makes the state exact after an interrupted step; the first one of a step follows changes of
+        `requires_grad`.
 
         Raises:
             MisconfigurationException: a parameter that was frozen at setup is not any more.
         """
-        if self.optimizer is not None and self.optimizer.zenflow_step.micro_batches == 0:
+        if self.optimizer is None:
+            return
+        if self.optimizer.zenflow_step.was_interrupted:
+            self.flush()
+        if self.optimizer.zenflow_step.micro_batches == 0:
             refuse_unfrozen(self._frozen_at_setup)
             self.optimizer.zenflow_step.follow_freezing()
 

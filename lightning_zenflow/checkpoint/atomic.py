@@ -5,7 +5,7 @@ shortened NAME and a random TOKEN:
 
 * ``.NAME.TOKEN.zenflow-saving``: being written, or the checkpoint that has just been replaced.
 * ``.NAME.TOKEN.zenflow-lock``: file on which the process that saves holds a lock (flock), which ends with the process. The next save in
-  the folder, of any name, deletes what belongs to a lock that nobody holds.
+  the folder, of any name, deletes what belongs to a lock that no process holds.
 * ``.NAME.TOKEN.zenflow-removed``: being deleted; the next save in the folder deletes it.
 * ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
 """

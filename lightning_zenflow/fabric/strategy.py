@@ -350,8 +350,6 @@ class ZenFlowStrategy(CheckpointHooks):
         elif torch.is_grad_enabled():
             if self._meter is not None:
                 self._meter.resume()
-            if self._session.optimizer is not None and self._session.optimizer.zenflow_step.was_interrupted:
-                self.flush()
             self._session.begin_micro_batch()
             self._forward.enter_context(self._session.span("forward"))
 

@@ -75,7 +75,7 @@ class StallClock:
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
         """Adds the time spent in the context to a cause."""
-        # Here as well, because nobody reads the times on most ranks: the device would keep two events a wait.
+        # Here as well, because no monitor reads the times on most ranks: the device would keep two events a wait.
         self._add_reached()
         before = self._runtime.record_event(timing=True) if self._runtime.runs_behind else None
         begin_ns = time.perf_counter_ns()

@@ -43,7 +43,7 @@ class LostRanks:
     """Finds the ranks that have ended, or whose host cannot be reached. All ranks construct it together.
 
     Nothing runs or listens until communication fails. Then every rank that sees the error looks which processes of its host still run, and
-    reports them in the store by which torch's ranks have found each other. Ranks that nobody reports are lost. The store lives in rank 0
+    reports them in the store by which torch's ranks have found each other. Ranks without a report are lost. The store lives in rank 0
     or, under torchrun, in the agent of its node: if it does not answer, the ranks of that node are lost.
 
     Args:
