@@ -16,7 +16,7 @@ from lightning_zenflow.step.accumulation import Accumulation
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.context import StepContext, StepEnvironment, StepState
 from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.topk.columns import Columns
+from lightning_zenflow.topk.state_export import Columns
 from lightning_zenflow.worker.process import WorkerError
 
 

@@ -13,7 +13,7 @@ class TailCandidates:
     """The blocks of a rank, their order of arrival, and whether the device can own some of them entirely (`schedule.auto_control`)."""
 
     def __init__(self, config: ZenFlowConfig, rank: RankState, arrivals: Arrivals) -> None:
-        self._tail = "lag" if config.offload else config.tail
+        self._tail = config.tail
         self._rank = rank
         self._arrivals = arrivals
 

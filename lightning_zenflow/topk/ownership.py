@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.topk.columns import Columns, DeviceColumns, OffloadedState, PlacedState, ResidentState
-from lightning_zenflow.topk.state_export import BlockStates, ExportSection
+from lightning_zenflow.topk.columns import DeviceColumns
+from lightning_zenflow.topk.state_export import BlockStates, Columns, export_regions
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -32,6 +32,27 @@ class _Incoming:
     """Steps after the block's last submission, which the arena does not have yet."""
 
 
+@dataclass(kw_only=True)
+class _OwnedBlock:
+    """What the device owns of one block. Numbers are of selections (`Ownership`)."""
+
+    wanted: int | None = None
+    """Selection that the block has or changes to with its next window; None: nothing is owned."""
+    selection: int | None = None
+    """Selection of the columns that were requested last."""
+    current: DeviceColumns | None = None
+    incoming: _Incoming | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the block changes its columns with its next window."""
+        return self.wanted != self.selection
+
+
+_ENTIRE = 0
+"""Number of the selection of blocks that are owned entirely; those of columns count from 1."""
+
+
 class Ownership:
     """Owner of all device-owned entries of a rank.
 
@@ -49,46 +70,42 @@ class Ownership:
     Args:
         worker: exports exact state.
         topk_ratio: largest share of the columns that is selected.
-        offload: whether the entries' state lives in host memory, from where it is copied to the device for each step.
     """
 
-    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float, offload: bool) -> None:
+    def __init__(self, rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> None:
         self._rank = rank
-        self._exports = ExportSection(rank, worker, topk_ratio=topk_ratio, offload=offload)
-        self._new_state = OffloadedState if offload else ResidentState
-        n_blocks = len(rank.partition.blocks)
-        self._current: list[DeviceColumns | None] = [None] * n_blocks
-        self._incoming: list[_Incoming | None] = [None] * n_blocks
-        self._selected: Sequence[Columns | None] = ()
-        self._selection_of_block: list[Sequence[Columns | None] | None] = [None] * n_blocks
-        self._waiting: set[int] = set()
-        self._entire: Sequence[Columns | None] = ()  # the selection of blocks that are owned entirely
-        self._owned_entirely: set[int] = set()
+        self._regions = export_regions(rank, worker, topk_ratio=topk_ratio)
+        self._blocks = [_OwnedBlock() for _ in rank.partition.blocks]
+        self._selections: dict[int, Sequence[Columns | None]] = {}
+        """By number: for each slice, columns over the whole row; None: all."""
 
     @property
     def numel(self) -> int:
         """Number of device-owned entries on this rank."""
-        return sum(columns.numel for columns in self._current if columns is not None)
+        return sum(columns.numel for columns in self.current if columns is not None)
 
     @property
     def current(self) -> Sequence[DeviceColumns | None]:
         """Device-owned entries of each block."""
-        return self._current
+        return [block.current for block in self._blocks]
 
     @property
     def waiting(self) -> Set[int]:
         """Blocks that change their columns with their next window; that window's job must be their only one in flight."""
-        return self._waiting
+        return {number for number, block in enumerate(self._blocks) if block.waits}
 
     def select(self, columns: Sequence[Columns | None]) -> None:
-        """Makes every block change to these columns at its next window boundary.
+        """Makes every block that is not owned entirely change to these columns at its next window boundary.
 
         Args:
             columns: for each slice, columns over the whole row; None: all.
         """
-        self._selected = columns
-        blocks = range(len(self._rank.partition.blocks))
-        self._waiting = {block for block in blocks if not self._has_entire(block)}
+        number = max(self._selections, default=_ENTIRE) + 1
+        self._selections[number] = columns
+        for block in self._blocks:
+            if block.wanted != _ENTIRE:
+                block.wanted = number
+        self._forget_selections()
 
     def own_entirely(self, blocks: Set[int], columns: Sequence[Columns | None]) -> None:
         """Makes some blocks change at their next window boundary to all of their entries, for good.
@@ -97,131 +114,109 @@ class Ownership:
             blocks: indexes into `Partition.blocks`.
             columns: for each slice None, or no columns where it is frozen; the same in every call until `clear`.
         """
-        self._entire = self._entire or columns
-        self._owned_entirely.update(blocks)
-        self._waiting.update(block for block in blocks if not self._has_entire(block))
+        self._selections.setdefault(_ENTIRE, columns)
+        for block in blocks:
+            self._blocks[block].wanted = _ENTIRE
 
     def owns_entirely(self, block: int) -> bool:
         """Whether a block's weights are the device's own, all of them."""
-        return self._has_entire(block) and self._incoming[block] is None and self._current[block] is not None
+        owned = self._blocks[block]
+        return owned.selection == _ENTIRE and owned.incoming is None and owned.current is not None
 
     @property
     def owned_entirely(self) -> Set[int]:
         """Blocks whose weights are the device's own, all of them."""
-        return {block for block in self._owned_entirely if self.owns_entirely(block)}
-
-    def _has_entire(self, block: int) -> bool:
-        return block in self._owned_entirely and self._selection_of_block[block] is self._entire
+        return {block for block in range(len(self._blocks)) if self.owns_entirely(block)}
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
-        self._waiting.clear()
-        self._owned_entirely.clear()
-        self._entire = ()
-        for block in range(len(self._rank.partition.blocks)):
-            self._current[block] = self._incoming[block] = None
-            self._selection_of_block[block] = None
+        self._blocks = [_OwnedBlock() for _ in self._blocks]
+        self._selections.clear()
 
     def submitted(self, blocks: Iterable[int]) -> None:
         """Phase *submit* for blocks whose window has just closed."""
-        for block in self._waiting.intersection(blocks):
-            selection = self._entire if block in self._owned_entirely else self._selected
-            columns = self._columns_of(block, selection)
+        for number in self.waiting & set(blocks):
+            block = self._blocks[number]
+            assert block.wanted is not None
+            columns = self._columns_of(number, block.wanted)
             columns.request("select")
-            self._incoming[block] = _Incoming(columns=columns)
-            self._selection_of_block[block] = selection
-            self._waiting.discard(block)
+            block.incoming, block.selection = _Incoming(columns=columns), block.wanted
 
     def published(self, blocks: Iterable[int]) -> None:
         """Phase *publish* for blocks whose job is done; no other job of theirs may be in flight."""
-        for block in blocks:
-            incoming = self._incoming[block]
-            if incoming is not None:
-                incoming.columns.load("select")
-                for past in incoming.steps:
-                    incoming.columns.step(past.groups, past.scale, past.gradients)
-                self._current[block], self._incoming[block] = incoming.columns, None
+        for block in (self._blocks[number] for number in blocks):
+            if block.incoming is not None:
+                columns = block.incoming.columns
+                columns.load("select")
+                for past in block.incoming.steps:
+                    columns.step(past.groups, past.scale, past.gradients)
+                block.current, block.incoming = columns, None
 
     def reload(self) -> None:
         """Copies the state of every entry from the arena, after a flush; pending changes of columns are complete then."""
-        for block, incoming in enumerate(self._incoming):
-            if incoming is not None:
-                self._current[block], self._incoming[block] = incoming.columns, None
+        for block in self._blocks:
+            if block.incoming is not None:
+                block.current, block.incoming = block.incoming.columns, None
         self._load_current()
 
     def selections(self, tile_index: int) -> list[Selection]:
         """Columns of a tile's gradient that `step` needs, and their destinations: present columns, and those to come."""
-        block = self._rank.partition.block_of_tile[tile_index]
-        current, incoming = self._current[block], self._incoming[block]
-        found = [] if current is None else [current.selection(tile_index)]
-        if incoming is not None:
-            found.append(incoming.columns.selection(tile_index))
+        block = self._blocks[self._rank.partition.block_of_tile[tile_index]]
+        found = [] if block.current is None else [block.current.selection(tile_index)]
+        if block.incoming is not None:
+            found.append(block.incoming.columns.selection(tile_index))
         return [selection for selection in found if selection is not None]
 
     def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale) -> None:
         """One exact AdamW step of every owned entry; columns to come record it."""
-        for current, incoming in zip(self._current, self._incoming, strict=True):
-            if current is not None:
-                current.step(groups, scale)
-            if incoming is not None:
-                gradients = incoming.columns.gradients()
-                incoming.steps.append(_PastStep(groups=groups, scale=scale, gradients=gradients))
+        for block in self._blocks:
+            if block.current is not None:
+                block.current.step(groups, scale)
+            if block.incoming is not None:
+                gradients = block.incoming.columns.gradients()
+                block.incoming.steps.append(_PastStep(groups=groups, scale=scale, gradients=gradients))
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights."""
-        for columns in self._current:
+        for columns in self.current:
             if columns is not None:
                 columns.write_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Present and coming columns of every block, right after a flush; their values are the arena's."""
-        selections: list[Sequence[Columns | None]] = []
-
-        def number(selection: Sequence[Columns | None]) -> int:
-            for known, other in enumerate(selections):
-                if other is selection:
-                    return known
-            selections.append(selection)
-            return len(selections) - 1
-
-        of_block = [None if selection is None else number(selection) for selection in self._selection_of_block]
-        selected, entire = number(self._selected), number(self._entire)
         return {
-            "entire": entire,
-            "owned_entirely": sorted(self._owned_entirely),
-            "of_block": of_block,
-            "selected": selected,
-            "waiting": sorted(self._waiting),
-            "selections": [[None if c is None else c.host for c in selection] for selection in selections],
+            "of_block": [block.selection for block in self._blocks],
+            "wanted": [block.wanted for block in self._blocks],
+            "selections": {
+                number: [None if c is None else c.host for c in selection]
+                for number, selection in self._selections.items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; values are loaded from the arena."""
-        selections: list[Sequence[Columns | None]] = [
-            [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
-            for selection in state["selections"]
-        ]
-        self._selected = selections[state["selected"]]
-        # Missing in checkpoints of versions without it.
-        self._entire = selections[state["entire"]] if "entire" in state else ()
-        self._owned_entirely = set(state.get("owned_entirely", ()))
-        self._waiting = set(state["waiting"])
-        for block, number in enumerate(state["of_block"]):
-            self._selection_of_block[block] = selection = None if number is None else selections[number]
-            self._incoming[block] = None
-            self._current[block] = None if selection is None else self._columns_of(block, selection)
+        self._selections = {
+            number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
+            for number, selection in state["selections"].items()
+        }
+        for number, (selection, wanted) in enumerate(zip(state["of_block"], state["wanted"], strict=True)):
+            current = None if selection is None else self._columns_of(number, selection)
+            self._blocks[number] = _OwnedBlock(wanted=wanted, selection=selection, current=current)
         self._load_current()
 
     def _load_current(self) -> None:
         # The worker exports one block while the device copies another.
-        present = [columns for columns in self._current if columns is not None]
+        present = [columns for columns in self.current if columns is not None]
         for columns in present:
             columns.request("flush")
         for columns in present:
             columns.load("flush")
 
-    def _columns_of(self, block: int, selection: Sequence[Columns | None]) -> DeviceColumns:
-        if selection is self._entire:
-            return DeviceColumns(self._rank, block, selection, BlockStates(self._rank), new_state=PlacedState)
-        region = self._exports.next_region(block)
-        return DeviceColumns(self._rank, block, selection, region, new_state=self._new_state)
+    def _columns_of(self, block: int, selection: int) -> DeviceColumns:
+        source = BlockStates(self._rank) if selection == _ENTIRE else self._regions[block]
+        return DeviceColumns(self._rank, block, self._selections[selection], source)
+
+    def _forget_selections(self) -> None:
+        """Forgets the columns that no block has or changes to any more."""
+        in_use = {number for block in self._blocks for number in (block.wanted, block.selection)}
+        self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}

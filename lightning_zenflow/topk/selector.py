@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
-from lightning_zenflow.topk.columns import Columns
 from lightning_zenflow.topk.importance import (
     column_count,
     count_kept,
@@ -19,6 +18,7 @@ from lightning_zenflow.topk.importance import (
     owned_norm_share,
     select_columns,
 )
+from lightning_zenflow.topk.state_export import Columns
 
 _SHORTEST_CHECK = 8
 

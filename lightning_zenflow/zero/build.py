@@ -158,7 +158,7 @@ def _build_step(
         interval=config.select_interval,
         device=rank.device,
     )
-    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio, offload=config.offload)
+    ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
     provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
     control = None
@@ -221,7 +221,7 @@ def _sizes_and_policy(
             dtype=zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=len(resources.cores.cores),
-            export_bytes=export_bytes(partition, config.owned_ratio, offload=config.offload),
+            export_bytes=export_bytes(partition, config.owned_ratio),
         )
 
     def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:

@@ -36,7 +36,7 @@ def make_rank_state(
             n_slots=2 * len(partition.blocks),
             n_publish_buffers=1,
             dtype=weights[0].dtype,
-            export_bytes=export_bytes(partition, topk_ratio, offload=True),
+            export_bytes=export_bytes(partition, topk_ratio),
         )
         arena = Arena(partition, sizes, device=torch.device("cpu"))
     return RankState(

@@ -22,9 +22,9 @@ CASES: dict[str, Case] = {
     "two micro-batches, long lag": replace(BASE, accumulate=2, publish_lag=3),
     "synchronous": replace(BASE, update_interval=1, publish_lag=0, warm_up=4),
     "flushes": replace(BASE, flush_after=(2, 5)),
-    "reselection, offload": replace(
+    "reselection": replace(
         BASE,
-        strategy_options={**EVERYTHING, "offload": True},
+        strategy_options={**EVERYTHING},
     ),
     "changes of schedule": replace(
         BASE,

@@ -66,7 +66,7 @@ def test_one_hostile_step(factor: float, precision: str, max_norm: float | None)
 @pytest.mark.parametrize("factor", [math.nan, 3e18])
 def test_a_hostile_step_with_everything_switched_on(factor: float) -> None:
     """Selections, windows of gradients accumulated on the way, several micro-batches, states that visit the device."""
-    options = {**APPROXIMATE, "select_interval": 1, "offload": True}
+    options = {**APPROXIMATE, "select_interval": 1}
     case = hostile(factor, accumulate=2, max_norm=1.0, publish_lag=3, strategy_options=options)
     assert_is_adamw(run_here(case), exact(case))
 

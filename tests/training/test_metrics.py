@@ -130,16 +130,6 @@ def test_validation_is_not_part_of_a_step_but_its_flush_is_waiting(tmp_path: Pat
     assert all(row["zenflow/stall/device_ms"] < row["zenflow/overlap/step_ms"] for row in rows)
 
 
-def test_offloaded_columns_are_counted(tmp_path: Path) -> None:
-    resident = logged(tmp_path / "1", fixed(select_interval=0), steps=12, every=6)[-1]
-    visiting = logged(tmp_path / "2", fixed(select_interval=0, offload=True), steps=12, every=6)[-1]
-    numel = sum(p.numel() for p in SmallNet(length=1).parameters())
-    owned = round(visiting["zenflow/selection/device_owned_percent"] / 100 * numel)
-    for way in ("d2h", "h2d"):
-        more = visiting[f"zenflow/traffic/{way}_bytes"] - resident[f"zenflow/traffic/{way}_bytes"]
-        assert more == pytest.approx(12 * owned)
-
-
 def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> None:
     options = {"steps": 12, "every": 6, "accumulate_grad_batches": 3}
     device = logged(tmp_path / "1", fixed(select_interval=0, accumulate_on="device"), **options)[-1]

@@ -111,7 +111,6 @@ FREEZING_CASES = {
     "defaults": replace(FREEZING, strategy_options=APPROXIMATE),
     "long lag": replace(FREEZING, update_interval=2, publish_lag=3, flush_after=(5,), strategy_options=APPROXIMATE),
     "warm-up, reselection": replace(FREEZING, warm_up=3, strategy_options=RESELECTING),
-    "offload": replace(FREEZING, strategy_options={**APPROXIMATE, "offload": True}),
     "everything on the device": replace(FREEZING, topk_ratio=1),
     "changes of schedule": replace(
         FREEZING,

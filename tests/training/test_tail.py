@@ -124,7 +124,6 @@ def test_what_the_counters_say_of_it(on_device: bool) -> None:
         ({}, False, False),
         ({"tail": "lag"}, True, False),
         ({"tail": "device"}, False, True),
-        ({"offload": True}, True, False),
     ],
 )
 def test_who_owns_it(keys: dict[str, Any], room: bool, owns: bool, monkeypatch: pytest.MonkeyPatch) -> None:

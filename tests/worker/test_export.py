@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
 from lightning_zenflow.telemetry.counters import Traffic
-from lightning_zenflow.topk.columns import Columns, DeviceColumns, NewState, OffloadedState, ResidentState
+from lightning_zenflow.topk.columns import DeviceColumns
 from lightning_zenflow.topk.importance import column_count
-from lightning_zenflow.topk.state_export import ExportSection, RegionSize, export_bytes
+from lightning_zenflow.topk.state_export import Columns, RegionSize, export_bytes, export_regions
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission
@@ -70,14 +69,6 @@ def expected_state(rank: RankState, block: int, columns: list[Columns | None]) -
     return [torch.stack([a[e] for a in (arena.master, arena.exp_avg, arena.exp_avg_sq)]) for e in owned]
 
 
-def loaded_state(columns: DeviceColumns) -> list[Tensor]:
-    result = []
-    for group in columns._groups:
-        with group.state.on_device() as values:
-            result.append(values.clone())
-    return result
-
-
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -98,10 +89,9 @@ class Setting:
         self.worker = supervised_worker(self.rank, n_threads=n_threads)
         self.jobs: list[Submission] = []
 
-    def columns(self, block: int, chosen: list[Columns | None], new_state: NewState) -> DeviceColumns:
-        offload = new_state is OffloadedState
-        section = ExportSection(self.rank, self.worker, topk_ratio=RATIO, offload=offload)
-        return DeviceColumns(self.rank, block, chosen, section.next_region(block), new_state=new_state)
+    def columns(self, block: int, chosen: list[Columns | None]) -> DeviceColumns:
+        regions = export_regions(self.rank, self.worker, topk_ratio=RATIO)
+        return DeviceColumns(self.rank, block, chosen, regions[block])
 
     def submit(self, block: int) -> None:
         message = JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=0)
@@ -119,12 +109,11 @@ def setting() -> Iterator[Setting]:
     setting.close()
 
 
-@pytest.mark.parametrize("new_state", [ResidentState, OffloadedState])
 @pytest.mark.parametrize(("n_blocks", "n_threads", "share"), [(1, 1, RATIO), (5, 2, RATIO), (40, 2, 0.01)])
-def test_the_state_after_the_blocks_last_job(new_state: NewState, n_blocks: int, n_threads: int, share: float) -> None:
+def test_the_state_after_the_blocks_last_job(n_blocks: int, n_threads: int, share: float) -> None:
     setting = Setting(n_blocks, n_threads=n_threads)
     chosen = random_columns(setting.partition, 1, share)
-    every = [setting.columns(block, chosen, new_state) for block in range(len(setting.partition.blocks))]
+    every = [setting.columns(block, chosen) for block in range(len(setting.partition.blocks))]
     for block, columns in enumerate(every):
         setting.submit(block)
         columns.request("select")
@@ -133,16 +122,16 @@ def test_the_state_after_the_blocks_last_job(new_state: NewState, n_blocks: int,
         setting.worker.wait_for(job)
     for block, columns in enumerate(every):
         columns.load("select")
-        assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
-        shown = torch.cat([group.staging for group in columns._groups])
-        assert torch.equal(shown, torch.cat([state[0] for state in loaded_state(columns)]))
+        assert_same(columns._states, expected_state(setting.rank, block, chosen))
+        shown = torch.cat(columns._staging)
+        assert torch.equal(shown, torch.cat([state[0] for state in columns._states]))
     setting.close()
 
 
 @pytest.mark.parametrize("killed_in", range(3))
 def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None:
     chosen = random_columns(setting.partition, 1)
-    every = [setting.columns(block, chosen, ResidentState) for block in range(3)]
+    every = [setting.columns(block, chosen) for block in range(3)]
     process = psutil.Process(setting.worker.pid)
     for block, columns in enumerate(every):
         if block == killed_in:
@@ -154,7 +143,7 @@ def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None
     process.kill()
     for block, columns in enumerate(every):
         columns.load("select")
-        assert_same(loaded_state(columns), expected_state(setting.rank, block, chosen))
+        assert_same(columns._states, expected_state(setting.rank, block, chosen))
     for job in setting.jobs:
         setting.worker.wait_for(job)
     assert setting.rank.telemetry.stalls.worker_restarts == 1
@@ -162,7 +151,7 @@ def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None
 
 def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     stalls = setting.rank.telemetry.stalls
-    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
+    columns = setting.columns(0, random_columns(setting.partition, 1))
     columns.request("select")
     (request,) = setting.worker._unanswered
     wait_for(lambda: setting.worker.has_answered(request))
@@ -175,36 +164,6 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     columns.load("flush")
     assert set(stalls.seconds) == {"flush"}
     assert stalls.seconds["flush"] > 0.1
-
-
-def test_the_device_is_waited_for_before_the_worker_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has not come past the copies of what was exported before."""
-
-    class Event:
-        def query(self) -> bool:
-            return self in waited
-
-        def synchronize(self) -> None:
-            waited.append(self)
-
-    events: list[Event] = []
-    waited: list[Event] = []
-
-    class BehindTheHost(HostRuntime):
-        def record_event(self, *, timing: bool = False) -> Event:
-            events.append(Event())
-            return events[-1]
-
-    monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
-    setting = Setting(1)
-    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
-    columns.request("select")
-    columns.load("select")
-    assert not waited
-    last_use = events[-1]
-    columns.request("flush")
-    assert waited == [last_use]
-    setting.close()
 
 
 def test_an_error_is_passed_on(setting: Setting) -> None:
@@ -221,8 +180,7 @@ def test_a_region_has_room_for_any_choice() -> None:
             tiles = [partition.tiles[index] for index in partition.blocks[block].tiles]
             owned = [t.rows * min(t.width, column_count(partition.slices[t.slice].columns, ratio)) for t in tiles]
             assert size.n_entries == sum(owned)
-    assert export_bytes(partition, 1.0, offload=True) == 2 * export_bytes(partition, 1.0, offload=False)
-    assert export_bytes(partition, 0.0, offload=False) == 0
+    assert export_bytes(partition, 0.0) == 0
 
 
 def test_the_worker_allocates_what_it_is_asked_to(setting: Setting) -> None:
@@ -236,7 +194,7 @@ def test_the_worker_allocates_what_it_is_asked_to(setting: Setting) -> None:
 def test_bytes_are_counted_once() -> None:
     setting = Setting(1)
     traffic: Traffic = setting.rank.telemetry.traffic
-    columns = setting.columns(0, random_columns(setting.partition, 1), ResidentState)
+    columns = setting.columns(0, random_columns(setting.partition, 1))
     columns.request("select")
     columns.load("select")
     assert traffic == Traffic(d2h_bytes=0, h2d_bytes=12 * columns.numel)
