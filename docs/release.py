@@ -47,10 +47,9 @@ def with_addresses(pyproject: str, repository: str) -> str:
         "Changelog": f"{repository}/blob/main/CHANGELOG.md",
         "Issues": f"{repository}/issues",
     }
-    table = "\n".join(["[project.urls]", *(f'{name} = "{address}"' for name, address in addresses.items())])
-    head, scripts, tail = pyproject.partition("[project.scripts]")
-    assert scripts and "[project.urls]" not in pyproject
-    return f"{head}{table}\n\n{scripts}{tail}"
+    head, urls, tail = pyproject.partition("[project.urls]\n")
+    assert urls
+    return head + urls + "".join(f'{name} = "{address}"\n' for name, address in addresses.items()) + tail
 
 
 def main(repository: str, revision: str) -> None:

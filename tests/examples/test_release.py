@@ -23,8 +23,8 @@ def test_links_of_the_readme_are_absolute() -> None:
 def test_addresses_are_added_to_the_metadata() -> None:
     before = (ROOT / "pyproject.toml").read_text()
     after = with_addresses(before, ADDRESS)
-    assert f'Repository = "{ADDRESS}"\n' in after
-    assert after.replace(re.search(r"\[project\.urls\].*?\n\n", after, re.DOTALL)[0], "") == before  # type: ignore[index]
+    assert f'[project.urls]\nRepository = "{ADDRESS}"\n' in after
+    assert [line for line in after.splitlines() if ADDRESS not in line] == before.splitlines()
 
 
 def test_versions_and_authors_are_those_of_the_citation() -> None:
