@@ -1,13 +1,12 @@
 """The training device: streams, events, page-locked memory and memory counters.
 
-All of the package asks this module, and not `torch.cuda`, so that a device of another kind is one more `DeviceRuntime` in `RUNTIMES`. The
+All of the package asks this module, and not `torch.cuda`, so that a device of another kind is one more `HostRuntime` in `RUNTIMES`. The
 tests add one that records the order of all operations.
 """
 
 import functools
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol, cast
@@ -53,45 +52,64 @@ class Stream(Protocol):
         """Makes the host wait for all work of this stream."""
 
 
-class DeviceRuntime(ABC):
-    """Operations on a device that are not operations on tensors. Has no state of its own."""
+class _Done:
+    """Stream or event that everything precedes."""
+
+    def wait_stream(self, stream: Stream, /) -> None: ...
+
+    def wait_event(self, event: Event, /) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event, /) -> float:
+        return 0.0
+
+
+_DONE = _Done()
+
+
+class HostRuntime:
+    """Operations on a device that are not operations on tensors; other devices override them. Has no state of its own.
+
+    On the CPU operations are done when the call returns, so order needs nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
-    @abstractmethod
     def runs_behind(self) -> bool:
         """Whether the host enqueues work and goes on. Then order needs events.
 
         Copies to and from host memory are in the order of the stream. The host may wait for those of memory that is not page-locked.
         """
+        return False
 
-    @abstractmethod
     def new_stream(self) -> Stream:
         """A new stream."""
+        return _DONE
 
-    @abstractmethod
     def current_stream(self) -> Stream:
         """The stream that operations of this thread are enqueued on."""
+        return _DONE
 
-    @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes `stream` the current one in the context."""
+        return nullcontext()
 
-    @abstractmethod
     def record_event(self, *, timing: bool = False) -> Event:
         """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`."""
+        return _DONE
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Makes the host wait for all work of the device."""
 
-    @abstractmethod
     def keep_for(self, stream: Stream, tensor: Tensor) -> None:
         """Keeps the tensor's memory from being reused before the present work of `stream`, which is not the one it was allocated on."""
 
-    @abstractmethod
     def page_lock(self, address: int, n_bytes: int) -> None:
         """Page-locks host memory.
 
@@ -99,29 +117,27 @@ class DeviceRuntime(ABC):
             RuntimeError: the system refuses.
         """
 
-    @abstractmethod
     def page_unlock(self, address: int) -> None:
         """Undoes `page_lock` of the range that begins at `address`."""
 
-    @abstractmethod
     def memory_allocated(self) -> int:
         """Bytes of device memory in tensors."""
+        return 0
 
-    @abstractmethod
     def max_memory_allocated(self) -> int:
         """Largest value of `memory_allocated` since `forget_peak`."""
+        return 0
 
-    @abstractmethod
     def forget_peak(self) -> None:
         """Lets `max_memory_allocated` begin anew."""
 
-    @abstractmethod
     def memory_beside_peak(self) -> tuple[float, float]:
         """Bytes that are free beside `max_memory_allocated`, and all bytes of the device."""
+        return math.inf, 0.0
 
-    @abstractmethod
     def pci_address(self) -> str | None:
         """Address of the device, for example "0000:3b:00.0"; None if it has none or it is not known."""
+        return None
 
     def to_device(self, values: Tensor) -> Tensor:
         """Copies host memory to the device, in the order of the current stream; on a CPU returns `values`."""
@@ -137,85 +153,7 @@ class DeviceRuntime(ABC):
         return torch.empty(shape, dtype=dtype)
 
 
-class HostRuntime(DeviceRuntime):
-    """The CPU as the training device: operations are done when the call returns, so order needs nothing."""
-
-    class _Done:
-        """Stream or event that everything precedes."""
-
-        def wait_stream(self, stream: Stream, /) -> None: ...
-
-        def wait_event(self, event: Event, /) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, end_event: Event, /) -> float:
-            return 0.0
-
-    _DONE = _Done()
-
-    @property
-    @override
-    def runs_behind(self) -> bool:
-        return False
-
-    @override
-    def new_stream(self) -> Stream:
-        return self._DONE
-
-    @override
-    def current_stream(self) -> Stream:
-        return self._DONE
-
-    @override
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    @override
-    def record_event(self, *, timing: bool = False) -> Event:
-        return self._DONE
-
-    @override
-    def synchronize(self) -> None:
-        pass
-
-    @override
-    def keep_for(self, stream: Stream, tensor: Tensor) -> None:
-        pass
-
-    @override
-    def page_lock(self, address: int, n_bytes: int) -> None:
-        pass
-
-    @override
-    def page_unlock(self, address: int) -> None:
-        pass
-
-    @override
-    def memory_allocated(self) -> int:
-        return 0
-
-    @override
-    def max_memory_allocated(self) -> int:
-        return 0
-
-    @override
-    def forget_peak(self) -> None:
-        pass
-
-    @override
-    def memory_beside_peak(self) -> tuple[float, float]:
-        return math.inf, 0.0
-
-    @override
-    def pci_address(self) -> str | None:
-        return None
-
-
-class CudaRuntime(DeviceRuntime):
+class CudaRuntime(HostRuntime):
     """A CUDA device."""
 
     @property
@@ -309,11 +247,11 @@ def _warn_once(reason: str) -> None:
     _log.warning("ZenFlow: host memory cannot be page-locked (%s); training goes on, but %s", reason, PAGEABLE_MEMORY)
 
 
-RUNTIMES: dict[str, Callable[[torch.device], DeviceRuntime]] = {"cpu": HostRuntime, "cuda": CudaRuntime}
+RUNTIMES: dict[str, Callable[[torch.device], HostRuntime]] = {"cpu": HostRuntime, "cuda": CudaRuntime}
 """By type of the device."""
 
 
-def runtime_of(device: torch.device) -> DeviceRuntime:
+def runtime_of(device: torch.device) -> HostRuntime:
     """The runtime of a device.
 
     Raises:
