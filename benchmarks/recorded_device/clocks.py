@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 HOST, WORKER, MAIN = "host", "worker", "main"
 
+_MODEL = ("", "strategy.training_step", "strategy.backward", "strategy.optimizer_step")
+"""Places of operations that are the model's own."""
+
 Clock = dict[str, int]
 
 
@@ -56,22 +59,21 @@ class Operation:
     """One entry of the recording, in the order in which the host came to it."""
 
     kind: str
-    """launch, d2h, h2d: work of a stream; part: of the launch that follows (`passes`); host: work of the host; record, wait: of an event
-    (`event`); host wait; submit, replay: jobs."""
+    """launch, d2h, h2d: work of a stream; part: of the launch that follows (`passes`); host: work of the host; record: of an event; host
+    wait; step: the end of one (`StepEnds`)."""
     actor: str
     name: str = ""
     n_bytes: int = 0
-    """Copied; of other work read and written."""
-    numel: int = 0
-    """Elements of the largest tensor."""
-    flops: int = 0
-    """Floating-point operations of a matrix product."""
+    """Copied."""
     event: int = 0
-    """Number of the event or job."""
-    after: int = -1
-    """submit: index of the copy of the word that the worker waits for; -1: none."""
+    """Number of the event, or of the step that ends."""
     place: str = ""
     """Function of the package that did it."""
+
+    @property
+    def is_of_the_model(self) -> bool:
+        """Whether it is one of forward or backward itself."""
+        return self.place in _MODEL
 
 
 @dataclass

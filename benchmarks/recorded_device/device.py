@@ -26,8 +26,8 @@ class RecordedDevice:
         """What `Event.query` answers: both must be right."""
         self.main = RecordedStream(self, MAIN)
         self.memory = DeviceMemory()
-        self.written: set[int] | None = None
-        """Addresses that the present pass has written to; None outside of passes (`passes`)."""
+        self.is_within_pass = False
+        """Whether a pass of `kernels` is running (`passes`)."""
         self.page_locked: dict[int, int] = {}
         """Ranges of host memory: begin and end."""
         self._stack = [self.main]
@@ -52,17 +52,14 @@ class RecordedDevice:
             self._stack.pop()
 
     @contextmanager
-    def one_launch(self, name: str, arguments: Sequence[Tensor]) -> Iterator[None]:
-        """Notes all work of the context as one launch, which reads its arguments once and writes those that it changes."""
-        self.written = set()
+    def one_launch(self, name: str) -> Iterator[None]:
+        """Notes all work of the context as one launch."""
+        self.is_within_pass = True
         try:
             yield
-            changed = [t for t in arguments if t.data_ptr() in self.written]
         finally:
-            self.written = None
-        n_bytes = sum(t.nbytes for t in [*arguments, *changed])
-        numel = max((t.numel() for t in arguments), default=0)
-        self.note("launch", self.current.name, name=name, n_bytes=n_bytes, numel=numel)
+            self.is_within_pass = False
+        self.note("launch", self.current.name, name=name)
         self.memory.measure()
 
     def host_waits(self, clock: Clock, name: str, event: int = 0) -> None:
@@ -110,7 +107,6 @@ class RecordedStream:
 
     def wait_event(self, event: "RecordedEvent") -> None:
         self._device.order.follow(self.name, event.clock)
-        self._device.note("wait", self.name, event=event.number)
 
     def record_event(self, event: "RecordedEvent | None" = None) -> "RecordedEvent":
         event = event or RecordedEvent(self._device)

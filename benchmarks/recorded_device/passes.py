@@ -6,9 +6,6 @@ The operations within a pass still count for the order, as parts.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_iter
-
 from benchmarks.recorded_device.device import RecordedDevice
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.torch import TorchKernels
@@ -24,9 +21,9 @@ def one_launch_a_pass(device: RecordedDevice) -> Kernels:
         run = getattr(TorchKernels, name)
 
         def noted(self: Kernels, *args: Any, **kwargs: Any) -> Any:
-            if device.written is not None:  # within another pass
+            if device.is_within_pass:
                 return run(self, *args, **kwargs)
-            with device.one_launch(name, [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]):
+            with device.one_launch(name):
                 return run(self, *args, **kwargs)
 
         return noted

@@ -15,7 +15,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 import lightning_zenflow
@@ -88,8 +87,6 @@ class Watch(TorchDispatchMode):
         self._device, self._order = device, device.order
         self.word_clocks: dict[int, Clock] = {}
         """For each address that a device copied to last: what precedes the copy's end."""
-        self.word_copies: dict[int, int] = {}
-        """For each such address: the index of that copy among the operations."""
         self._words = range(0)
         self._numbers: dict[int, int] = {}
         self._storages: set[int] = set()
@@ -123,9 +120,7 @@ class Watch(TorchDispatchMode):
         if packet in _ALLOCATIONS:
             return out
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
-        count = flop_registry.get(func.overloadpacket)
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=out))
-        self._add(packet, reads, writes, new, non_blocking=non_blocking is True, flops=flops)
+        self._add(packet, reads, writes, new, non_blocking=non_blocking is True)
         return out
 
     def is_on_device(self, tensor: Tensor) -> bool:
@@ -134,7 +129,7 @@ class Watch(TorchDispatchMode):
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._storages
 
     def _add(
-        self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, non_blocking: bool, flops: int
+        self, name: str, reads: list[Tensor], writes: list[Tensor], new: list[Tensor], *, non_blocking: bool
     ) -> None:
         tensors = [*reads, *writes, *new]
         actor = self._device.current.name if any(map(self.is_on_device, tensors)) else HOST
@@ -147,15 +142,10 @@ class Watch(TorchDispatchMode):
         self._order.touch(read, writes=False, actor=actor, clock=clock, name=where)
         self._order.touch(written, writes=True, actor=actor, clock=clock, name=where)
         kind = HOST if actor == HOST else transfer.kind
-        if kind in (HOST, "launch") and self._device.written is not None:
+        if kind in (HOST, "launch") and self._device.is_within_pass:
             kind = "part"
-            self._device.written.update(span.begin for span in written)
-        if kind in ("d2h", "h2d"):
-            for copied in writes + new:
-                self._device.note(kind, actor, name=name, n_bytes=copied.nbytes, numel=copied.numel())
-        else:
-            n_bytes, numel = sum(t.nbytes for t in tensors), max((t.numel() for t in tensors), default=0)
-            self._device.note(kind, actor, name=name, n_bytes=n_bytes, numel=numel, flops=flops)
+        n_bytes = sum(t.nbytes for t in writes + new) if kind in ("d2h", "h2d") else 0
+        self._device.note(kind, actor, name=name, n_bytes=n_bytes)
         if actor == HOST:
             for span in written:
                 self._forget_numbers(span)
@@ -163,7 +153,6 @@ class Watch(TorchDispatchMode):
             self._note_numbers(writes)
             for span in written:
                 self.word_clocks[span.begin] = clock
-                self.word_copies[span.begin] = len(self._order.operations) - 1
         if actor != HOST and transfer.waits(non_blocking=non_blocking, is_page_locked=self._device.is_page_locked):
             self._device.host_waits(clock, name)
 
@@ -197,7 +186,7 @@ class Watch(TorchDispatchMode):
         if base:
             self._order.allocate(base, self._device.current.name)
             weakref.finalize(storage, self._order.free, base)
-            self._device.memory.allocate(base, storage.nbytes(), place(), counts=self._device.written is None)
+            self._device.memory.allocate(base, storage.nbytes(), place(), counts=not self._device.is_within_pass)
             weakref.finalize(storage, self._device.memory.free, base)
 
     def spans(self, tensor: Tensor) -> list[Span]:
@@ -245,9 +234,6 @@ class WatchedWorker:
 
         def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> Submission:
             self._submitted.append(dict(self._order.clocks[HOST]))
-            words = self._words(message) if isinstance(message, JobMessage) else []
-            after = max((self._watch.word_copies[word.data_ptr()] for word in words), default=-1)
-            self._device.note("submit", HOST, name=type(message).__name__, event=_number(message), after=after)
             return enqueue(worker, message)
 
         def received(worker: SupervisedWorker) -> None:
@@ -266,12 +252,10 @@ class WatchedWorker:
         known = [self._watch.word_clocks[word.data_ptr()] for word in words]
         self._order.clocks[WORKER] = join(self._order.clocks[WORKER], at_submission, *known)
         clock = self._order.begin(WORKER)
-        n_bytes = 0
         if isinstance(message, JobMessage):
-            n_bytes = self._replay(message, clock)
+            self._replay(message, clock)
         elif isinstance(message, ExportMessage):
-            n_bytes = self._export(message, clock)
-        self._device.note("replay", WORKER, name=type(message).__name__, event=_number(message), n_bytes=n_bytes)
+            self._export(message, clock)
         self._order.follow(HOST, clock)
 
     def _words(self, job: JobMessage) -> list[Tensor]:
@@ -282,7 +266,7 @@ class WatchedWorker:
         # Before the first step there is none.
         return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
 
-    def _replay(self, job: JobMessage, clock: Clock) -> int:
+    def _replay(self, job: JobMessage, clock: Clock) -> None:
         arena, block = self._arena, self._blocks[job.block]
         assert arena is not None
         numel = block.end - block.begin
@@ -293,10 +277,8 @@ class WatchedWorker:
         )
         for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
-        state_bytes = arena.master.element_size() + 2 * arena.exp_avg.element_size()
-        return int(numel * (2 * state_bytes + arena.slots.element_size() * (1 + len(job.slots))))
 
-    def _export(self, message: ExportMessage, clock: Clock) -> int:
+    def _export(self, message: ExportMessage, clock: Clock) -> None:
         arena = self._arena
         assert arena is not None
         memory = arena.export.data_ptr() - arena.export_offset
@@ -307,14 +289,9 @@ class WatchedWorker:
             for part in range(3):
                 of_part = state.narrow(0, begin + part * tile.target_stride, numel)
                 self._touch(of_part, clock, writes=True, name="export of state")
-        return 12 * sum(tile.rows * tile.n_columns for tile in tiles)
 
     def _touch(self, tensor: Tensor, clock: Clock, *, writes: bool, name: str) -> None:
         self._order.touch(self._watch.spans(tensor), writes=writes, actor=WORKER, clock=clock, name=name)
-
-
-def _number(message: JobMessage | Request) -> int:
-    return message.job_id if isinstance(message, JobMessage) else message.request_id
 
 
 @contextmanager

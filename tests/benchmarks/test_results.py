@@ -27,7 +27,6 @@ SHOWN = {
     "step_time.bookkeeping --report-only": "performance.md",
     "kernel.__main__ --report-only": "performance.md",
     "monitor.__main__ --report-only": "metrics.md",
-    "estimate.__main__": "estimate.md",
 }
 
 

@@ -62,10 +62,6 @@ RUN_ELSEWHERE = {
         "tests/examples/test_command_line.py",
         '"-m", "lightning_zenflow"',
     ),
-    "python -m benchmarks.estimate.predictions > docs/predictions.md": (
-        "tests/unit/estimate/test_estimate.py",
-        'run_module("benchmarks.estimate.predictions"',
-    ),
     "python -m benchmarks.modules > docs/modules.md": (
         "tests/benchmarks/test_modules_benchmark.py",
         "table(list(ZOO))",

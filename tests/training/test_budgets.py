@@ -9,7 +9,6 @@ import torch
 from typing_extensions import override
 
 from benchmarks.recorded_device.device import RecordedDevice
-from benchmarks.recorded_device.rates import is_models
 from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
 from gpu_cases import RACES, optimizer_of
@@ -69,7 +68,7 @@ class Budgets(StepEnds):
         operations = self.device.order.operations
         ends = {o.event: i for i, o in enumerate(operations) if o.kind == "step"}
         of_steps = operations[ends[steps[0] - 1] : ends[steps[-1]]]
-        return sum(o.n_bytes for o in of_steps if o.kind == kind and not is_models(o))
+        return sum(o.n_bytes for o in of_steps if o.kind == kind and not o.is_of_the_model)
 
 
 def budgets_of(case: Case) -> Budgets:

@@ -1,10 +1,7 @@
 """The cost model: against calculations by hand, and against the arena that training allocates."""
 
-import contextlib
 import dataclasses
 import itertools
-import runpy
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedu
 from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
-ROOT = Path(__file__).parents[3]
 MACHINE = Machine(gpus=4, gpu_mem=80, pcie=25, cpu_bw=150)
 MODEL = ModelShapes(name="test", matrices=[Matrix(rows=50_000, columns=20_000, count=4)], vector_numel=1_000_000)
 """4.001e9 parameters."""
@@ -296,12 +292,6 @@ def test_invalid_workloads(change: dict[str, float]) -> None:
 def test_more_gpus_than_parameters() -> None:
     with pytest.raises(ValueError, match="gpus must be at most the number of parameters, 3, got 4"):
         predict(shapes_of_count(3))
-
-
-def test_the_page_of_predictions_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(SystemExit):
-        runpy.run_module("benchmarks.estimate.predictions", run_name="__main__")
-    assert capsys.readouterr().out == (ROOT / "docs" / "predictions.md").read_text()
 
 
 def test_auto_takes_no_schedule_that_the_host_has_no_memory_for() -> None:

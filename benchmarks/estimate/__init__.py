@@ -1,1 +1,0 @@
-"""How accurate is `lightning-zenflow estimate`? Its error against measurements, and its predictions for large models."""
