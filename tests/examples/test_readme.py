@@ -62,10 +62,6 @@ RUN_ELSEWHERE = {
         "tests/examples/test_command_line.py",
         '"-m", "lightning_zenflow"',
     ),
-    "python -m benchmarks.modules > docs/modules.md": (
-        "tests/benchmarks/test_modules_benchmark.py",
-        "table(list(ZOO))",
-    ),
     "python -m docs.configuration": ("tests/unit/config/test_config.py", "with_table(text) == text"),
     "python -m docs.quote_tables": ("tests/examples/test_readme.py", "quote_tables.with_quotes"),
     "python -m docs.draw_pictures": ("tests/examples/test_readme.py", "draw_pictures.main"),

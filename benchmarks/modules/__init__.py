@@ -1,1 +1,0 @@
-"""Do modules of other libraries train as under Lightning's own strategy?"""
