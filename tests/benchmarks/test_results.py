@@ -26,7 +26,6 @@ SHOWN = {
     "step_time.__main__ --report-only --name memory_50M": "performance.md",
     "step_time.bookkeeping --report-only": "performance.md",
     "kernel.__main__ --report-only": "performance.md",
-    "monitor.__main__ --report-only": "metrics.md",
 }
 
 

@@ -85,7 +85,6 @@ RUN_ELSEWHERE = {
 
 MEASURED_BY = {
     "benchmarks.bookkeeping": "benchmarks.step_time.bookkeeping",
-    "benchmarks.monitor_overhead": "benchmarks.monitor",
 }
 """Module in the command of a measured table, as it was then -> its present name."""
 

@@ -1,1 +1,0 @@
-"""What does `StallMonitor` cost a step?"""
