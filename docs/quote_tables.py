@@ -1,4 +1,4 @@
-"""Copies columns and rows of measured tables from the documents into the README: `python -m docs.quote_tables`.
+"""Copies columns and rows of measured tables into the README: `python -m docs.quote_tables`.
 
 `python -m docs.quote_tables FILE` writes the result to a file instead.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.provenance import ROOT
-from benchmarks.common.results import markdown, put_into_document
+from benchmarks.common.results import RESULTS, markdown
 
 README = ROOT / "README.md"
 
@@ -17,8 +17,10 @@ README = ROOT / "README.md"
 class Quote:
     """A part of one measured table."""
 
-    document: str
     table: str
+    """Between `<!-- table TABLE -->` and `<!-- end -->` in the README."""
+    result: str
+    """File in benchmarks/results/."""
     columns: tuple[str, ...]
     rows: tuple[str, ...] = ()
     """First cells of the rows; empty: all rows."""
@@ -26,8 +28,8 @@ class Quote:
 
 QUOTES = (
     Quote(
-        document="docs/performance.md",
         table="step_time_simulated_151M_asynchronous_1x16",
+        result="step_time_simulated_151M_asynchronous_1x16.md",
         columns=("method", "mean ms", "p99/p50", "time / zero_offload", "waiting", "host GB"),
         rows=(
             "floor: gradients dropped, no step",
@@ -38,8 +40,8 @@ QUOTES = (
         ),
     ),
     Quote(
-        document="docs/convergence.md",
         table="delay_small",
+        result="convergence_delay_small.md",
         columns=("method", "val. loss", "min..max", "to AdamW"),
         rows=(
             "DeepSpeed ZeRO-2 offload, AdamW",
@@ -66,25 +68,25 @@ def quoted(quote: Quote) -> str:
     """The quoted part of the table, followed by the table's notes: the command that measured it and its provenance.
 
     Raises:
-        ValueError: the document does not have the table, a column or a row.
+        ValueError: the table does not have a column or a row.
     """
-    text = (ROOT / quote.document).read_text()
-    _, found, rest = text.partition(f"<!-- table {quote.table} -->\n")
-    if not found:
-        raise ValueError(f"{quote.document} has no table {quote.table!r}; change QUOTES in docs/quote_tables.py")
-    table = rest.partition("<!-- end -->")[0].strip()
+    table = (RESULTS / quote.result).read_text()
     rows = {next(iter(row.values())): row for row in rows_of(table)}
     missing = {*quote.columns} - {*next(iter(rows.values()))} | {*quote.rows} - {*rows}
     if missing:
-        raise ValueError(f"{quote.document}, table {quote.table}: there is no {sorted(missing)}; change QUOTES")
+        raise ValueError(f"benchmarks/results/{quote.result}: there is no {sorted(missing)}; change QUOTES")
     chosen = [{column: rows[name][column] for column in quote.columns} for name in quote.rows or rows]
     notes = [line for line in table.splitlines() if line and not line.startswith("|")]
     return "\n\n".join([markdown(chosen), *notes])
 
 
 def with_quotes(document: str) -> str:
-    """The document with every quoted table up to date."""
-    return put_into_document(document, {quote.table: quoted(quote) for quote in QUOTES})
+    """The document with every quoted table up to date, between its markers."""
+    for quote in QUOTES:
+        before, begin, rest = document.partition(f"<!-- table {quote.table} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        document = f"{before}{begin}\n{quoted(quote)}\n\n{end}{after}"
+    return document
 
 
 if __name__ == "__main__":

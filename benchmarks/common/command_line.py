@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.common.results import FORMER_NAMES, RESULTS
+from benchmarks.common.results import RESULTS
 
 T = TypeVar("T")
 
@@ -52,12 +52,11 @@ def list_of(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def one_of(names: Collection[str], kind: str) -> Callable[[str], str]:
-    """Parser of a name; former names are accepted."""
+    """Parser of a name."""
 
     def parse(text: str) -> str:
-        name = FORMER_NAMES.get(text, text)
-        if name not in names:
+        if text not in names:
             raise ValueError(f"a {kind} must be one of {', '.join(names)}, got {text!r}")
-        return name
+        return text
 
     return parse

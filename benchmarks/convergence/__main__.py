@@ -1,7 +1,6 @@
 """Does training with `ZenFlowStrategy` converge like AdamW? Trains small models with every method and tabulates the results.
 
     python -m benchmarks.convergence                                     # everything: hours on two cores
-    python -m benchmarks.convergence --quick                             # training under delay: ten minutes
     python -m benchmarks.convergence --settings fast --methods adamw,zenflow_s4 --seeds 1
     python -m benchmarks.convergence --report-only
     python -m benchmarks.convergence --check-repeat
@@ -24,9 +23,8 @@ from pathlib import Path
 from benchmarks.common import provenance
 from benchmarks.common.command_line import CommandLine, list_of, one_of
 from benchmarks.common.processes import run_process
-from benchmarks.common.results import update_document
 from benchmarks.convergence import records
-from benchmarks.convergence.methods import METHODS, names_of
+from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.records import Record, Spec, newest
 from benchmarks.convergence.report import write_reports
 from benchmarks.convergence.run import run
@@ -45,11 +43,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--methods",
         type=list_of(one_of(METHODS, "method")),
         metavar="NAME,...",
-        help="default: all; the main ones in settings whose runs take minutes",
+        help="default: those of the setting",
     )
     add("--lrs", type=list_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
     add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...", help="the first chooses the learning rate")
-    add("--quick", action="store_true", help="setting delay_quick with one seed: ten minutes on two cores")
     add("--all-seeds-at-all-lrs", action="store_true", help="run every seed at every learning rate")
     add("--steps", type=int, help="optimizer steps; default: the setting's; others are left out of the tables")
     add("--jobs", type=int, default=2, help="concurrent runs; the cores are divided among them")
@@ -59,8 +56,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--check-repeat", action="store_true", help="run zenflow_s4 twice and compare the bits of the final weights")
     parser.add_results()
     options = parser.parse(arguments)
-    if options.quick:
-        options.settings, options.seeds = ["delay_quick"], options.seeds[:1]
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     return options
@@ -71,7 +66,7 @@ def grid(options: argparse.Namespace, seeds: Sequence[int]) -> list[Spec]:
     specs = []
     for name in options.settings:
         setting = SETTINGS[name]
-        methods = options.methods or names_of(setting.methods)
+        methods = options.methods or setting.methods
         specs += [
             Spec(setting=name, method=method, lr=lr, seed=seed, steps=options.steps or setting.steps)
             for seed in seeds
@@ -172,7 +167,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in tables.items():
         title = SETTINGS[name].title if name in SETTINGS else "all settings about delay, to AdamW"
         print(f"\n{name}: {title}\n\n{text}")
-    update_document("convergence.md", tables, options.results)
     return 0
 
 

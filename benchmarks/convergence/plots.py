@@ -9,17 +9,9 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.convergence.methods import METHODS, Family, family_of, title_of
+from benchmarks.convergence.methods import METHODS, Family
 from benchmarks.convergence.settings import Setting
-from benchmarks.convergence.summary import (
-    BASELINE,
-    GapShare,
-    Summary,
-    baseline_of,
-    loss_of,
-    share_of_gap,
-    steps_to_loss_of,
-)
+from benchmarks.convergence.summary import BASELINE, Summary, baseline_of, loss_of
 
 COLOURS: Mapping[Family, str] = {
     "AdamW": "black",
@@ -43,30 +35,22 @@ def plot(summaries: Sequence[Summary], setting: Setting, path: Path) -> None:
         figure = Figure(figsize=(13, 4 + height), layout="constrained")
         top, bottom = figure.subfigures(2, squeeze=False, height_ratios=(4, height))[:, 0]
         _draw_curves(top.subplots(), shown)
-        draw = (_draw_losses, _draw_shares, _draw_steps) if setting.methods == "delay" else (_draw_losses,)
-        panels = bottom.subplots(ncols=len(draw), sharey=True, squeeze=False)[0]
-        for draw_panel, axes in zip(draw, panels, strict=True):
-            draw_panel(axes, shown)
-        _name_rows(panels[0], shown)
+        _draw_losses(bottom.subplots(), shown)
     figure.suptitle(setting.title)
     figure.savefig(path, dpi=100)
 
 
 def _draw_curves(axes: Axes, shown: Sequence[Summary]) -> None:
-    """Training loss of the main methods. The first tenth of the steps is cut off above: it would take most of the height."""
+    """Training losses. The first tenth of the steps is cut off above: it would take most of the height."""
     styles = {family: cycle(LINE_STYLES) for family in COLOURS}
     highest = -math.inf
     for summary in shown:
-        if isinstance(summary.setting.methods, str) and not (
-            summary.method in METHODS and METHODS[summary.method].main
-        ):
-            continue
         curve, every = summary.curve(), summary.best[0].loss_every
-        family = family_of(summary.method)
+        family = METHODS[summary.method].family
         axes.plot(
             range(every, every * len(curve) + 1, every),
             curve,
-            label=title_of(summary.method),
+            label=METHODS[summary.method].title,
             color=COLOURS[family],
             linestyle=next(styles[family]),
             linewidth=1.2,
@@ -93,31 +77,8 @@ def _draw_losses(axes: Axes, shown: Sequence[Summary]) -> None:
     left, right = axes.get_xlim()
     axes.set_xlim(min(left, -1.1), max(right, 1.1))
     axes.axvline(0, color="black", linewidth=0.5)
-    axes.set(xlabel=f"val. loss to {'AdamW' if baseline.method == BASELINE else title_of(baseline.method)}, %")
-
-
-def _draw_shares(axes: Axes, shown: Sequence[Summary]) -> None:
-    by_name = {summary.method: summary for summary in shown}
-    for row, summary in enumerate(shown):
-        share = share_of_gap(summary, by_name)
-        if isinstance(share, GapShare):
-            colour = COLOURS[family_of(summary.method)]
-            axes.plot([share.low, share.high], [row, row], color=colour, linewidth=1.2)
-            axes.plot([share.of_means], [row], color=colour, marker="|", markersize=11, markeredgewidth=2)
-    for share_of in (0, 100):
-        axes.axvline(share_of, color="black", linewidth=0.5)
-    axes.set(xlabel="share of the gap, %")
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _draw_steps(axes: Axes, shown: Sequence[Summary]) -> None:
-    baseline = baseline_of(shown)
-    if baseline is not None:
-        steps = [steps_to_loss_of(baseline, summary) for summary in shown]
-        _draw_rows(axes, shown, [[] for _ in shown], steps, missing_at=baseline.setting.steps)
-        axes.axvline(steps_to_loss_of(baseline, baseline), color="black", linewidth=0.5)
-        axes.set_xlim(0, 1.05 * baseline.setting.steps)
-    axes.set(xlabel="steps to AdamW's training loss")
+    _name_rows(axes, shown)
+    axes.set(xlabel=f"val. loss to {'AdamW' if baseline.method == BASELINE else METHODS[baseline.method].title}, %")
 
 
 def _draw_thresholds(axes: Axes, shown: Sequence[Summary]) -> None:
@@ -147,7 +108,7 @@ def _draw_rows(
 ) -> None:
     """A row for each method: a dot for each seed, a bar for the mean or median; a cross at `missing_at` for what is infinite."""
     for row, (summary, of_row, middle) in enumerate(zip(shown, values, middles, strict=True)):
-        colour = COLOURS[family_of(summary.method)]
+        colour = COLOURS[METHODS[summary.method].family]
         finite = [value for value in of_row if math.isfinite(value)]
         axes.plot(finite, [row] * len(finite), color=colour, marker="o", markersize=4, alpha=0.5, linestyle="none")
         if math.isfinite(middle):
@@ -158,6 +119,8 @@ def _draw_rows(
 
 
 def _name_rows(axes: Axes, shown: Sequence[Summary]) -> None:
-    names = [f"{title_of(summary.method)} (lr {summary.best_lr:g}, {len(summary.best)} seeds)" for summary in shown]
+    names = [
+        f"{METHODS[summary.method].title} (lr {summary.best_lr:g}, {len(summary.best)} seeds)" for summary in shown
+    ]
     axes.set_yticks(range(len(shown)), names, fontsize="small")
     axes.set_ylim(len(shown) - 0.5, -0.5)

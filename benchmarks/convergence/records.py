@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common.results import from_json
-
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Spec:
@@ -54,7 +52,7 @@ def read(path: Path) -> list[Record]:
     """All records of a file, oldest first; empty if there is no file."""
     records = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        values = from_json(line)
+        values = json.loads(line)
         spec = Spec(**{key.name: values.pop(key.name) for key in dataclasses.fields(Spec)})
         records.append(Record(spec=spec, **values))
     return records

@@ -8,33 +8,21 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.common.results import markdown
-from benchmarks.convergence.methods import METHODS, names_of, title_of
+from benchmarks.convergence.methods import ABOUT_DELAY, METHODS
 from benchmarks.convergence.plots import plot
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import SETTINGS
-from benchmarks.convergence.summary import (
-    GapShare,
-    Summary,
-    baseline_of,
-    loss_of,
-    share_of_gap,
-    steps_to_loss_of,
-    summarise,
-)
+from benchmarks.convergence.summary import Summary, baseline_of, loss_of, summarise
 
 
 def table(summaries: Sequence[Summary]) -> str:
     """The Markdown table of one setting."""
     baseline = baseline_of(summaries)
     with_development_set = any(record.dev_accuracy is not None for s in summaries for record in s.best)
-    about_delay = any(summary.setting.methods == "delay" for summary in summaries)
-    by_name = {summary.method: summary for summary in summaries if summary.best}
     rows = []
     for summary in summaries:
-        row = {"method": title_of(summary.method), "name": f"`{summary.method}`"}
+        row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
         row |= {"best lr": "", "val. loss": "failed", "min..max": "", "to AdamW": "", "seeds": ""}
-        if about_delay:
-            row |= {"of the gap": _share(summary, by_name), "AdamW's loss at": _steps_to_loss(summary, baseline)}
         if with_development_set:
             row |= {"dev. accuracy": "", "dev. loss": ""}
         if summary.best_lr is not None:
@@ -56,11 +44,11 @@ def table(summaries: Sequence[Summary]) -> str:
 
 
 def overview(by_setting: Mapping[str, Sequence[Summary]]) -> str:
-    """The Markdown table of all settings about delay: the main methods, as differences to AdamW."""
-    about_delay = {name: summaries for name, summaries in by_setting.items() if SETTINGS[name].methods == "delay"}
+    """The Markdown table of all settings about delay, as differences to AdamW."""
+    about_delay = {name: summaries for name, summaries in by_setting.items() if SETTINGS[name].methods == ABOUT_DELAY}
     rows = []
-    for method in [name for name in names_of("delay") if METHODS[name].main]:
-        row = {"method": title_of(method)}
+    for method in ABOUT_DELAY:
+        row = {"method": METHODS[method].title}
         for name, summaries in about_delay.items():
             of_method = {summary.method: summary for summary in summaries}
             row[name] = _to(of_method[method], baseline_of(summaries)) if method in of_method else ""
@@ -78,24 +66,12 @@ def _to(summary: Summary, baseline: Summary | None) -> str:
     return f"{difference:+.1f} %" if summary.setting.measure == "loss" else f"{difference:+.0f} %"
 
 
-def _share(summary: Summary, by_name: Mapping[str, Summary]) -> str:
-    share = share_of_gap(summary, by_name)
-    return f"{share.of_means:.0f} % ({share.low:.0f}..{share.high:.0f})" if isinstance(share, GapShare) else share or ""
-
-
-def _steps_to_loss(summary: Summary, baseline: Summary | None) -> str:
-    if baseline is None or not summary.best:
-        return ""
-    steps = steps_to_loss_of(baseline, summary)
-    return "not reached" if math.isinf(steps) else f"{steps:g}"
-
-
 def steps_table(summaries: Sequence[Summary]) -> str:
     """The Markdown table of a setting with a threshold."""
     baseline = baseline_of(summaries)
     rows = []
     for summary in summaries:
-        row = {"method": title_of(summary.method), "name": f"`{summary.method}`"}
+        row = {"method": METHODS[summary.method].title, "name": f"`{summary.method}`"}
         row |= {"best lr": "", "steps": "failed", "min..max": "", "to AdamW": "", "reached": ""}
         if summary.best_lr is not None:
             median_steps = summary.steps_at(summary.best_lr)
@@ -151,7 +127,7 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             make_table = steps_table if SETTINGS[setting].measure == "steps" else table
             tables[setting] = f"{make_table(summaries)}\n\n{provenance(runs)}"
             plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
-    if any(SETTINGS[setting].methods == "delay" for setting in tables):
+    if any(SETTINGS[setting].methods == ABOUT_DELAY for setting in tables):
         tables["delay"] = overview(by_name)
     for name, text in tables.items():
         (folder / f"convergence_{name}.md").write_text(f"{text}\n")

@@ -48,7 +48,7 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-SMALL, LARGE = Shape(width=64, layers=2), Shape(width=128, layers=4)
+SMALL = Shape(width=64, layers=2)
 
 
 def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
@@ -66,7 +66,7 @@ def build(spec: Spec, cache: Path) -> tuple[pl.LightningModule, Any]:
         shape, text = Shape(), c_headers()
         model = pretrained(cache, shape, PreTraining(steps=1500))
     else:
-        shape, text = SMALL if task == "small_gpt" else LARGE, python_library()
+        shape, text = SMALL, python_library()
         model = untrained(shape, spec.seed)
     gpt = GptModule(model, lr=spec.lr, steps=spec.steps, make_optimizer=make_optimizer)
     return gpt, TextData(text, shape, steps=spec.steps, seed=spec.seed)

@@ -1,63 +1,38 @@
-"""Settings of the comparison: tasks, their lengths and learning rates."""
+"""Settings of the comparison: tasks, their lengths, learning rates and methods."""
 
 from dataclasses import dataclass
 from typing import Literal
+
+from benchmarks.convergence.methods import ABOUT_DELAY, WITHOUT_DELAY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A task, its length, and the learning rates of which each method takes its best."""
 
-    task: Literal["gpt", "glue", "small_gpt", "large_gpt", "recall", "modular", "addition", "mnist1d", "digits"]
-    """Fine-tuning of a byte-level GPT from Python to C headers; the bundled sample of examples/glue.py; a byte-level GPT from random
-    weights, in two sizes; or one of `threshold_tasks.TASKS`."""
+    task: Literal["gpt", "glue", "small_gpt", "recall", "modular"]
+    """Fine-tuning of a byte-level GPT from Python to C headers; the bundled sample of examples/glue.py; a small byte-level GPT from random
+    weights; or one of `threshold_tasks.TASKS`."""
     steps: int
     """Optimizer steps; with a threshold, at most."""
     lrs: tuple[float, ...]
     """Peak learning rates."""
     title: str
-    methods: Literal["main", "all", "delay"] | tuple[str, ...] = "main"
-    """Methods by default: `methods.names_of`."""
+    methods: tuple[str, ...]
+    """Methods by default."""
     precision: Literal["bf16-true", "32-true"] = "bf16-true"
     measure: Literal["loss", "steps"] = "loss"
     """What counts: the validation loss after the last step, or the steps until a held-out accuracy."""
 
 
-_DELAY_LRS = (1e-3, 2e-3, 4e-3)
-
-
-def _delay(
-    task: Literal["gpt", "small_gpt", "large_gpt"], steps: int, title: str, lrs: tuple[float, ...] = _DELAY_LRS
-) -> Setting:
-    # In 32 bits: delay is what is compared, and a CPU without bfloat16 instructions takes up to ten times as long in bfloat16.
-    return Setting(task=task, steps=steps, lrs=lrs, title=title, methods="delay", precision="32-true")
-
-
-def _threshold(
-    task: Literal["recall", "modular", "addition", "mnist1d", "digits"],
-    steps: int,
-    title: str,
-    lrs: tuple[float, ...] = _DELAY_LRS,
-) -> Setting:
-    return Setting(task=task, steps=steps, lrs=lrs, title=title, methods="delay", precision="32-true", measure="steps")
-
-
-_PERCEPTRON_LRS = (4e-3, 8e-3, 16e-3, 32e-3)
-
-
+# Those about delay in 32 bits: delay is what is compared, and a CPU without bfloat16 instructions takes ten times as long in bfloat16.
 SETTINGS = {
     "fast": Setting(
         task="gpt",
         steps=400,
         lrs=(2e-3, 4e-3, 8e-3),
         title="byte-level GPT, 400 steps at large learning rates",
-        methods="all",
-    ),
-    "gentle": Setting(
-        task="gpt",
-        steps=800,
-        lrs=(1e-4, 3e-4, 6e-4),
-        title="byte-level GPT, 800 steps at usual learning rates of fine-tuning",
+        methods=WITHOUT_DELAY,
     ),
     "moments": Setting(
         task="gpt",
@@ -73,26 +48,32 @@ SETTINGS = {
         steps=500,
         lrs=(5e-4, 1e-3, 2e-3),
         title="examples/glue.py on its bundled sample, from a language model of its sentences",
+        methods=("adamw", "deepspeed_zenflow", "zenflow_s4", "zenflow_auto"),
     ),
-    "delay_quick": _delay(
-        "small_gpt", 400, "byte-level GPT from random weights, 2 layers of width 64, 400 steps", lrs=(1e-3, 2e-3)
+    "delay_small": Setting(
+        task="small_gpt",
+        steps=3000,
+        lrs=(1e-3, 2e-3, 4e-3),
+        title="byte-level GPT from random weights, 2 layers of width 64, 3000 steps",
+        methods=ABOUT_DELAY,
+        precision="32-true",
     ),
-    "delay_small": _delay("small_gpt", 3000, "byte-level GPT from random weights, 2 layers of width 64, 3000 steps"),
-    "delay_large": _delay(
-        "large_gpt",
-        3000,
-        "byte-level GPT from random weights, 4 layers of width 128, 3000 steps",
-        lrs=(5e-4, 1e-3, 2e-3),
+    "recall": Setting(
+        task="recall",
+        steps=3000,
+        lrs=(1e-3, 2e-3, 4e-3),
+        title="multi-query associative recall, 8 pairs, until 99 %",
+        methods=ABOUT_DELAY,
+        precision="32-true",
+        measure="steps",
     ),
-    "delay_tuning": _delay("gpt", 400, "fine-tuning of the byte-level GPT, 400 steps", lrs=(*_DELAY_LRS, 8e-3)),
-    "recall": _threshold("recall", 3000, "multi-query associative recall, 8 pairs, until 99 %"),
-    "modular": _threshold(
-        "modular",
-        4000,
-        "addition modulo 31 from half of all pairs, until 99 % of the other half",
+    "modular": Setting(
+        task="modular",
+        steps=4000,
         lrs=(2e-3, 4e-3, 8e-3, 16e-3),
+        title="addition modulo 31 from half of all pairs, until 99 % of the other half",
+        methods=ABOUT_DELAY,
+        precision="32-true",
+        measure="steps",
     ),
-    "addition": _threshold("addition", 4000, "sums of two numbers of three digits, until 99 % of the digits"),
-    "mnist1d": _threshold("mnist1d", 3000, "MNIST-1D, until 90 %", lrs=_PERCEPTRON_LRS),
-    "digits": _threshold("digits", 1500, "scikit-learn's digits, until 96 %", lrs=_PERCEPTRON_LRS),
 }

@@ -2,12 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from typing import Literal
 
-from benchmarks.convergence.methods import METHODS, REMOVED
+from benchmarks.convergence.methods import METHODS
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import Setting
 
@@ -89,7 +88,7 @@ def summarise(records: Iterable[Record], setting: Setting) -> list[Summary]:
     for spec, record in sorted(newest(records).items()):
         by_method[spec.method][spec.lr].append(record)
     summaries = []
-    for method in sorted(by_method, key=[*METHODS, *REMOVED].index):
+    for method in sorted(by_method, key=list(METHODS).index):
         by_lr = by_method[method]
         failed = [record for runs in by_lr.values() for record in runs if record.error is not None]
         whole = {lr: runs for lr, runs in by_lr.items() if all(record.error is None for record in runs)}
@@ -102,44 +101,6 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GapShare:
-    """Share of the gap between a plain delay and AdamW that a method recovers, in percent."""
-
-    of_means: float
-    """Of the mean losses over the seeds that all three have."""
-    low: float
-    """Lowest share of one of these seeds."""
-    high: float
-    """Highest share."""
-
-
 def baseline_of(summaries: Iterable[Summary]) -> Summary | None:
     """AdamW's summary, if it has a whole learning rate."""
     return next((summary for summary in summaries if summary.method == BASELINE and summary.best), None)
-
-
-def share_of_gap(summary: Summary, by_name: Mapping[str, Summary]) -> GapShare | Literal["no gap"] | None:
-    """The share of the gap that a method recovers; "no gap" where a plain delay costs nothing, None without a plain method
-    (`Method.plain`)."""
-    plain = by_name.get(METHODS[summary.method].plain or "") if summary.method in METHODS else None
-    baseline = by_name.get(BASELINE)
-    if plain is None or baseline is None or not summary.best:
-        return None
-    equal = with_equal_seeds(plain, baseline, summary)
-    # In the order of their seeds.
-    late, adamw, own = ([loss_of(record) for record in s.best] for s in equal)
-    if not own or mean(late) <= max(adamw):
-        return "no gap"
-    shares = [100 * (d - o) / (d - a) for d, a, o in zip(late, adamw, own, strict=True) if d > a]
-    of_means = 100 * (mean(late) - mean(own)) / (mean(late) - mean(adamw))
-    return GapShare(of_means=of_means, low=min(shares), high=max(shares))
-
-
-def steps_to_loss_of(baseline: Summary, summary: Summary) -> float:
-    """Steps until a method's training loss is the last one of `baseline`, over the seeds of both; infinite where it is not reached."""
-    own, other = with_equal_seeds(summary, baseline)
-    if not own.best or not other.best:
-        return math.inf
-    goal, every = other.curve()[-1], own.best[0].loss_every
-    return next((every * (i + 1) for i, loss in enumerate(own.curve()) if loss <= goal), math.inf)

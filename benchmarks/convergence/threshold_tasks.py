@@ -1,7 +1,6 @@
 """Tasks that are learned suddenly, so that steps until an accuracy show the lag of weights. They need no files.
 
-Multi-query associative recall (arXiv 2312.04927), modular addition (arXiv 2201.02177), addition of decimal numbers, MNIST-1D (arXiv
-2011.14439) and scikit-learn's digits.
+Multi-query associative recall (arXiv 2312.04927) and modular addition (arXiv 2201.02177).
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ IGNORED = -100
 """Target of positions that no answer is expected at."""
 
 Examples = tuple[Tensor, Tensor]
-"""Inputs and targets: tokens and next tokens [N, T], or features [N, F] and classes [N]."""
+"""Tokens and next tokens [N, T]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Task:
     """Makes so many training examples."""
     held_out: Examples
     network: Callable[[], nn.Module]
-    """Features or tokens -> logits [..., classes]."""
+    """Tokens -> logits [N, T, classes]."""
     threshold: float
     """Accuracy that counts as learned."""
     weight_decay: float = 0.01
@@ -52,13 +51,6 @@ class _NextTokens(nn.Module):
     @override
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt.logits(tokens)
-
-
-class _Perceptron(nn.Sequential):
-    def __init__(self, features: int, *, width: int, classes: int = 10) -> None:
-        super().__init__(
-            nn.Linear(features, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, classes)
-        )
 
 
 def _generator() -> torch.Generator:
@@ -109,102 +101,7 @@ def modular_addition(*, p: int = 31) -> Task:
     )
 
 
-def addition(*, digits: int = 3) -> Task:
-    """Sums of two decimal numbers, least significant digit first."""
-    plus, equals = 10, 11
-
-    def examples(n: int, generator: torch.Generator) -> Examples:
-        a, b = torch.randint(10**digits, (2, n), generator=generator)
-
-        def written(value: Tensor, length: int) -> Tensor:
-            return torch.stack([value // 10**i % 10 for i in range(length)], 1)
-
-        sign, end = torch.full((n, 1), plus), torch.full((n, 1), equals)
-        tokens = torch.cat([written(a, digits), sign, written(b, digits), end, written(a + b, digits + 1)], 1)
-        targets = tokens[:, 1:].clone()
-        targets[:, : 2 * digits + 1] = IGNORED
-        return tokens[:, :-1], targets
-
-    return Task(
-        train=examples,
-        held_out=examples(512, _generator()),
-        network=lambda: _NextTokens(vocabulary=12, context=3 * digits + 3, width=96, layers=2),
-        threshold=0.99,
-    )
-
-
-_STROKES = torch.tensor(
-    [
-        [5, 6, 6.5, 6.75, 7, 7, 7, 7, 6.75, 6.5, 6, 5],
-        [5, 3, 3, 3.4, 3.8, 4.2, 4.6, 5, 5.4, 5.8, 5, 5],
-        [5, 6, 6.5, 6.5, 6, 5.25, 4.75, 4, 3.5, 3.5, 4, 5],
-        [5, 6, 6.5, 6.5, 6, 5, 5, 6, 6.5, 6.5, 6, 5],
-        [5, 4.4, 3.8, 3.2, 2.6, 2.6, 5, 5, 5, 5, 5, 5],
-        [5, 3, 3, 3, 3, 5, 6, 6.5, 6.5, 6, 4.5, 5],
-        [5, 4, 3.5, 3.25, 3, 3, 3, 3, 3.25, 3.5, 4, 5],
-        [5, 7, 7, 6.6, 6.2, 5.8, 5.4, 5, 4.6, 4.2, 5, 5],
-        [5, 4, 3.5, 3.5, 4, 5, 5, 4, 3.5, 3.5, 4, 5],
-        [5, 4, 3.5, 3.5, 4, 5, 5, 5, 5, 4.7, 4.3, 5],
-    ]
-)
-"""Outlines of the ten digits, of MNIST-1D."""
-
-
-def mnist_1d(*, length: int = 40) -> Task:
-    """Outlines of digits, scaled, shifted, sheared and with noise, at `length` points."""
-    outlines = (_STROKES - 5) / 2
-
-    def examples(n: int, generator: torch.Generator) -> Examples:
-        classes = torch.randint(10, (n,), generator=generator)
-        scale, shift, shear = torch.rand(3, n, 1, generator=generator)
-        x_NL = torch.linspace(0, 1, length).expand(n, length)
-        # Half of the line holds the digit, from `shift` on.
-        position = (x_NL - 0.5 * shift) / 0.5 * (outlines.shape[1] - 1)
-        inside = (position >= 0) & (position <= outlines.shape[1] - 1)
-        left = position.clamp(0, outlines.shape[1] - 2).floor()
-        low, high = (outlines[classes].gather(1, left.long() + i) for i in (0, 1))
-        value = torch.where(inside, low + (position - left) * (high - low), 0.0) * (0.6 + 0.8 * scale)
-        noise_NL = 0.25 * torch.randn(n, length, generator=generator)
-        correlated = F.avg_pool1d(noise_NL.unsqueeze(1), 5, stride=1, padding=2).squeeze(1)
-        return value + (shear - 0.5) * (x_NL - 0.5) + correlated + 0.2 * noise_NL, classes
-
-    return Task(
-        train=examples,
-        held_out=examples(1000, _generator()),
-        network=lambda: _Perceptron(length, width=128),
-        threshold=0.9,
-    )
-
-
-def scikit_digits() -> Task:
-    """The 1,797 images of digits that scikit-learn brings along; a quarter is held out."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    features, classes = torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels).long()
-    order = torch.randperm(len(classes), generator=_generator())
-    n_train = 3 * len(classes) // 4
-    train, held_out = order[:n_train], order[n_train:]
-
-    def examples(n: int, generator: torch.Generator) -> Examples:
-        chosen = train[torch.randint(len(train), (n,), generator=generator)]
-        return features[chosen], classes[chosen]
-
-    return Task(
-        train=examples,
-        held_out=(features[held_out], classes[held_out]),
-        network=lambda: _Perceptron(features.shape[1], width=128),
-        threshold=0.96,
-    )
-
-
-TASKS: dict[str, Callable[[], Task]] = {
-    "recall": recall,
-    "modular": modular_addition,
-    "addition": addition,
-    "mnist1d": mnist_1d,
-    "digits": scikit_digits,
-}
+TASKS: dict[str, Callable[[], Task]] = {"recall": recall, "modular": modular_addition}
 
 
 class _Examples(Dataset[Examples]):
@@ -255,7 +152,7 @@ class ThresholdModule(pl.LightningModule):
     def loss_and_accuracy(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """Mean cross entropy and share of right answers, 0-D."""
         inputs, targets = batch
-        logits = self.network(inputs if not inputs.is_floating_point() else inputs.to(self.dtype)).float()
+        logits = self.network(inputs).float()
         answered = targets != IGNORED
         right = (logits.argmax(-1) == targets)[answered].float().mean()
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED), right

@@ -80,7 +80,7 @@ def describe(written: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    report(parse_arguments(arguments), "kernel", "performance.md", measure, describe)
+    report(parse_arguments(arguments), "kernel", measure, describe)
     return 0
 
 

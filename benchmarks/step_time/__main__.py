@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status is 1 if a run failed."""
     options = parse_arguments(arguments)
     name = f"step_time_{options.name}"
-    written = report(options, name, "performance.md", measure, describe)
+    written = report(options, name, measure, describe)
     plot(results_of(written), options.results / f"{name}.png")
     return 1 if written["failures"] else 0
 

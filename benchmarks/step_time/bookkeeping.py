@@ -115,7 +115,7 @@ def describe(written: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    report(parse_arguments(arguments), "bookkeeping", "performance.md", measure, describe)
+    report(parse_arguments(arguments), "bookkeeping", measure, describe)
     return 0
 
 

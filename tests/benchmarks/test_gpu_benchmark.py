@@ -11,12 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common import provenance
-from benchmarks.common.cpu_adam import remove_stale_lock
-from benchmarks.common.machine import machine, summary
 from benchmarks.common.processes import run_command
 from benchmarks.gpu import bench, calls, pack, suite
 from benchmarks.gpu.calls import Calls
-from benchmarks.gpu.training import schedule_keys
 from benchmarks.step_time.run import StepResult, StepSpec
 
 Open = Callable[..., Calls]
@@ -73,51 +70,6 @@ def test_bench_goes_on_and_reports(
     assert "failed\n\n```\nout of memory" in text and "killed" not in text
     assert "| 2.5000   | 0.5000               | 0.5000            |" in text
     assert bench.run_bench(options, open_calls()) == 1 and len(measured) == 5
-
-
-def test_every_case_is_a_run() -> None:
-    for device, cases in bench.CASES.items():
-        for case in cases.values():
-            for method in case.methods:
-                spec = case.spec_of(method, device)
-                assert spec.steps >= 4 and spec.method == method
-
-
-@pytest.mark.parametrize(("gib", "interval"), [(512, None), (128, 2), (124, 2), (110, 1), (8, 1)])
-def test_the_training_fits_the_host(gib: int, interval: int | None) -> None:
-    assert schedule_keys(gib * 2**30).get("update_interval") == interval
-
-
-def test_a_lock_is_removed_unless_a_compilation_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = tmp_path / "lock"
-    with open(lock, "w"):
-        remove_stale_lock(lock)
-        assert lock.exists() and not capsys.readouterr().out
-    remove_stale_lock(lock)
-    assert not lock.exists() and "was killed" in capsys.readouterr().out
-
-
-def test_a_machine_in_words() -> None:
-    on_cpu = machine("cpu")
-    assert summary(on_cpu).startswith(on_cpu["cpu"]) and "GiB" in summary(on_cpu)
-    gpu = {"driver_version": "580", "pcie.link.gen.current": "5", "pcie.link.width.current": "16"}
-    text = summary({**on_cpu, "gpu": gpu, "pcie_gb_s": {"d2h": 52.5, "h2d": 50.0}})
-    assert text.endswith("; driver 580, PCIe 5.0 x16 (d2h 52.5, h2d 50 GB/s)")
-
-
-def test_the_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "PACKED", tmp_path / "packed.json")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.commit_of_code() == "unknown"
-    code = tmp_path / "lightning_zenflow" / "step.py"
-    code.parent.mkdir()
-    code.write_text("x = 1")
-    packed = {"commit": "abc", "code": provenance.digest_of_code(provenance.STEP_CODE)}
-    provenance.PACKED.write_text(json.dumps(packed))
-    assert provenance.commit_of_code() == "abc"
-    code.write_text("x = 2")
-    assert provenance.commit_of_code().startswith("abc+")
 
 
 @pytest.mark.slow

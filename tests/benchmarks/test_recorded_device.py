@@ -41,15 +41,7 @@ def test_memory_belongs_to_the_device_that_an_operation_names_or_has_an_argument
     ]
     devices += [torch.empty(0, device=DEVICE), module.weight, loss, module.weight.grad]
     assert {t.device for t in devices} == {DEVICE}
-    hosts = [
-        pageable,
-        locked,
-        pageable + 1,
-        torch.zeros(2),
-        on_device.cpu(),
-        loss.detach().to("cpu"),
-        torch.tensor([1.0]),
-    ]
+    hosts = [pageable, locked, pageable + 1, torch.zeros(2), on_device.cpu(), loss.detach().to("cpu")]
     assert {t.device for t in hosts} == {CPU}
     assert on_device.to(DEVICE) is on_device and pageable.cpu() is pageable
     assert not device.order.races

@@ -1,7 +1,6 @@
 """The picture of measured timelines: the recorded phases of ZeRO-Offload, and the common time axis."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,31 +34,10 @@ def test_zero_offload_waits_while_the_cpu_works(tmp_path: Path) -> None:
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     trace = traces["zero_offload"]
     assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
-    # In microseconds, rounded.
-    assert all(one["ts"] + one["dur"] <= next_["ts"] + 1 for one, next_ in pairwise(timelines.steps_of(trace)))
-    weights = 2 * 4096 * 1024
     for step, wait in zip(timelines.steps_of(trace), spans_of(trace, WAITS), strict=True):
         number = step["args"]["step"]
-        of_step = {
-            name: [e for e in spans_of(trace, name) if e["args"]["step"] == number] for name in lanes(trace).values()
-        }
-        assert [e["name"] for e in of_step["exact step"]] == ["norm", "clip", "AdamW"]
-        assert sum(e["args"]["bytes"] for e in of_step["d2h copies"]) == 4 * weights
-        assert sum(e["args"]["bytes"] for e in of_step["h2d copies"]) == 2 * weights
-        (forward,), (backward,) = of_step["forward"], of_step["backward"]
-        assert step["ts"] <= forward["ts"] < backward["ts"] < wait["ts"]
-        assert all(backward["ts"] <= e["ts"] <= backward["ts"] + backward["dur"] for e in of_step["d2h copies"])
-        assert wait["cat"] == "wait"
-        assert all(
-            wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in of_step["exact step"] + of_step["h2d copies"]
+        phases, copies = (
+            [e for e in spans_of(trace, name) if e["args"]["step"] == number] for name in ("exact step", "h2d copies")
         )
-
-
-def test_a_step_of_median_length_comes_first() -> None:
-    steps = [
-        {"ph": "X", "cat": "step", "name": "", "ts": 10.0 * i, "dur": dur} for i, dur in enumerate([9.0, 5.0, 4.0, 5.0])
-    ]
-    trace = {"traceEvents": steps}
-    assert timelines.typical_step(trace, before_last=1) == steps[1]
-    assert timelines.typical_step(trace, before_last=9) == steps[0]
-    assert [step["ts"] for step in timelines.from_time(trace, 10)["traceEvents"]] == [-10, 0, 10, 20]
+        assert [e["name"] for e in phases] == ["norm", "clip", "AdamW"]
+        assert all(wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in phases + copies)
