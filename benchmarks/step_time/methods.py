@@ -24,8 +24,6 @@ class StepMethod:
     """Takes parameters, `lr` and `weight_decay`."""
     clips: bool = True
     """Clips gradients by norm."""
-    zenflow_keys: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of `ZenFlowConfig` that differ from its defaults."""
     peer: bool = False
     """Another way to offload: its steps are long, and it may need DeepSpeed's compiled CPU optimizer."""
     not_on: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +35,6 @@ def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
         make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys),
         title=f"ZenFlowStrategy, {title}",
         clips=clips,
-        zenflow_keys=keys,
     )
 
 

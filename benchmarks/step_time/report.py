@@ -87,12 +87,11 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
 
 
 def _host_bytes(runs: Sequence[StepResult], floor: Sequence[StepResult]) -> dict[str, float]:
-    """Host memory in bytes a parameter: what is resident beside the floor, the arena by formula and measured, what of it is page-locked."""
+    """Host memory in bytes a parameter: what is resident beside the floor, the arena, what of it is page-locked."""
     n_params = runs[-1].n_params
     resident = median(r.host_bytes for r in runs) - median(r.host_bytes for r in floor)
     values = {
         "host bytes/param": resident,
-        "arena by formula": median(r.formula_bytes for r in runs),
         "arena": median(r.arena_bytes for r in runs),
         "page-locked": median(r.page_locked_bytes for r in runs),
     }

@@ -18,8 +18,6 @@ from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import SimulatedAccelerator, TimedGpt, TimedModule
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 Device = Literal["simulated", "cpu", "cuda"]
@@ -75,11 +73,9 @@ class StepResult:
     host_bytes: int = 0
     """Memory of all processes after the last step, shared pages counted once (PSS)."""
     arena_bytes: int = 0
-    """Part of them that is reserved in the arena; with the next two, `ZenFlowStrategy`'s only."""
+    """Part of them that is reserved in the arena; with the next, `ZenFlowStrategy`'s only."""
     page_locked_bytes: int = 0
     """Part of the arena that is page-locked beside a CUDA device."""
-    formula_bytes: float = 0.0
-    """The arena by `estimate`'s formula."""
     device_bytes: int = 0
     """Peak of allocated device memory in the counted steps; 0 without CUDA."""
     losses: list[float] = field(default_factory=list)
@@ -180,16 +176,6 @@ class StepTimer(pl.Callback):
         rank = optimizer.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         self._result.page_locked_bytes = sum(end - begin for begin, end in rank.arena.ranges_of_device())
-        config = ZenFlowConfig(**METHODS[self._result.spec.method].zenflow_keys)
-        self._result.formula_bytes = arena_bytes_of(
-            rank.partition.numel,
-            n_blocks=len(rank.partition.blocks),
-            schedules=[optimizer.schedule],
-            dtype_bytes=rank.dtype.itemsize,
-            owned_numel=optimizer.parts.ownership.numel,
-            offload=config.offload,
-            in_backward=config.submits_in_backward,
-        )
         moved = [now - before for now, before in zip(_counted(optimizer), self._counted, strict=True)]
         self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
 

@@ -1,22 +1,17 @@
-"""Formulas for memory traffic, copies across PCIe and host memory, in bytes. Pure Python."""
+"""Formulas for memory traffic of the CPU and copies across PCIe, and the size of an arena, in bytes."""
 
-from collections.abc import Sequence
+import torch
 
-from lightning_zenflow.schedule.candidates import with_changes
-from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
-
-STATE_BYTES = 12
-"""Per parameter: fp32 master weight and two fp32 moments. Not imported: this module does without torch."""
-
-MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Of each moment in the arena, by `moments_dtype`."""
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
+from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
 
 def replay_bytes(n_steps: int, dtype_bytes: int, moment_bytes: int = 4) -> int:
     """Memory traffic of one job of the worker, in bytes per parameter: 24 + b S + b, or 16 + b S + b with bf16 moments.
 
-    Master weights and moments are read and written once, gradients are read, weights are written. With few cores, arithmetic takes
-    longer (`zenflow_cost.replay_core_s`).
+    Master weights and moments are read and written once, gradients are read, weights are written.
 
     Args:
         n_steps: gradients that the job applies, a tentative one included.
@@ -24,16 +19,6 @@ def replay_bytes(n_steps: int, dtype_bytes: int, moment_bytes: int = 4) -> int:
         moment_bytes: of each moment.
     """
     return 2 * (4 + 2 * moment_bytes) + dtype_bytes * (n_steps + 1)
-
-
-def cpu_adamw_bytes(dtype_bytes: int) -> float:
-    """Memory traffic of the CPU in one step of ZeRO-Offload, in bytes per parameter.
-
-    DeepSpeed 0.19.8 (`DeepSpeedZeroOptimizer.step`) makes three passes: clipping reads and writes fp32 gradients, 8; AdamW reads four
-    arrays and writes three, 28; the copy to the model's dtype, 4 + b. At b = 2 these 42 bytes take 1.05 ns
-    at 40 GB/s; 1.01 ns were measured.
-    """
-    return 8 + 28 + 4 + dtype_bytes
 
 
 def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> tuple[int, int]:
@@ -55,36 +40,30 @@ def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> t
 
 
 def arena_bytes_of(
-    partition_numel: int,
-    *,
-    n_blocks: int,
-    schedules: Sequence[UpdateSchedule],
-    dtype_bytes: int,
-    owned_numel: float = 0.0,
-    offload: bool = False,
-    in_backward: bool = False,
-    n_late: int = 0,
-    moment_bytes: int = 4,
-) -> float:
-    """Host memory of one rank's arena, without headers and alignment.
+    numel: int, config: ZenFlowConfig, schedule: UpdateSchedule, *, dtype_bytes: int, owned_numel: float
+) -> int:
+    """Host memory of one rank's arena: its own layout, of a partition without padding.
 
     Args:
-        partition_numel: parameters of the rank's partition.
-        n_blocks: blocks of the partition.
-        schedules: all S and d of the run.
+        numel: parameters of the rank's partition.
+        config: ZenFlow's keys.
+        schedule: S and d.
         dtype_bytes: b.
         owned_numel: device-owned entries of the partition; their state is exported to a place of its own (`topk.state_export`).
-        offload: whether it stays there; the next state of changing columns then has another place.
-        in_backward: whether blocks may be submitted in backward.
-        n_late: blocks of the tail, at most.
-        moment_bytes: of each moment.
     """
-    tail = frozenset(range(n_late))
-    of_run = [
-        StaggeredSchedule.of(p, n_blocks=n_blocks, in_backward=in_backward, tail=tail) for p in with_changes(schedules)
-    ]
-    n_slots = max(s.n_slots for s in of_run)
-    n_buffers = max(s.n_publish_buffers for s in of_run[1:])
-    slot_numel = -(-partition_numel // n_blocks)
-    exported = STATE_BYTES * owned_numel * (2 if offload else 1)
-    return (4 + 2 * moment_bytes) * partition_numel + exported + dtype_bytes * slot_numel * (n_slots + n_buffers)
+    in_backward = config.submits_in_backward
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel)
+    length = -(-numel // n_blocks)
+    blocks = [Block(begin=i, end=min(i + length, numel), tiles=()) for i in range(0, numel, length)]
+    partition = Partition(slices=(), tiles=(), blocks=tuple(blocks), ranges=(), group_begins=(0,), numel=numel)
+    staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward)
+    sizes = ArenaSizes(
+        n_param_groups=1,
+        n_step_records=staggered.n_step_records,
+        n_slots=staggered.n_slots,
+        n_publish_buffers=staggered.n_publish_buffers,
+        dtype=torch.bfloat16 if dtype_bytes == 2 else torch.float32,
+        moments_dtype=getattr(torch, config.moments_dtype),
+        export_bytes=round(STATE_BYTES * owned_numel),
+    )
+    return arena_bytes(partition, sizes)

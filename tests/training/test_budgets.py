@@ -15,9 +15,9 @@ from gpu_cases import RACES, optimizer_of
 from harness import AUTO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deferred import provisional_update
-from lightning_zenflow.estimate.machine import Machine, Workload
+from lightning_zenflow.estimate.cost import Cost, estimate
+from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
-from lightning_zenflow.estimate.zenflow_cost import ZenFlowCost
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
 from lightning_zenflow.worker.step_words import WORD_BYTES
@@ -78,15 +78,15 @@ def budgets_of(case: Case) -> Budgets:
     return budgets
 
 
-def cost_of(case: Case, *, room: bool = True) -> tuple[ZenFlowCost, ModelShapes]:
+def cost_of(case: Case, *, room: bool = True) -> tuple[Cost, ModelShapes]:
     """The formulas, on a device with or without room for kept gradients."""
     model = shapes_of_module(case.make_model())
-    workload = Workload(model=model, step_ms=100)
+    setup = Setup(model=model, step_ms=100, gpus=1, gpu_mem=80 if room else 1e-9, pcie=50, cpu_bw=100)
     config = ZenFlowConfig(
         topk_ratio=case.topk_ratio, update_interval=case.update_interval, publish_lag=case.publish_lag
     )
-    machine = Machine(gpus=1, gpu_mem=80 if room else 1e-9, pcie=50, cpu_bw=100)
-    return ZenFlowCost(workload, machine, config), model
+    (cost,) = estimate(setup, config).costs.values()
+    return cost, model
 
 
 SCHEDULES = [(4, 1), (1, 0), *(pytest.param(s, d, marks=pytest.mark.slow) for s, d in ((1, 1), (2, 2)))]
@@ -105,10 +105,10 @@ def test_bytes_of_settled_steps(s: int, d: int, room: bool, monkeypatch: pytest.
     assert recorded == (d2h - before[0], h2d - before[1])
     # With d = 0, each block that closes is submitted in backward with a word of its own.
     n_words = s + (blocks_wanted([s], in_backward=True, numel=0) if d == 0 else 0)
-    assert recorded[0] == s * cost.d2h_bytes() + n_words * WORD_BYTES
+    assert recorded[0] == s * cost.d2h_bytes + n_words * WORD_BYTES
     # Vectors have no provisional update, which the formula does not know.
     vectors = 0 if room else 2 * d * model.vector_numel
-    assert recorded[1] == s * cost.h2d_bytes(UpdateSchedule(update_interval=s, publish_lag=d)) - vectors
+    assert recorded[1] == s * cost.h2d_bytes - vectors
 
 
 @pytest.mark.parametrize(("s", "d"), SCHEDULES)
@@ -117,7 +117,7 @@ def test_device_memory_of_settled_steps(s: int, d: int) -> None:
     case = case_of(s, d)
     budgets, (cost, model) = budgets_of(case), cost_of(case)
     schedule = UpdateSchedule(update_interval=s, publish_lag=d)
-    by_formula = cost.peak_device_bytes() - 2 * model.numel - 2 * 2 * bucket_size(model.numel)
+    by_formula = cost.device_bytes - 2 * model.numel - 2 * 2 * bucket_size(model.numel)
     peak = max(budgets.peaks[-s:])
     # The factors of kept gradients; gradients of vectors, which are held together; norms and words.
     rest = 4 * model.factor_numel * schedule.kept_share + 4096
@@ -135,7 +135,7 @@ def test_nothing_is_allocated_for_lateness_before_anything_is_late() -> None:
     """`auto` at S = 1, d = 0 holds what that schedule holds where it is fixed; S = 2, d = 1 then adds factors and kept gradients."""
     # Without columns to select, which `auto` measures.
     by_formula, model = cost_of(replace(case_of(1, 0), topk_ratio=0))
-    exact = by_formula.peak_device_bytes() - 2 * model.numel - 2 * 2 * bucket_size(model.numel)
+    exact = by_formula.device_bytes - 2 * model.numel - 2 * 2 * bucket_size(model.numel)
     late = 4 * model.factor_numel + 2 * model.numel * UpdateSchedule(update_interval=2, publish_lag=1).kept_share
     never, later = (budgets_of(replace(case, topk_ratio=0)) for case in (auto_case(), auto_case((8, 2, 1))))
     assert 0 <= never.peaks[-1] - NOISE - exact <= 4096

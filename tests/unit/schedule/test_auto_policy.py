@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_zenflow.estimate.simulation import SimulatedStep, simulate
 from lightning_zenflow.schedule.auto_policy import (
     LARGEST_TAIL,
     Observation,
@@ -17,6 +16,7 @@ from lightning_zenflow.schedule.auto_policy import (
 )
 from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from schedule_simulation import SimulatedStep, simulate
 
 INTERVALS = [1, 2, 4, 8, 16]
 LAGS = [0, 1, 2]
