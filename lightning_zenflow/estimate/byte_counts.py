@@ -1,4 +1,4 @@
-"""Formulas for memory traffic of the CPU and copies across PCIe, and the size of an arena, in bytes."""
+"""Copies of ZeRO-Offload across PCIe, and the size of an arena, in bytes."""
 
 import torch
 
@@ -6,19 +6,6 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
-
-
-def replay_bytes(n_steps: int, dtype_bytes: int, moment_bytes: int = 4) -> int:
-    """Memory traffic of one job of the worker, in bytes per parameter: 24 + b S + b, or 16 + b S + b with bf16 moments.
-
-    Master weights and moments are read and written once, gradients are read, weights are written.
-
-    Args:
-        n_steps: gradients that the job applies, a tentative one included.
-        dtype_bytes: b.
-        moment_bytes: of each moment.
-    """
-    return 2 * (4 + 2 * moment_bytes) + dtype_bytes * (n_steps + 1)
 
 
 def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> tuple[int, int]:

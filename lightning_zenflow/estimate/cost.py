@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.estimate.byte_counts import arena_bytes_of, replay_bytes
+from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
@@ -106,13 +106,14 @@ def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost
 def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> float:
     """Seconds of the worker for one job, per parameter, while the block's copies use the host's memory too.
 
-    A job that is submitted in backward commits S gradients, and applies one more tentatively. Arithmetic takes a core 0.1 + 0.42 S ns: in
-    its first-level cache, a core with 512-bit vectors took 0.42 ns for an update, which division and square root bound, and 0.05 to 0.1 ns
-    more for a job. In `benchmarks.kernel`, where memory takes part, S = 4, 8 and 16 took 1.9, 3.7 and 7.3 ns of it.
+    A job reads and writes master weights and moments once, reads its gradients and writes weights: 24 + b n + b bytes, or 16 + b n + b with
+    bf16 moments. One that is submitted in backward commits S gradients, and applies one more tentatively. Arithmetic takes a core
+    0.1 + 0.42 S ns: in its first-level cache, a core with 512-bit vectors took 0.42 ns for an update, which division and square root bound,
+    and 0.05 to 0.1 ns more for a job. In `benchmarks.kernel`, where memory takes part, S = 4, 8 and 16 took 1.9, 3.7 and 7.3 ns of it.
     """
     b, s = setup.dtype_bytes, schedule.update_interval
     n_applied = s + (config.submits_in_backward and schedule.publish_lag == 0)
-    traffic = replay_bytes(n_applied, b, 4 if config.moments_dtype == "float32" else 2) + b * (s + 1)
+    traffic = (24 if config.moments_dtype == "float32" else 16) + b * (n_applied + 1) + b * (s + 1)
     memory_s = traffic / setup.rank_bytes_per_s
     if setup.cpu_cores is None:
         return memory_s

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.estimate.byte_counts import arena_bytes_of, replay_bytes
+from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.estimate.cost import Cost, Estimate, estimate
 from lightning_zenflow.estimate.report import as_text
 from lightning_zenflow.estimate.setup import Setup
@@ -59,16 +59,17 @@ def test_by_hand() -> None:
 
 
 def test_cost_of_a_job() -> None:
-    assert [replay_bytes(s, 2) for s in (1, 2, 4)] == [28, 30, 34]
-    # One behind: a committed gradient and a tentative one.
-    assert [replay_bytes(2, 2, moment_bytes) for moment_bytes in (4, 2)] == [30, 22]
+    # One behind: a committed gradient and a tentative one; and the copies.
+    for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4)):
+        exact = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype=moments))
+        assert exact.cpu_s == pytest.approx(n_bytes * 4.001e9 / 4 / 100e9)
     many = cost(gpus=1)
     assert cost(gpus=1, cpu_cores=256) == many
     # Half of four cores: 0.89 ns a parameter, where 44 bytes take 0.11.
     assert cost(gpus=1, cpu_cores=4).cpu_s == pytest.approx(4.001 * 1.78 / 2 / 4)
-    float32, bfloat16 = (cost(dataclasses.replace(FIXED, moments_dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    keys = {"update_interval": 4, "publish_lag": 1}
+    float32, bfloat16 = (cost(ZenFlowConfig(**keys, moments_dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert float32.host_bytes - bfloat16.host_bytes == pytest.approx(4 * 4.001e9 / 4, rel=1e-5)
-    assert bfloat16.cpu_s < float32.cpu_s
 
 
 def test_the_least_stale_schedule_that_hides() -> None:
