@@ -1,4 +1,4 @@
-"""Saving and loading by all ranks together: folders that are complete or absent, other rank counts, older layouts.
+"""Saving and loading by all ranks together: folders that are complete or absent, other rank counts.
 
 Code enters that reads or writes checkpoint files; what a component keeps is in its own `state_dict`.
 """

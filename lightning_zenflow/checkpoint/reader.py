@@ -17,15 +17,12 @@ import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
-    LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
     PARAM_SHAPES,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
 
-from lightning_zenflow.checkpoint.upgrade import upgrade
-from lightning_zenflow.core.saved_float32 import UNCONVERTED
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 _CHUNK_BYTES = 2**20
@@ -241,11 +238,8 @@ def _verify(file: Path) -> None:
 
 
 def _read(file: Path) -> Any:
-    """Content of a file written by torch; moments are float32 or of the type that the saving run had in memory."""
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
-    return torch.load(
-        file, map_location="cpu", pickle_module=UNCONVERTED, weights_only=False, mmap=zipfile.is_zipfile(file)
-    )
+    return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
 
 
 def _optimizer_state(file: Path) -> dict[str, Any]:
@@ -275,16 +269,14 @@ def _optimizer_state(file: Path) -> dict[str, Any]:
                 file, f"parameter group {group} must have moments of {flat.numel()} elements or more, got {sizes}"
             )
     ours = state.get(CHECKPOINT_KEY)
-    if ours is not None and ours["version"] > VERSION:
+    if ours is not None and ours["version"] != VERSION:
         raise _refusal(
             file,
-            f"the layout must be at most {VERSION}, got {ours['version']}, of a newer version: upgrade lightning-zenflow",
+            f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
+            " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
         )
-    if ours is not None:
-        scaler = state[LOSS_SCALER]
-        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
-        ours = upgrade(copy.deepcopy(ours), loss_scale=None if scaler.dynamic else scaler.cur_scale)
-    return {**state, CHECKPOINT_KEY: ours}
+    # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+    return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -196,8 +196,7 @@ class ProvisionalUpdate:
         for body, saved in zip(self._bodies, state["second_moments"], strict=True):
             if body is not None:
                 body.moment = None
-                # Older versions have saved moments without any step.
-                if saved is not None and saved[-1] > 0:
+                if saved is not None:
                     for ours, theirs in zip(body.made_moment().tensors(), saved, strict=True):
                         ours.copy_(theirs)
         self._clip.copy_(state["clip"])

@@ -97,7 +97,7 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
             self.flush()
             super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
             if optimizer is not None and state is self._engine:
-                optimizer.take_weights()
+                optimizer.reset_master_from_model()
             return {}
         items = list((state or {}).values())
         if not state or optimizer is None or not any(item is self._engine for item in items):

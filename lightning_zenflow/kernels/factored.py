@@ -77,7 +77,7 @@ class RoundingNoise:
         bits = torch.randint(0, 1 << 16, (2 * NOISE_NUMEL,), generator=generator, dtype=torch.int32)
         self._bits = bits.to(device)
         self._offsets = random.Random(seed)
-        # Not on a CPU, where vector loads may begin anywhere and checkpoints of earlier versions continue bit for bit.
+        # Not on a CPU, where vector loads may begin anywhere.
         self._alignment = _NOISE_ALIGNMENT if device.type == "cuda" else 1
 
     def get_state(self) -> tuple[Any, ...]:

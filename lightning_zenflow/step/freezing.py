@@ -35,9 +35,9 @@ class Freezing:
         """For each parameter, whether it is trained, as of the last `update`."""
         return list(self._trained)
 
-    def load_state_dict(self, state: Sequence[bool] | None) -> bool:
-        """Inverse of `state_dict`; returns as `update`. None, of older versions: all parameters are trained."""
-        self._trained = [True] * len(self._parameters) if state is None else list(state)
+    def load_state_dict(self, state: Sequence[bool]) -> bool:
+        """Inverse of `state_dict`; returns as `update`."""
+        self._trained = list(state)
         return self._trained != self._followed
 
     def is_frozen(self, slice_index: int) -> bool:

@@ -26,8 +26,6 @@ Layout 4, of plain numbers, lists and CPU tensors::
         clip            clip coefficient of the last applied step, NaN before the first
         noise           state of the noise generator
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
-
-`lightning_zenflow.checkpoint.upgrade` converts older layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +42,7 @@ CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
 VERSION = 4
-"""Number of the layout; incremented by every change that an older version would misread."""
+"""Number of the layout; a checkpoint of another one is refused."""
 
 
 class RunState:
@@ -86,8 +84,6 @@ class RunState:
 
     def difference(self, state: Mapping[str, Any]) -> str:
         """Reason why a run cannot continue another one bit for bit; empty if it can."""
-        if state["version"] != VERSION:
-            return f"an older lightning-zenflow wrote it (its layout is {state['version']}, now it is {VERSION})"
         theirs = state["layout"]
         if theirs["world_size"] != self._layout["world_size"]:
             return f"it was saved by {theirs['world_size']} ranks, these are {self._layout['world_size']}"
@@ -104,5 +100,4 @@ class RunState:
         self._planner.load_state_dict(state["planner"])
         self._ownership.load_state_dict(state["ownership"])
         self._provisional.load_state_dict(state["provisional"])
-        # Missing in checkpoints of versions without it.
-        self._in_backward.load_state_dict(state.get("in_backward"))
+        self._in_backward.load_state_dict(state["in_backward"])

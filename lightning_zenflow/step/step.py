@@ -325,7 +325,7 @@ class ZenFlowStep:
             self.start_over(count)
             return difference
         # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
-        if self._freezing.load_state_dict(saved.get("trained")):
+        if self._freezing.load_state_dict(saved["trained"]):
             self._change_ranges()
             self._freezing.followed()
         self.start_over(count)

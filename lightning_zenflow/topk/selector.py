@@ -144,8 +144,7 @@ class Selector:
         """Inverse of `state_dict`."""
         self._current = self._from_host(state["current"])
         self._check_interval, self._next = state["check_interval"], state["next"]
-        # Older releases did not count them.
-        self._misses = state.get("misses", 0)
+        self._misses = state["misses"]
         self._epoch, self._n_selections = state["epoch"], state["n_selections"]
 
     def measures(self, step: int) -> bool:

@@ -1,7 +1,6 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.core.saved_float32 import SavedAsFloat32
 from lightning_zenflow.worker.arena import Arena
 
 
@@ -17,8 +15,7 @@ class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
 
-    DeepSpeed's checkpoints hold moments in float32. Where the arena has them in bfloat16, `float32_moments` shows them so that they are
-    saved as such, without a copy, and `read_moments` rounds loaded ones to nearest, which is exact for values that were bfloat16 before.
+    Checkpoints hold the moments in the arena's type, which torch's optimizers convert to the weights' when they load them.
 
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
@@ -61,23 +58,6 @@ class HostState:
         for flat in self._flats:
             self._optimizer.state[flat]["step"] = torch.tensor(float(count)) if is_tensor else count
 
-    @contextmanager
-    def float32_moments(self) -> Generator[None]:
-        """Makes what is read meanwhile and then saved hold the moments as float32; it shares the arena's memory."""
-        views = {flat: self._optimizer.state[flat] for flat in self._flats}
-        for flat, state in views.items():
-            # Another dict: `Optimizer.state_dict` returns the dicts themselves.
-            self._optimizer.state[flat] = {
-                key: value.as_subclass(SavedAsFloat32)
-                if key in self._moments[0] and value.dtype != torch.float32
-                else value
-                for key, value in state.items()
-            }
-        try:
-            yield
-        finally:
-            self._optimizer.state.update(views)
-
     def clear(self) -> None:
         """Removes weights and state from the user's optimizer, before their memory is released."""
         for flat in self._flats:
@@ -88,7 +68,7 @@ class HostState:
     def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
 
-        Both moments of another type are rounded to nearest. That happens once, so no bias can grow as it would with every window.
+        A float32 moment is rounded to nearest where the arena has bfloat16. That happens once, so no bias can grow as with every window.
 
         Args:
             saved: result of the user's `Optimizer.state_dict`.
@@ -104,8 +84,8 @@ class HostState:
             states[key] = {**states[key], **{name: ours.new_empty(0) for name, ours in moments.items()}}
         return {**saved, "state": states}
 
-    def take_back(self) -> int:
-        """Copies tensors that loading has put in place of the arena's into the arena, and links the arena's again.
+    def copy_loaded_state_into_arena(self) -> int:
+        """Copies what loading has put in the place of the arena's tensors into the arena, and links the arena's again.
 
         Returns:
             Loaded number of applied steps.

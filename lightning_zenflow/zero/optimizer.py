@@ -220,7 +220,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """
         self.clip_grad = max_norm
 
-    def take_weights(self) -> None:
+    def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
@@ -311,8 +311,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        with self._host_state.float32_moments():
-            state: dict[str, Any] = super().state_dict()
+        state: dict[str, Any] = super().state_dict()
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 
@@ -331,7 +330,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             own = {**own, BASE_OPTIMIZER_STATE: self._host_state.read_moments(own[BASE_OPTIMIZER_STATE])}
             state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
         super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
-        count = self._host_state.take_back()
+        count = self._host_state.copy_loaded_state_into_arena()
         saved = own.get(CHECKPOINT_KEY) if own and load_optimizer_states else None
         difference = self.zenflow_step.load_state_dict(saved, count)
         if difference:

@@ -165,10 +165,10 @@ def test_skipped_steps_are_remembered(tmp_path: Path) -> None:
     assert run_here(resuming(case, path)).skipped == 1
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "moments"), [("32-true", "float32"), ("bf16-true", "bfloat16")])
+def test_it_opens_in_plain_deepspeed_and_the_other_way_round(precision: str, moments: str, tmp_path: Path) -> None:
     """Master weights, moments and step counts as they were; the rest of the run is AdamW's, by whichever kernel."""
-    case = replace(CASES["random selection"], precision=precision, max_norm=1.0)
+    case = replace(CASES["random selection"], precision=precision, max_norm=1.0).with_keys(moments_dtype=moments)
     ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
     whole = run_here(saving(case, 6, ours))
     by_stock = run_here(saving(case, 6, theirs), strategy=StockStrategy())

@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.checkpoint.reader import _read
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from models import SHAPES, LinearLossModule
 from rank_processes import run_on_ranks
@@ -198,14 +197,14 @@ class AsksForState(pl.Callback):
         self.found = [safe_get_full_optimizer_state(p, "exp_avg_sq") for p in parameters]
 
 
-def test_checkpoints_hold_float32_which_runs_with_either_type_load(tmp_path: Path) -> None:
+def test_runs_with_either_type_load_checkpoints_of_the_other(tmp_path: Path) -> None:
     """A run that loads the other type takes the exact state, or rounds it once to nearest."""
     saved: dict[str, Run] = {}
     state = AsksForState()
     for dtype in ("float32", "bfloat16"):
         case = replace(CASE, steps=5, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
         saved[dtype] = run_here(case, callbacks=[state])
-        assert all(moments.dtype == torch.float32 for moments in moments_in(tmp_path / dtype))
+        assert all(moments.dtype == getattr(torch, dtype) for moments in moments_in(tmp_path / dtype))
     assert all(x.dtype == torch.float32 for x in state.found)
     assert_same_tensors(state.found, [x.float() for x in saved["bfloat16"].exp_avg_sq], "what DeepSpeed finds")
     for ours, theirs in (("bfloat16", "float32"), ("float32", "bfloat16")):
@@ -262,9 +261,6 @@ def test_neither_a_save_nor_a_load_copies_the_moments(tmp_path: Path, monkeypatc
     case = replace(CASE, steps=5, checkpoint=str(path)).with_keys(moments_dtype="bfloat16")
     run_here(replace(case, save_at=5), callbacks=[moments])
     assert moments.are_the_arenas and all(moments.are_the_arenas)
-    (file,) = path.glob("checkpoint/*zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    states = _read(file)["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
-    assert all(state[key].dtype == torch.bfloat16 for state in states for key in ("exp_avg", "exp_avg_sq"))
     run_here(case)
     assert loaded and not any(loaded)
 
