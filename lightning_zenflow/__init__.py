@@ -1,9 +1,15 @@
-"""ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU."""
+"""ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU.
 
+The import makes the name "zenflow" known to the Trainer and to Fabric. Of the public names each is imported when it is used first: DeepSpeed
+takes seconds more.
+"""
+
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_zenflow.registration import register
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_zenflow.config import ZenFlowConfig
@@ -17,18 +23,21 @@ _MODULES = {
     "ZenFlowConfig": "lightning_zenflow.config",
     "ZenFlowStrategy": "lightning_zenflow.strategy",
 }
-"""Imported when the name is used first: torch, Lightning and DeepSpeed take seconds."""
-
-register()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
+    return getattr(import_module(_MODULES[name]), name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+def _strategy_of(module: str) -> Callable[..., Any]:
+    return lambda **options: import_module(module).ZenFlowStrategy(**options)
+
+
+for _registry, _module in (
+    (StrategyRegistry, "lightning_zenflow.strategy"),
+    (STRATEGY_REGISTRY, "lightning_zenflow.fabric"),
+):
+    # An import after a failed one comes here again.
+    _registry.register("zenflow", _strategy_of(_module), "ZeRO-2 offload without stalls (ZenFlow)", override=True)

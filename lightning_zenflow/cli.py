@@ -1,6 +1,6 @@
 """The command `lightning-zenflow`: `doctor`, `estimate` and `timeline`.
 
-What a command needs is imported when it runs: torch and Lightning take seconds, and `--help` and `--version` need neither.
+What a command needs is imported when it runs: DeepSpeed takes seconds, and `--help` and `--version` do not need it.
 """
 
 import argparse

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -24,7 +23,6 @@ from lightning_zenflow.checkpoint.client_state import as_lightning_saved, load_a
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
-from lightning_zenflow.registration import add_name, other_lightning
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
 from lightning_zenflow.zero.environment import RankEnvironment, is_interactive
@@ -122,8 +120,6 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     @override
     def _configure_launcher(self) -> None:
         # Private: the last call before other ranks are started.
-        if not isinstance(self.accelerator, Accelerator):
-            raise other_lightning()
         if is_interactive() and self.num_nodes * self.num_processes > 1:
             raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
@@ -331,11 +327,6 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def teardown(self) -> None:
         self._session.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        add_name(strategy_registry)
 
 
 class ExactWeights(pl.Callback):

@@ -20,7 +20,6 @@ from lightning_zenflow.fabric.checkpoint import CheckpointHooks
 from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
-from lightning_zenflow.registration import add_name
 from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.zero.config import prepare_deepspeed_config
@@ -308,11 +307,6 @@ class ZenFlowStrategy(CheckpointHooks):
             self._timeline.close()
         self._session.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        add_name(strategy_registry, cls)
 
     def _trained(self, what: str) -> ZenFlowZeroOptimizer:
         optimizer = self._session.optimizer

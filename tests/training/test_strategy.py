@@ -20,7 +20,6 @@ from typing_extensions import override
 from harness import fit
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.config import KEYS
-from lightning_zenflow.registration import register
 from models import TINY, LinearLossModule
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -36,30 +35,14 @@ def test_by_name() -> None:
     assert trainer.strategy.zenflow_config == ZenFlowConfig()
 
 
-@pytest.mark.parametrize("strategy", ["zenflow", ZenFlowStrategy()], ids=["name", "class"])
-def test_a_trainer_of_pytorch_lightning_is_told(strategy: Any) -> None:
-    """Both are installed: the package lightning depends on it."""
-    import pytorch_lightning
-
-    with pytest.raises(
-        MisconfigurationException, match="must be of the package lightning.*`import lightning.pytorch as pl`"
-    ):
-        pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
-
-
-def test_the_name_whatever_is_imported_first() -> None:
+def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
     code = (
-        "import sys, lightning_zenflow; assert 'lightning' not in sys.modules;"
-        "from lightning.pytorch import Trainer; assert 'deepspeed' not in sys.modules;"
-        "print(type(Trainer(strategy='zenflow', accelerator='cpu', devices=1, logger=False).strategy).__name__)"
+        "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"
+        "from lightning import Fabric, Trainer; options = dict(strategy='zenflow', accelerator='cpu', devices=1);"
+        "print(*(type(made(**options).strategy).__module__ for made in (Trainer, Fabric)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout == "ZenFlowStrategy\n"
-
-
-def test_registration_happens_once() -> None:
-    register()
-    register()
+    assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric.strategy\n"
 
 
 VALUES: dict[str, Any] = {
