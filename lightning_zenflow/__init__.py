@@ -1,7 +1,7 @@
 """ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU.
 
-The import makes the name "zenflow" known to the Trainer and to Fabric. Of the public names each is imported when it is used first: DeepSpeed
-takes seconds more.
+The import makes the name "zenflow" known to the Trainer and to Fabric. Each public name is imported when it is used first: DeepSpeed takes
+seconds more.
 """
 
 from collections.abc import Callable

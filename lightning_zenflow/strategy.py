@@ -1,6 +1,5 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
-import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -25,8 +23,7 @@ from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
-from lightning_zenflow.zero.environment import RankEnvironment, is_interactive
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero.environment import is_interactive
 from lightning_zenflow.zero.supported import (
     refuse_callbacks,
     refuse_manual_optimization,
@@ -39,7 +36,7 @@ from lightning_zenflow.zero.supported import (
 from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
 
 
-class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
+class ZenFlowStrategy(Session, DeepSpeedStrategy):
     """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
@@ -60,6 +57,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     """
 
     strategy_name = "zenflow"
+    deepspeed_strategy = DeepSpeedStrategy
 
     def __init__(
         self,
@@ -91,21 +89,8 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         timeline_steps: Sequence[int] | Literal["auto"] | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        given = given_keys(locals())
-        self._session = Session(config, given, deepspeed_options, type(self), DeepSpeedStrategy)
+        super().__init__(config, given_keys(locals()), deepspeed_options)
         self._over = False
-        super().__init__(config=self._session.deepspeed_config, **deepspeed_options)
-        self.config = prepare_deepspeed_config(self.config)
-
-    @property
-    def zenflow_config(self) -> ZenFlowConfig:
-        """The configuration, see `Session.config`."""
-        return self._session.config
-
-    @property
-    def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
-        """The optimizer of the current or last fit; None before the first."""
-        return self._session.optimizer
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -133,7 +118,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         refuse_callbacks(callbacks)
-        insert_first(callbacks, ExactWeights(self._session.flush))
+        insert_first(callbacks, ExactWeights(self._flush))
         super().setup(trainer)
 
     @override
@@ -147,7 +132,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
                 gradient_clip_val=trainer.gradient_clip_val,
                 precision=self.precision_plugin.precision,
             )
-            if says_nothing_of_clipping(self._session.deepspeed_config, trainer.gradient_clip_val):
+            if says_nothing_of_clipping(self._users_config, trainer.gradient_clip_val):
                 rank_zero_info(
                     "ZenFlowStrategy does not clip: neither the DeepSpeed config's gradient_clipping nor the Trainer's gradient_clip_val"
                     " is set. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then: set gradient_clipping to 1.0 for the same,"
@@ -179,16 +164,8 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
-        assert isinstance(self.config, dict)
-        return self._session.set_up(
-            partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler),
-            model=model,
-            optimizer=optimizer,
-            deepspeed_config=self.config,
-            device=self.root_device,
-            ranks_on_host=self.num_processes,
-            node=self.node_rank,
-        )
+        initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
+        return self._set_up(initialize, model, optimizer)
 
     @property
     @override
@@ -206,14 +183,8 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         yield
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward pass without DeepSpeed's division by `accumulate_grad_batches`, which Lightning has already applied."""
-        with self._session.backward():
-            return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._session.span("forward"):
+        with self._span("forward"):
             output = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
         return output
@@ -234,29 +205,10 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         assert self.lightning_module is not None
-        self._session.begin_micro_batch()
-        self._session.start_epoch(self.lightning_module.trainer.current_epoch)
+        assert self.zenflow_optimizer is not None
+        self._begin_micro_batch()
+        self.zenflow_optimizer.zenflow_step.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._session.flush()
-        super().on_validation_start()
-
-    @override
-    def on_test_start(self) -> None:
-        self._session.flush()
-        super().on_test_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._session.flush()
-        super().on_predict_start()
-
-    @override
-    def on_train_end(self) -> None:
-        self._session.flush()
-        super().on_train_end()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -278,9 +230,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
         try:
             client_state = to_save(checkpoint, self.deepspeed_engine)
             write = partial(super().save_checkpoint, client_state, storage_options=storage_options)
-            # Without a trailing slash, as the name of a file.
-            path = Path(self.broadcast(os.path.normpath(filepath)))
-            self._session.save(path, write, is_global_zero=self.is_global_zero)
+            self._save(filepath, write)
         except Exception as error:
             if not self._ends_with_error:
                 raise
@@ -300,7 +250,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
             client_state = load_weights_together(path, partial(super().load_checkpoint, checkpoint_path, weights_only))
             return load_averaged(client_state, module)
         max_norm = self.zenflow_optimizer.max_norm
-        client_state = self._session.load(self.deepspeed_engine, path, strict=module.strict_loading)
+        client_state = self._load(self.deepspeed_engine, path, strict=module.strict_loading)
         # DeepSpeed takes over the saved one; the Trainer's counts.
         self.zenflow_optimizer.clip_to(max_norm)
         return as_lightning_saved(client_state, module)
@@ -309,7 +259,7 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._over = True
-        self._session.explain(exception)
+        self._explain(exception)
         super().on_exception(exception)
 
     @property
@@ -322,11 +272,6 @@ class ZenFlowStrategy(RankEnvironment, DeepSpeedStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             remove(Path(filepath))
-
-    @override
-    def teardown(self) -> None:
-        self._session.close()
-        super().teardown()
 
 
 class ExactWeights(pl.Callback):

@@ -1,6 +1,5 @@
 """Checkpoints under Fabric: exact, atomic, and readable by the Trainer's strategy and DeepSpeed."""
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -18,14 +17,13 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.client_state import of_fabric
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.session import Session
-from lightning_zenflow.zero.environment import RankEnvironment
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
-class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
+class CheckpointHooks(Session, DeepSpeedStrategy):
     """Fabric's hooks that save and load."""
 
-    _session: Session
+    deepspeed_strategy = DeepSpeedStrategy
     _engine: Any
 
     @abstractmethod
@@ -50,9 +48,7 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
         def write(folder: Path) -> None:
             super(CheckpointHooks, self).save_checkpoint(folder, of_fabric(state), storage_options, filter)
 
-        # Without a trailing slash, as the name of a file.
-        path = Path(self.broadcast(os.path.normpath(path)))
-        self._session.save(path, write, is_global_zero=self.is_global_zero)
+        self._save(path, write)
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -87,7 +83,7 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
-        optimizer = self._session.optimizer
+        optimizer = self.zenflow_optimizer
         if isinstance(state, (Optimizer, ZenFlowZeroOptimizer)):
             raise MisconfigurationException(
                 "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
@@ -105,7 +101,7 @@ class CheckpointHooks(RankEnvironment, DeepSpeedStrategy):
                 Path(path), partial(super().load_checkpoint, path, state, strict, weights_only)
             )
         has_optimizer = any(item is optimizer for item in items)
-        client_state = self._session.load(self._engine, Path(path), strict=strict, optimizer_states=has_optimizer)
+        client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
         ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
         # Private: what Lightning's own strategies load further objects with.
         _move_state_into(client_state, state, keys=set(state) - ours)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
@@ -20,9 +19,7 @@ from lightning_zenflow.fabric.checkpoint import CheckpointHooks
 from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
-from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
-from lightning_zenflow.zero.config import prepare_deepspeed_config
 from lightning_zenflow.zero.inference import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
@@ -63,43 +60,30 @@ class ZenFlowStrategy(CheckpointHooks):
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
-        self._session = Session(config, given_keys(given), options, type(self), DeepSpeedStrategy)
-        self._micro_batches = MicroBatches()
-        self._norm = MaxNorm()
-        self._engine: Any = None
-        self._forward = ExitStack()
-        self._meter: StepMeter | None = None
-        self._timeline: TimelineFile | None = None
-        self._accumulated = 1
-        # Fabric tears nothing down.
-        weakref.finalize(self, self._session.close)
-        self._was_interrupted = False
-        super().__init__(config=self._session.deepspeed_config, **options)
-        assert isinstance(self.config, dict), "Lightning's constructor reads files and makes a default"
+        super().__init__(config, given_keys(given), options)
         for key, instead in _BELONGS_TO_THE_LOOP.items():
             if self.config.get(key) not in (None, "auto", 1):
                 raise MisconfigurationException(
                     f"DeepSpeed config: {key} must be absent with Fabric, got {self.config[key]!r}: {instead}"
                 )
         # DeepSpeed clips to 1 where nothing is said.
-        self.config = {"gradient_clipping": 0.0, **prepare_deepspeed_config(self.config)}
+        self.config = {"gradient_clipping": 0.0, **self.config}
+        self._micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
         self._backward_sync_control = self._micro_batches
-
-    @property
-    def zenflow_config(self) -> ZenFlowConfig:
-        """The configuration, see `Session.config`."""
-        return self._session.config
-
-    @property
-    def zenflow_optimizer(self) -> ZenFlowZeroOptimizer | None:
-        """The optimizer of `fabric.setup`; None before."""
-        return self._session.optimizer
+        self._norm = MaxNorm()
+        self._engine: Any = None
+        self._forward = ExitStack()
+        self._meter: StepMeter | None = None
+        self._timeline: TimelineFile | None = None
+        self._accumulated = 1
+        self._was_interrupted = False
+        # Fabric tears nothing down.
+        weakref.finalize(self, self._ending.close)
 
     @override
     def setup_module(self, module: Module) -> Any:
         """Sets up a further model, for inference only."""
-        assert isinstance(self.config, dict)
         refuse_unsupported_precision(self.precision.precision)
         return inference_engine(module, self.config, self.root_device)
 
@@ -122,7 +106,7 @@ class ZenFlowStrategy(CheckpointHooks):
                 f"fabric.setup: ZenFlowStrategy must have one optimizer, got {len(optimizers)}; put the parameters into its parameter"
                 " groups"
             )
-        if self._session.optimizer is not None:
+        if self.zenflow_optimizer is not None:
             raise MisconfigurationException(
                 "fabric.setup: ZenFlowStrategy must have one model with an optimizer, got a second one; set up models that are not trained"
                 " with `fabric.setup_module(model)`, and train another one with another Fabric and ZenFlowStrategy"
@@ -132,17 +116,9 @@ class ZenFlowStrategy(CheckpointHooks):
         refuse_unsupported_precision(self.precision.precision)
         validate_optimizer(user_optimizer)
         refuse_groups_without_training(user_optimizer, scheduled=True)
-        assert isinstance(self.config, dict)
-        self._deepspeed_engine, *_ = self._session.set_up(
-            # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
-            partial(self._initialize_engine, module, user_optimizer),
-            model=module,
-            optimizer=user_optimizer,
-            deepspeed_config=self.config,
-            device=self.root_device,
-            ranks_on_host=self.num_processes,
-            node=self.node_rank,
-        )
+        # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
+        initialize = partial(self._initialize_engine, module, user_optimizer)
+        self._deepspeed_engine, *_ = self._set_up(initialize, module, user_optimizer)
         # Private: Fabric's own attribute, which it writes to where the loop names the model in `fabric.backward`.
         self._engine = engine = self._deepspeed_engine
         # Private: as in the base class' own set-up.
@@ -183,8 +159,7 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         self._engine.set_gradient_accumulation_boundary(not self._micro_batches.more_to_come)
         self._was_interrupted = True
-        with self._session.explained(), self._session.backward():
-            super().backward(tensor, module, *args, scale_wrt_gas=False, **kwargs)
+        super().backward(tensor, module, *args, **kwargs)
         self._was_interrupted = False
 
     @override
@@ -221,7 +196,7 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         step = self._after_backward("fabric.clip_gradients")
         self._norm.give(float(max_norm))
-        with self._session.explained():
+        with self._explained():
             return step.gradient_norm()
 
     @override
@@ -245,7 +220,7 @@ class ZenFlowStrategy(CheckpointHooks):
         self._accumulated = self._after_backward("optimizer.step").micro_batches
         self._trained("optimizer.step").clip_to(self._norm.take())
         self._engine.set_gradient_accumulation_boundary(True)
-        with self._session.explained():
+        with self._explained():
             output = super().optimizer_step(self._engine)
         assert self._meter is not None
         self._meter.end_step()
@@ -279,7 +254,8 @@ class ZenFlowStrategy(CheckpointHooks):
         Args:
             epoch: counted from 0.
         """
-        self._session.start_epoch(epoch)
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.zenflow_step.start_epoch(epoch)
 
     def flush(self) -> None:
         """Makes weights and optimizer states exact; all ranks call it together, between two steps.
@@ -287,14 +263,13 @@ class ZenFlowStrategy(CheckpointHooks):
         Raises:
             RuntimeError: a step has its gradients and has not been done.
         """
-        optimizer = self._session.optimizer
-        step = None if optimizer is None else optimizer.zenflow_step
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
         if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
             raise RuntimeError(
                 "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
                 " drop the gradients"
             )
-        self._session.flush()
+        self._flush()
 
     @override
     def teardown(self) -> None:
@@ -305,11 +280,10 @@ class ZenFlowStrategy(CheckpointHooks):
         """
         if self._timeline is not None:
             self._timeline.close()
-        self._session.close()
         super().teardown()
 
     def _trained(self, what: str) -> ZenFlowZeroOptimizer:
-        optimizer = self._session.optimizer
+        optimizer = self.zenflow_optimizer
         if optimizer is None or optimizer.closed:
             ended = "training has ended" if optimizer is not None else "no model has been set up"
             raise RuntimeError(f"{what}: {ended}; call `model, optimizer = fabric.setup(model, optimizer)` before")
@@ -344,8 +318,8 @@ class ZenFlowStrategy(CheckpointHooks):
         elif torch.is_grad_enabled():
             if self._meter is not None:
                 self._meter.resume()
-            self._session.begin_micro_batch()
-            self._forward.enter_context(self._session.span("forward"))
+            self._begin_micro_batch()
+            self._forward.enter_context(self._span("forward"))
 
     def _end_forward(self, engine: Any, args: Any, output: Any) -> None:
         self._forward.close()

@@ -7,14 +7,12 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
-from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
-from lightning.pytorch.strategies import DeepSpeedStrategy as TrainerDeepSpeedStrategy
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from typing_extensions import override
 
@@ -90,37 +88,28 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-_NAMES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""By which ranks find each other: Lightning's launcher and DeepSpeed set them for a training and leave them behind."""
+
+_LightningsStrategy: Any = object
+"""What comes after a mixin in the order of base classes; `Any` for the type checker, since there are two."""
 
 
-class RankVariables:
-    """Snapshot of the environment variables that Lightning's launcher and DeepSpeed set for a training and leave behind."""
+class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
+    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher.
 
-    def __init__(self) -> None:
-        self._values = {name: os.environ.get(name) for name in _NAMES}
+    Attributes:
+        deepspeed_strategy: Lightning's class that the strategy extends.
+    """
 
-    def restore(self) -> None:
-        """Restores the snapshot, so that child processes do not take themselves for ranks of the former training."""
-        for name, value in self._values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-class RankEnvironment:
-    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher."""
-
-    accelerator: Any
-    num_nodes: int
-    num_processes: int
-    _timeout: timedelta | None
-    _rank_variables: RankVariables | None = None
+    deepspeed_strategy: ClassVar[type[Any]]
+    _variables_before: dict[str, str | None] | None = None
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
         """The devices of this host's ranks, in order of local rank."""
-        return self._parallel_devices
+        devices: list[torch.device] | None = self._parallel_devices
+        return devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
@@ -132,15 +121,15 @@ class RankEnvironment:
     @property
     def root_device(self) -> torch.device:
         """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
-        device: torch.device = super().root_device  # type: ignore[misc]  # of Lightning's strategy
+        device: torch.device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
     def _configure_launcher(self) -> None:
         # The launcher runs before all other hooks and is the first to change them.
-        self._rank_variables = RankVariables()
+        self._variables_before = {name: os.environ.get(name) for name in _VARIABLES}
         # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
         if self.num_nodes * self.num_processes > 1:
-            super()._configure_launcher()  # type: ignore[misc]  # of Lightning's strategy
+            super()._configure_launcher()
 
     def setup_environment(self) -> None:
         """Prepares accelerator and process group."""
@@ -148,17 +137,19 @@ class RankEnvironment:
         if self.accelerator.name() == "cpu":
             use_deepspeed_on_cpu()
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
-            is_trainers = isinstance(self, TrainerDeepSpeedStrategy)
-            skipped: Any = TrainerDeepSpeedStrategy if is_trainers else FabricDeepSpeedStrategy
-            super(skipped, self).setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+            super(self.deepspeed_strategy, self).setup_environment()
         else:
-            super().setup_environment()  # type: ignore[misc]  # of Lightning's strategy
+            super().setup_environment()
         if self._timeout is not None:
             limit_waits(self._timeout)
 
     def teardown(self) -> None:
-        """Lightning's teardown."""
-        super().teardown()  # type: ignore[misc]  # of Lightning's strategy
+        """Lightning's teardown; child processes do not take themselves for ranks of the former training."""
+        super().teardown()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
-        if self._rank_variables is not None and self.num_nodes * self.num_processes == 1:
-            self._rank_variables.restore()
+        if self._variables_before is not None and self.num_nodes * self.num_processes == 1:
+            for name, value in self._variables_before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
