@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,30 +119,36 @@ class Session(RankEnvironment):
         Raises:
             MisconfigurationException: a parameter that was frozen at setup is not any more.
         """
-        assert self.zenflow_optimizer is not None
+        if self.zenflow_optimizer is None:
+            return
         step = self.zenflow_optimizer.zenflow_step
         if step.was_interrupted:
-            self._flush()
+            self.flush()
         if step.micro_batches == 0:
             refuse_unfrozen(self._frozen_at_setup)
             step.follow_freezing()
 
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the epoch that the next step belongs to, counted from 0; counts where `select_strategy` is "epoch".
+
+        The Trainer does it; a loop under Fabric does it by itself.
+        """
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.zenflow_step.start_epoch(epoch)
+
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
-        assert self.zenflow_optimizer is not None
-        self.zenflow_optimizer.zenflow_step.begin_backward(
-            last=self.zenflow_optimizer.is_gradient_accumulation_boundary()
-        )
+        if (optimizer := self.zenflow_optimizer) is not None:
+            optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
         with self._explained(), self._span("backward"):
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def _span(self, lane: Lane) -> AbstractContextManager[None]:
         """Context that the timeline shows."""
-        assert self.zenflow_optimizer is not None
-        return self.zenflow_optimizer.telemetry.tracer.span(lane)
+        return nullcontext() if self.zenflow_optimizer is None else self.zenflow_optimizer.telemetry.tracer.span(lane)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
             with self._explained():

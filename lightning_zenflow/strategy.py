@@ -1,5 +1,6 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,6 @@ from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
-from lightning_zenflow.zero.environment import is_interactive
 from lightning_zenflow.zero.supported import (
     refuse_callbacks,
     refuse_manual_optimization,
@@ -104,8 +104,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # Private: the last call before other ranks are started.
-        if is_interactive() and self.num_nodes * self.num_processes > 1:
+        # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
+        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        if is_interactive and self.num_nodes * self.num_processes > 1:
             raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
 
@@ -118,7 +119,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         refuse_callbacks(callbacks)
-        insert_first(callbacks, ExactWeights(self._flush))
+        insert_first(callbacks, ExactWeights(self.flush))
         super().setup(trainer)
 
     @override
@@ -205,9 +206,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         assert self.lightning_module is not None
-        assert self.zenflow_optimizer is not None
         self._begin_micro_batch()
-        self.zenflow_optimizer.zenflow_step.start_epoch(self.lightning_module.trainer.current_epoch)
+        self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -285,12 +285,12 @@ class ExactWeights(pl.Callback):
     """
 
     def __init__(self, flush: Callable[[], None]) -> None:
-        self._flush = flush
+        self.flush = flush
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._flush()
+        self.flush()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._flush()
+        self.flush()

@@ -1,6 +1,5 @@
 """Checkpoints under Fabric: exact, atomic, and readable by the Trainer's strategy and DeepSpeed."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,28 @@ from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
 class CheckpointHooks(Session, DeepSpeedStrategy):
-    """Fabric's hooks that save and load."""
+    """Fabric's hooks that read and write the whole state."""
 
     deepspeed_strategy = DeepSpeedStrategy
-    _engine: Any
+    _engine: Any = None
+    """DeepSpeed's, of the model that is trained."""
+    _was_interrupted = False
+    """Whether an error has interrupted a backward pass."""
 
-    @abstractmethod
+    @override
     def flush(self) -> None:
-        """Makes weights and optimizer states exact."""
+        """Makes weights and optimizer states exact; all ranks call it together, between two steps.
+
+        Raises:
+            RuntimeError: a step has its gradients and has not been done.
+        """
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
+        if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
+            raise RuntimeError(
+                "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
+                " drop the gradients"
+            )
+        super().flush()
 
     @override
     def save_checkpoint(
@@ -44,11 +57,8 @@ class CheckpointHooks(Session, DeepSpeedStrategy):
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
         """
         self.flush()
-
-        def write(folder: Path) -> None:
-            super(CheckpointHooks, self).save_checkpoint(folder, of_fabric(state), storage_options, filter)
-
-        self._save(path, write)
+        save = super().save_checkpoint
+        self._save(path, lambda folder: save(folder, of_fabric(state), storage_options, filter))
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -1,13 +1,15 @@
 """The strategy for `lightning.fabric.Fabric`: the user's own training loop, on the same session as the Trainer's strategy."""
 
+import math
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
@@ -16,11 +18,10 @@ from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.fabric.checkpoint import CheckpointHooks
-from lightning_zenflow.fabric.loop import MaxNorm, MicroBatches
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
 from lightning_zenflow.step.step import ZenFlowStep
-from lightning_zenflow.zero.inference import inference_engine
+from lightning_zenflow.zero.engine import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
 from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
@@ -71,13 +72,14 @@ class ZenFlowStrategy(CheckpointHooks):
         self._micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
         self._backward_sync_control = self._micro_batches
-        self._norm = MaxNorm()
-        self._engine: Any = None
+        self._max_norm = (
+            0.0  # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping
+        )
+        self._norm_of_step: float | None = None
         self._forward = ExitStack()
         self._meter: StepMeter | None = None
         self._timeline: TimelineFile | None = None
         self._accumulated = 1
-        self._was_interrupted = False
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
 
@@ -124,8 +126,9 @@ class ZenFlowStrategy(CheckpointHooks):
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
         optimizer = self._trained("fabric.setup")
-        self._norm = MaxNorm(of_config=optimizer.max_norm)
-        optimizer.clip_to(self._norm.expected)
+        self._max_norm = optimizer.max_norm
+        # The first step may be clipped: no block is submitted before its factor is known.
+        optimizer.clip_to(self._max_norm or math.inf)
         self._meter = StepMeter(optimizer)
         self._meter.sample_copies(skip=1)
         # Until the first forward pass.
@@ -195,7 +198,7 @@ class ZenFlowStrategy(CheckpointHooks):
                 f"fabric.clip_gradients: norm_type must be 2 under ZenFlow, got {norm_type!r}"
             )
         step = self._after_backward("fabric.clip_gradients")
-        self._norm.give(float(max_norm))
+        self._norm_of_step = float(max_norm)
         with self._explained():
             return step.gradient_norm()
 
@@ -218,7 +221,8 @@ class ZenFlowStrategy(CheckpointHooks):
                 f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `fabric.backward` before it"
             )
         self._accumulated = self._after_backward("optimizer.step").micro_batches
-        self._trained("optimizer.step").clip_to(self._norm.take())
+        max_norm, self._norm_of_step = self._norm_of_step, None
+        self._trained("optimizer.step").clip_to(self._max_norm if max_norm is None else max_norm)
         self._engine.set_gradient_accumulation_boundary(True)
         with self._explained():
             output = super().optimizer_step(self._engine)
@@ -247,29 +251,6 @@ class ZenFlowStrategy(CheckpointHooks):
         if self._meter is None:
             return None
         return self._meter.summary(self.zenflow_config, accumulate_grad_batches=self._accumulated)
-
-    def start_epoch(self, epoch: int) -> None:
-        """Sets the epoch that the next step belongs to; needed for ``select_strategy="epoch"`` only.
-
-        Args:
-            epoch: counted from 0.
-        """
-        if self.zenflow_optimizer is not None:
-            self.zenflow_optimizer.zenflow_step.start_epoch(epoch)
-
-    def flush(self) -> None:
-        """Makes weights and optimizer states exact; all ranks call it together, between two steps.
-
-        Raises:
-            RuntimeError: a step has its gradients and has not been done.
-        """
-        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
-        if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
-            raise RuntimeError(
-                "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
-                " drop the gradients"
-            )
-        self._flush()
 
     @override
     def teardown(self) -> None:
@@ -326,6 +307,26 @@ class ZenFlowStrategy(CheckpointHooks):
 
     def _before_state_dict(self, *_: Any) -> None:
         self.flush()
+
+
+# Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
+class MicroBatches(_BackwardSyncControl):
+    """State of `fabric.no_backward_sync`: whether the step has further micro-batches.
+
+    ZeRO-2 reduces the gradients of every micro-batch all the same, because each rank keeps its part only.
+    """
+
+    def __init__(self) -> None:
+        self.more_to_come = False
+
+    @contextmanager
+    @override
+    def no_backward_sync(self, module: Module, enabled: bool) -> Iterator[None]:
+        before, self.more_to_come = self.more_to_come, self.more_to_come or enabled
+        try:
+            yield
+        finally:
+            self.more_to_come = before
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:

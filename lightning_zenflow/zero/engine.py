@@ -1,16 +1,17 @@
-"""Substitution of ZenFlow's optimizer for DeepSpeed's while the engine is built."""
+"""DeepSpeed's engines: of the model that is trained, with ZenFlow's optimizer in the place of DeepSpeed's, and of models that are not."""
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import deepspeed
 import deepspeed.runtime.engine as engine_module
+import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.overrides import missing_overrides
-from lightning_zenflow.zero.broadcast_layout import BroadcastLayout
 from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
@@ -27,7 +28,7 @@ def build_with_zenflow(
 
     Args:
         initialize: calls it; the engine is the first item of its result.
-        module: the model.
+        module: the model. Parameters in another memory format, such as `torch.channels_last`, are contiguous from now on.
         config: of the optimizer.
         resources: of the rank.
 
@@ -41,11 +42,15 @@ def build_with_zenflow(
     if vars(engine_module).get("DeepSpeedZeroOptimizer") is not DeepSpeedZeroOptimizer or missing:
         raise _unsupported(f"missing in DeepSpeedZeroOptimizer: {missing}" if missing else "no name to replace")
     optimizer: ZenFlowZeroOptimizer | None = None
-    layout = BroadcastLayout(module)
+    scalars = _lay_out_for_broadcast(module)
+
+    def restore_scalars() -> None:
+        for scalar in scalars:
+            scalar.data = scalar.data.view(())
 
     def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
         nonlocal optimizer
-        layout.restore()
+        restore_scalars()
         optimizer = ZenFlowZeroOptimizer(*args, zenflow=config, resources=resources, **kwargs)
         return optimizer
 
@@ -62,8 +67,43 @@ def build_with_zenflow(
             optimizer.close(keep_state=False)
         raise
     finally:
-        layout.restore()
+        restore_scalars()
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
+
+
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the training's precision.
+
+    Args:
+        module: the model.
+        config: the training's DeepSpeed configuration, of which only the precision counts.
+        device: this rank's.
+    """
+    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in ("fp16", "bf16") if key in config}}
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=device.index),
+        config=settings,
+        model=module,
+        model_parameters=[],
+        dist_init_required=False,
+    )
+    return engine
+
+
+def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
+    """Makes every parameter contiguous, with a dimension at least; returns the scalars, which need their shape back for the optimizer.
+
+    DeepSpeed's engine broadcasts each parameter as a tensor of bytes, which torch makes of such memory only. Its optimizer, which comes
+    next, copies all trained parameters into contiguous memory anyway.
+    """
+    scalars = [p for p in module.parameters() if p.dim() == 0]
+    for parameter in module.parameters():
+        flat = parameter.data.reshape(-1)
+        if flat.stride() != (1,):
+            # Not by `contiguous`: it leaves the stride of one element as it is.
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        parameter.data = flat.view(parameter.shape or (1,))
+    return scalars
 
 
 def _unsupported(what: str) -> RuntimeError:

@@ -4,9 +4,7 @@
 """
 
 import os
-import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -58,36 +56,6 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
-def use_deepspeed_on_cpu() -> None:
-    """Selects the CPU accelerator. DeepSpeed chooses one accelerator per process, and CUDA where there is a device."""
-    if not isinstance(get_accelerator(), CpuAccelerator):
-        set_accelerator(CpuAccelerator())
-
-
-def release_destroyed_groups() -> None:
-    """Makes DeepSpeed release its process groups if torch has destroyed them since, so that it makes new ones for the next engine."""
-    # Private: DeepSpeed does this only in its own `destroy_process_group`; Lightning and users call torch's. `_world.pg_map` has the groups
-    # that torch has not destroyed; torch has no public list of them.
-    group = groups._WORLD_GROUP
-    if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
-        groups._release_process_group_references()
-
-
-def limit_waits(timeout: timedelta) -> None:
-    """Sets the timeout of DeepSpeed's process group, which it makes with torch's default of 30 minutes, to that of the default group.
-
-    Args:
-        timeout: of a collective operation.
-    """
-    # Private: all of ZeRO's collectives use this group, and torch has no public way to change a group's timeout.
-    _set_pg_timeout(timeout, groups._clone_world_group())
-
-
-def is_interactive() -> bool:
-    """Whether this is a notebook or Python's prompt, as Lightning recognises it."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """By which ranks find each other: Lightning's launcher and DeepSpeed set them for a training and leave them behind."""
 
@@ -106,6 +74,7 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     _variables_before: dict[str, str | None] | None = None
 
     @property
+    @override
     def parallel_devices(self) -> list[torch.device] | None:
         """The devices of this host's ranks, in order of local rank."""
         devices: list[torch.device] | None = self._parallel_devices
@@ -119,11 +88,13 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         self._parallel_devices = devices
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
         device: torch.device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
+    @override
     def _configure_launcher(self) -> None:
         # The launcher runs before all other hooks and is the first to change them.
         self._variables_before = {name: os.environ.get(name) for name in _VARIABLES}
@@ -131,18 +102,28 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         if self.num_nodes * self.num_processes > 1:
             super()._configure_launcher()
 
+    @override
     def setup_environment(self) -> None:
         """Prepares accelerator and process group."""
-        release_destroyed_groups()
+        # Private: DeepSpeed forgets its groups only in its own `destroy_process_group`, and would not make new ones for the next engine;
+        # Lightning and users call torch's. `_world.pg_map` has the groups that torch has not destroyed; torch has no public list of them.
+        group = groups._WORLD_GROUP
+        if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
+            groups._release_process_group_references()
         if self.accelerator.name() == "cpu":
-            use_deepspeed_on_cpu()
+            # DeepSpeed chooses one accelerator per process, and CUDA where there is a device.
+            if not isinstance(get_accelerator(), CpuAccelerator):
+                set_accelerator(CpuAccelerator())
             # Skips DeepSpeedStrategy's own method, which only refuses the CPU.
             super(self.deepspeed_strategy, self).setup_environment()
         else:
             super().setup_environment()
         if self._timeout is not None:
-            limit_waits(self._timeout)
+            # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
+            # has no public way to change it.
+            _set_pg_timeout(self._timeout, groups._clone_world_group())
 
+    @override
     def teardown(self) -> None:
         """Lightning's teardown; child processes do not take themselves for ranks of the former training."""
         super().teardown()

@@ -12,8 +12,6 @@ from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.arena import Arena
 
-_WHERE = "call it between steps, as in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
-
 
 class FullState:
     """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
@@ -77,23 +75,16 @@ class FullState:
             RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
-        self._complete(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        self._make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
         state = self._state(optim_state_key)
         return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the state of a parameter after the last step. Training goes on with it; the model shows it with the next publish of its
-        blocks, at most S + d steps later.
+        """Replaces the state of a parameter by `value`, [*parameter.shape] any dtype and device; arguments and errors are those of `read`.
 
-        Args:
-            number: of the parameter.
-            value: [*parameter.shape], any dtype and device.
-            optim_state_key: as for `read`.
-
-        Raises:
-            ValueError, RuntimeError, WorkerError: as for `read`; `value` has another shape.
+        Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
-        self._complete(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        self._make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
         state, shape = self._state(optim_state_key), self._parameters[number].shape
         if value.shape != shape:
             raise ValueError(
@@ -106,9 +97,6 @@ class FullState:
 
     def gradient(self, number: int) -> Tensor:
         """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
-
-        Args:
-            number: of the parameter.
 
         Returns:
             [*parameter.shape] float32, on the parameter's device; zero where the step did not use the parameter.
@@ -124,22 +112,18 @@ class FullState:
         return self._whole(number, lambda index, _: self._step.gradient(index))
 
     def refuse_gradient(self, number: int, value: Tensor) -> None:
-        """Refuses to replace a gradient.
-
-        Raises:
-            RuntimeError: says where gradients can be changed.
-        """
+        """Raises RuntimeError, which says where gradients can be changed."""
         raise RuntimeError(
             f"safe_set_full_grad({self._names[number]}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
             " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
         )
 
-    def _complete(self, number: int, caller: str) -> None:
-        """Makes the arena exact."""
+    def _make_exact(self, number: int, caller: str) -> None:
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; {_WHERE}"
+                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; call it between steps, as"
+                " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
         self._flush()
 

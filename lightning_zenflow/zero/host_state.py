@@ -43,12 +43,8 @@ class HostState:
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = torch.zeros(1).expand(numel)
-            self._moments.append(
-                {
-                    "exp_avg": arena.exp_avg.narrow(0, begin, numel),
-                    "exp_avg_sq": arena.exp_avg_sq.narrow(0, begin, numel),
-                }
-            )
+            moments = {"exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
+            self._moments.append({name: moment.narrow(0, begin, numel) for name, moment in moments.items()})
             optimizer.state[flat] = dict(self._moments[-1])
         self.write_count(0)
 

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,14 +23,16 @@ _CONNECT_S = 5.0
 _LOST = "\nLost: "
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rank:
     node: int
-    host: str
-    processes: str
+    host: str = field(default_factory=lambda: os.uname().nodename)
+    processes: str = field(
+        default_factory=lambda: read_file(Path("/proc/sys/kernel/random/boot_id")) + os.readlink("/proc/self/ns/pid")
+    )
     """Identity of the process numbers: ranks with the same one see each other's processes."""
-    pid: int
-    training: str
+    pid: int = field(default_factory=os.getpid)
+    training: str = field(default_factory=lambda: uuid.uuid4().hex)
     """A random name; that of rank 0 is the training's."""
 
     def is_running(self) -> bool:
@@ -51,6 +53,7 @@ class LostRanks:
     """
 
     def __init__(self, node: int) -> None:
+        self._own = _Rank(node)
         self._ranks: list[_Rank] = []
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -58,23 +61,16 @@ class LostRanks:
         store = _get_default_store()
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        if not isinstance(store, TCPStore):
-            return
-        self._address = store.host, store.port
-        namespace = f"{node} {read_file(Path('/proc/sys/kernel/random/boot_id'))} {os.readlink('/proc/self/ns/pid')}"
-        own = _Rank(
-            node=node, host=os.uname().nodename, processes=namespace, pid=os.getpid(), training=uuid.uuid4().hex
-        )
-        ranks: list[_Rank | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
-        self._ranks = [rank for rank in ranks if rank is not None]
-        self._own = own
+        if isinstance(store, TCPStore):
+            self._address = store.host, store.port
+            self._ranks = [self._own] * dist.get_world_size()
+            dist.all_gather_object(self._ranks, self._own)
 
     def explain(self, error: BaseException) -> None:
         """Adds the lost ranks, if any, to the message of an error of torch's communication; leaves all other errors as they are."""
-        if not self._ranks or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-            return
-        if _LOST in str(error):  # an inner context has explained it
+        is_of_communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+        # An inner context may have explained it.
+        if not self._ranks or not is_of_communication or _LOST in str(error):
             return
         reported: set[int] = set()
         # A host that does not answer at all makes the store's calls wait for longer than their timeout.
@@ -82,10 +78,8 @@ class LostRanks:
         asking.start()
         asking.join(_END_S + _SETTLE_S + _CONNECT_S)
         if not reported:
-            first = self._ranks[0].processes
-            reported = self._running() | {
-                i for i, r in enumerate(self._ranks) if r.processes not in (first, self._own.processes)
-            }
+            gone = self._ranks[0].processes, self._own.processes
+            reported = self._running() | {i for i, rank in enumerate(self._ranks) if rank.processes not in gone}
         nodes: dict[str, list[str]] = {}
         for i, rank in enumerate(self._ranks):
             if i not in reported:

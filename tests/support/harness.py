@@ -237,7 +237,7 @@ class FlushAfter(pl.Callback):
     ) -> None:
         if trainer.global_step in self._steps:
             self._steps.remove(trainer.global_step)
-            trainer.strategy.on_validation_start()
+            trainer.strategy.flush()
 
 
 class StockStrategy(ZenFlowStrategy):

@@ -132,7 +132,7 @@ class Interrupted(LinearLossModule):
         self.arena = ArenaWatch(self.trainer.strategy)
         with self.context:
             super().optimizer_step(*args, **kwargs)
-            self.trainer.strategy.on_validation_start()
+            self.trainer.strategy.flush()
         # Where the context ends the exception, as at the end of a callback of the user's.
         raise KeyboardInterrupt
 

@@ -15,8 +15,17 @@ class Base:
     def here(self) -> None: ...
 
 
-class Subclass(Base):
+class Own(Base):
     __module__ = "lightning_zenflow.example"
+
+    def ours(self) -> None: ...
+
+
+class Subclass(Own):
+    __module__ = "lightning_zenflow.example"
+
+    @override
+    def ours(self) -> None: ...
 
     @override
     def here(self) -> None: ...
