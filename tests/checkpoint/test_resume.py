@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from typing_extensions import override
 
-from harness import Case, make_trainer, run_here
+from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
 from networks import SmallNet
@@ -131,22 +131,6 @@ def test_the_files_are_let_go(tmp_path: Path) -> None:
         LinearLossModule(length=4), ckpt_path=tmp_path / "a.ckpt"
     )
     assert files.found == []
-
-
-@pytest.mark.parametrize("before", ["a file", "a link"])
-def test_a_checkpoint_replaces_a_file_or_a_link(before: str, tmp_path: Path) -> None:
-    """As another strategy has left it; what a link leads to stays."""
-    path, target = tmp_path / "a.ckpt", tmp_path / "target"
-    target.mkdir()
-    (target / "content").touch()
-    if before == "a file":
-        path.touch()
-    else:
-        path.symlink_to(target)
-    run_here(Case(steps=1, save_at=1, checkpoint=str(path)))
-    assert (path / "latest").is_file() and not path.is_symlink()
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["a.ckpt", "target"]
-    assert [item.name for item in target.iterdir()] == ["content"]
 
 
 class Configured(LinearLossModule):
