@@ -80,7 +80,13 @@ class StagedSave:
         if not os.path.lexists(self._path):
             self.folder.rename(self._path)
         elif not _exchange(self.folder, self._path):
-            replaced = self._replace()
+            replaced = _replaced_path(self._path)
+            self._path.rename(replaced)
+            try:
+                self.folder.rename(self._path)
+            except OSError:
+                recover(self._path)
+                raise
         if self._sync:
             sync_all([self._path.parent])
         _discard(replaced)
@@ -90,21 +96,6 @@ class StagedSave:
         """Deletes the directory with its content; may be called after `commit`."""
         _delete(self.folder)
         self._unlock()
-
-    def _replace(self) -> Path:
-        """Replaces the previous checkpoint in two renames; returns where that is now."""
-        replaced, attempts = _replaced_path(self._path), 3
-        for attempt in range(attempts):
-            self._path.rename(replaced)
-            try:
-                self.folder.rename(self._path)
-                break
-            except OSError as error:
-                recover(self._path)
-                # A process that loads this checkpoint may have put it back between the two renames.
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or attempt == attempts - 1:
-                    raise
-        return replaced
 
     def _unlock(self) -> None:
         self._lock_file.unlink(missing_ok=True)

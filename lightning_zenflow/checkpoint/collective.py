@@ -47,15 +47,13 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
             # Each rank its own, since network storage keeps what has been written with the host that wrote it.
             sync_all(folder.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
 
-    def commit() -> None:
-        if staged is not None:
-            staged.commit()
-
     try:
         _attempt(path, begin, folder)
-        folder = _from_rank_zero(None if staged is None else staged.folder)
+        folders = [None if staged is None else staged.folder]
+        dist.broadcast_object_list(folders, src=0)
+        (folder,) = folders  # type: ignore[assignment]  # rank 0 has one
         _attempt(path, write_files, folder)
-        _attempt(path, commit, folder)
+        _attempt(path, lambda: None if staged is None else staged.commit(), folder)
     except BaseException:
         if staged is not None:
             staged.abandon()
@@ -71,21 +69,12 @@ def _without_collectives() -> Iterator[None]:
     Private: the engine calls ``deepspeed.comm`` by a module-level name, which is replaced inside this context only.
     """
     comm = engine_module.dist
-    engine_module.dist = SimpleNamespace(**{**vars(comm), "barrier": _skip, "all_reduce": _skip})
+    skipped = dict.fromkeys(("barrier", "all_reduce"), lambda *_, **__: None)
+    engine_module.dist = SimpleNamespace(**{**vars(comm), **skipped})
     try:
         yield
     finally:
         engine_module.dist = comm
-
-
-def _skip(*_: Any, **__: Any) -> None:
-    """In the place of a collective."""
-
-
-def _from_rank_zero(value: Any) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def _attempt(path: Path, action: Callable[[], None], folder: Path) -> None:
@@ -114,33 +103,26 @@ def _failure(path: Path, reason: Exception, folder: Path) -> OSError:
     return error
 
 
-def open_together(path: Path) -> SavedCheckpoint:
-    """Opens a checkpoint and reads its model file. A collective: all ranks must call it.
+def _open_together(path: Path) -> SavedCheckpoint:
+    """Opens a checkpoint whose model file is undamaged. A collective: all ranks must call it.
 
     Raises:
         CheckpointError: a rank cannot read it.
     """
-    is_global_zero = dist.get_rank() == 0
 
-    def put_back() -> None:
-        if is_global_zero:
+    def verify() -> None:
+        # Once for all ranks, since that reads all of it; before unpickling.
+        if dist.get_rank() == 0:
             try:
                 recover(path)
             except OSError as error:
                 raise CheckpointError(
                     f"checkpoint {path}: a save was killed, and what it was replacing cannot be put back in place: {error}"
                 ) from error
+            SavedCheckpoint(path).verify_model()
 
-    def verify() -> None:
-        # Once for all ranks, since that reads all of it; before unpickling.
-        if is_global_zero:
-            saved.verify_model()
-
-    _together(put_back)
-    saved = _together(lambda: SavedCheckpoint(path))
     _together(verify)
-    _together(lambda: saved.model_states)
-    return saved
+    return _together(lambda: SavedCheckpoint(path))
 
 
 def _together(action: Callable[[], T]) -> T:
@@ -167,7 +149,8 @@ def load_weights_together(path: Path, load: Callable[[], T]) -> T:
     Raises:
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
     """
-    open_together(path)
+    saved = _open_together(path)
+    _together(lambda: saved.model_states)
     return _together(lambda: _loaded(path, load))
 
 
@@ -191,7 +174,7 @@ def load_together(
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
     """
-    saved = open_together(path)
+    saved = _open_together(path)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _together(lambda: saved.refuse_other_model(shapes_by_name(optimizer)))
     # `bfloat16_enabled` and, below, `partition_size` (elements of each group's flat partition) are DeepSpeed's, undocumented.

@@ -27,9 +27,6 @@ from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 _CHUNK_BYTES = 2**20
 
-Shapes = Sequence[Mapping[str, Sequence[int]]]
-"""For each parameter group the shapes of its parameters by name, in order."""
-
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
@@ -72,8 +69,7 @@ class SavedCheckpoint:
             name = str(self.folder.relative_to(self.path))
             raise _refusal(self.path, f"the folder {name[:60]!r}, named by its file `latest`, is missing")
         if not self._model_file.is_file():
-            stage_3 = (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file()
-            if stage_3:
+            if (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file():
                 raise _refusal(self.path, "the ZeRO stage must be 1 or 2, got 3")
             raise _refusal(self.path, f"the file {self._model_file.name} is missing: the checkpoint is incomplete")
 
@@ -116,24 +112,13 @@ class SavedCheckpoint:
         for rank in ranks:
             _verify(self._optimizer_file(rank, bf16=bf16))
 
-    def refuse_other_model(self, ours: Shapes) -> None:
-        """Compares the saved parameters with those of the model.
+    def refuse_other_model(self, ours: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+        """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in order.
 
         Raises:
             CheckpointError: they differ; the message names the first difference.
         """
-        with _reading(self._model_file):
-            self._refuse_other_model(self.model_states.get(PARAM_SHAPES), ours)
-
-    def _refuse_other_model(self, theirs: Shapes | None, ours: Shapes) -> None:
-        if theirs is None:
-            raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
-        if len(theirs) != len(ours):
-            raise _refusal(
-                self.path,
-                f"configure_optimizers must return the saved number of parameter groups, {len(theirs)}, got {len(ours)}",
-            )
-        for group, (saved, present) in enumerate(zip(theirs, ours, strict=True)):
+        for group, (saved, present) in enumerate(zip(self._saved_shapes(len(ours)), ours, strict=True)):
             if len(saved) != len(present):
                 # The missing names tell more than the first pair that differs.
                 unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
@@ -142,13 +127,25 @@ class SavedCheckpoint:
                     self.path,
                     f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
                 )
-            for (their_name, their_shape), (name, shape) in zip(saved.items(), present.items(), strict=True):
-                if their_name != name or tuple(their_shape) != tuple(shape):
+            for theirs, own in zip(saved.items(), present.items(), strict=True):
+                if theirs != own:
+                    must, got = (f"{name} {list(shape)}" for name, shape in (theirs, own))
                     raise _refusal(
                         self.path,
-                        f"the model must be the saved one: parameter group {group} must have {their_name} {list(their_shape)}, got"
-                        f" {name} {list(shape)}",
+                        f"the model must be the saved one: parameter group {group} must have {must}, got {got}",
                     )
+
+    def _saved_shapes(self, n_groups: int) -> list[dict[str, tuple[int, ...]]]:
+        with _reading(self._model_file):
+            saved = self.model_states.get(PARAM_SHAPES)
+            if saved is None:
+                raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
+            if len(saved) != n_groups:
+                raise _refusal(
+                    self.path,
+                    f"configure_optimizers must return the saved number of parameter groups, {len(saved)}, got {n_groups}",
+                )
+            return [{str(name): tuple(shape) for name, shape in group.items()} for group in saved]
 
     def optimizer_state(self, rank: int, *, bf16: bool) -> dict[str, Any]:
         """Optimizer state of one rank, in DeepSpeed's layout; large tensors are memory-mapped.
@@ -249,10 +246,7 @@ def _optimizer_state(file: Path) -> dict[str, Any]:
         raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
     base = state[BASE_OPTIMIZER_STATE]
     if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-        raise _refusal(
-            file,
-            "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False",
-        )
+        raise _refusal(file, "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
     for group, (param_group, flat) in enumerate(
         zip(base["param_groups"], state[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
     ):

@@ -182,26 +182,6 @@ def test_a_save_that_was_killed_between_two_renames_is_recovered(
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "long" * 60]
 
 
-def test_a_save_goes_on_if_another_process_has_recovered_the_previous_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
-    path = tmp_path / "a.ckpt"
-    save(path, "old")
-    rename, calls = Path.rename, []
-
-    def recovering(source: Path, target: Path) -> Path:
-        calls.append(target)
-        if len(calls) == 2:
-            recover(path)
-        return rename(source, target)
-
-    monkeypatch.setattr(Path, "rename", recovering)
-    save(path, "new")
-    assert (path / "content").read_text() == "new"
-    assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
 def test_what_a_replacement_has_left_goes_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill after the second of two renames, and one in a removal."""
     monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
