@@ -1,9 +1,12 @@
 """A save that fails changes nothing, on any rank, and a damaged file is refused on all."""
 
+import os
 import resource
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ from harness import Case, run_here
 from lightning_zenflow.checkpoint import collective
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.process import WorkerError
+from processes import leaves_no_file_open
 from rank_processes import run_on_ranks
-from same_bits import assert_same_tensors
+from same_bits import assert_same_state, assert_same_tensors
 
 CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
 
@@ -35,53 +39,44 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@dataclass
 class SaveOnFullDisk(pl.Callback):
-    """Saves after a step where the disk is full, for some ranks or all, and at once elsewhere, where it is not.
+    """Saves ``full.ckpt`` after a step, counted from 1, where the disks of some ranks are full, and at once ``elsewhere.ckpt``."""
 
-    Args:
-        folder: of both checkpoints; ``full.ckpt`` is there already, or not.
-        step: counted from 1.
-        ranks: whose disks are full.
-    """
-
-    def __init__(self, folder: Path, step: int, ranks: tuple[int, ...] = (0,)) -> None:
-        self._folder = folder
-        self._step = step
-        self._ranks = ranks
+    folder: Path
+    step: int
+    ranks: tuple[int, ...] = (0,)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != self._step:
+        if trainer.global_step != self.step:
             return
-        full, elsewhere = self._folder / "full.ckpt", self._folder / "elsewhere.ckpt"
-        before = sorted(self._folder.rglob("*"))
+        full, elsewhere = self.folder / "full.ckpt", self.folder / "elsewhere.ckpt"
+        before = sorted(self.folder.rglob("*"))
         with pytest.raises(OSError, match="full.ckpt could not be saved: .*training can continue") as caught:
-            if trainer.global_rank in self._ranks:
+            if trainer.global_rank in self.ranks:
                 with full_disk():
                     trainer.save_checkpoint(full)
             else:
                 trainer.save_checkpoint(full)
-        if trainer.global_rank not in self._ranks:
-            assert str(caught.value).startswith(f"rank {self._ranks[0]}: ")
+        if trainer.global_rank not in self.ranks:
+            assert str(caught.value).startswith(f"rank {self.ranks[0]}: ")
         if trainer.is_global_zero:
-            assert sorted(self._folder.rglob("*")) == before
+            assert sorted(self.folder.rglob("*")) == before
         trainer.strategy.barrier()
         trainer.save_checkpoint(elsewhere)
 
 
+@dataclass
 class SaveDamaged(pl.Callback):
-    """Saves checkpoints after training; in each of them a byte in the middle of a file then changes.
+    """Saves checkpoints after training; in each of them a byte in the middle of a file then changes."""
 
-    Args:
-        files: of checkpoints, by the checkpoint's path.
-    """
-
-    def __init__(self, files: dict[Path, str]) -> None:
-        self._files = files
+    files: dict[Path, str]
+    """By the checkpoint's path."""
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for path, name in self._files.items():
+        for path, name in self.files.items():
             trainer.save_checkpoint(path)
             if trainer.is_global_zero:
                 position = (path / name).stat().st_size // 2
@@ -89,11 +84,11 @@ class SaveDamaged(pl.Callback):
         trainer.strategy.barrier()
 
 
+@dataclass
 class FailingSaves(pl.Callback):
     """Rank 1 fails in a save, before or after what DeepSpeed does in it, which has another barrier of its own; then a save succeeds."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    folder: Path
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -114,15 +109,15 @@ class FailingSaves(pl.Callback):
 
             with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=f"failed.ckpt could not .*{when}"):
                 patch.setattr(engine_class, "save_checkpoint", failing)
-                trainer.save_checkpoint(self._folder / "failed.ckpt")
-        trainer.save_checkpoint(self._folder / "saved.ckpt")
+                trainer.save_checkpoint(self.folder / "failed.ckpt")
+        trainer.save_checkpoint(self.folder / "saved.ckpt")
 
 
+@dataclass
 class SaveInDifferentSteps(pl.Callback):
     """A save after an exception that has interrupted rank 1 a step later than rank 0."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    path: Path
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -130,43 +125,54 @@ class SaveInDifferentSteps(pl.Callback):
             number = property(lambda _: 3 + trainer.global_rank)
             with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerError, match="ranks in different steps"):
                 patch.setattr(ZenFlowStep, "number", number)
-                trainer.save_checkpoint(self._path)
-            assert not self._path.exists()
+                trainer.save_checkpoint(self.path)
+            assert not self.path.exists()
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
-    undisturbed = run_here(replace(CASE, save_at=3, checkpoint=str(tmp_path / "undisturbed.ckpt")))
-    run = run_here(replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3),)))
+    """Neither training nor the checkpoint before."""
+    undisturbed = run_here(replace(CASE, save_at=2, checkpoint=str(tmp_path / "full.ckpt"), flush_after=(3,)))
+    run = run_here(replace(CASE, callbacks=(SaveOnFullDisk(tmp_path, 3),), flush_after=(2,)))
     resumed = run_here(replace(CASE, checkpoint=str(tmp_path / "elsewhere.ckpt")))
-    for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
-        for a, b, c in zip(*(getattr(r, kind) for r in (undisturbed, run, resumed)), strict=True):
-            assert torch.equal(a, b) and torch.equal(a, c), kind
+    for other in (run, resumed):
+        assert_same_state(other, undisturbed)
+        assert_same_tensors(other.weights, undisturbed.weights)
+    assert torch.load(tmp_path / "full.ckpt" / MODEL_FILE, weights_only=False)["global_step"] == 2
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    run_here(replace(CASE, steps=2, save_at=2, checkpoint=str(tmp_path / "full.ckpt")))
-    run_here(replace(CASE, steps=4, callbacks=(SaveOnFullDisk(tmp_path, 3),)))
-    assert (
-        torch.load(tmp_path / "full.ckpt/checkpoint/mp_rank_00_model_states.pt", weights_only=False)["global_step"] == 2
-    )
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A real one, with room for one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or not shutil.which("mount"):
+        pytest.skip("mounting a small disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500000", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("root may not mount a small disk here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
-class SaveUnderAFile(pl.Callback):
-    """Saves where there can be no folder."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
+@dataclass
+class FillsDisk(pl.Callback):
+    disk: Path
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        with pytest.raises(OSError, match=f"checkpoint {self._file}/a.ckpt could not be saved: .*Not a directory"):
-            trainer.save_checkpoint(self._file / "a.ckpt")
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.disk / "first.ckpt")
+            full = f"the disk of {self.disk} is full .No space left on device.; delete files there, or save to another path"
+            used = shutil.disk_usage(self.disk).used
+            for name in ("second.ckpt", "first.ckpt"):
+                with leaves_no_file_open(), pytest.raises(OSError, match=f"{name} could not be saved: {full}"):
+                    trainer.save_checkpoint(self.disk / name)
+            assert shutil.disk_usage(self.disk).used == used
 
 
-def test_where_there_can_be_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    run = run_here(replace(CASE, steps=2, callbacks=(SaveUnderAFile(tmp_path / "file"),)))
-    assert len(run.losses) == 2
+def test_a_disk_that_is_full_is_named_and_left_as_it_was(disk: Path) -> None:
+    run_here(replace(CASE, steps=3, callbacks=(FillsDisk(disk),)))
+    assert os.listdir(disk) == ["first.ckpt"]
 
 
 def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:

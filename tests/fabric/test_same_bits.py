@@ -49,13 +49,6 @@ def test_two_ranks() -> None:
             assert_same_run(ours, theirs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_other_precisions(precision: str) -> None:
-    case = replace(DEFAULTS, precision=precision, max_norm=0.1)
-    assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))
-
-
 def test_trainer_and_loop_continue_each_others_checkpoints(tmp_path: Path) -> None:
     """Weights, moments and the schedule, bit for bit; the learning rate of a loop is its own affair, and here constant."""
     case = replace(

@@ -1,6 +1,5 @@
 """State of single parameters, odd layouts and what checkpoints hold beside weights: on two ranks, and with moments in 16 bits."""
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -162,47 +161,43 @@ def half_way(averaged: Tensor, present: Tensor, _: Any) -> Tensor:
     return torch.lerp(averaged, present, 0.5)
 
 
-@functools.cache
-def odd_runs(folder: Path) -> dict[str, list[Run]]:
-    """On two ranks, with averaged weights and without, and resumed in the middle."""
-    averaged = replace(
-        ODD,
-        update_interval=1,
-        publish_lag=0,
-        callbacks=(WeightAveraging(avg_fn=half_way),),
-        checkpoint=str(folder / "a"),
-    ).with_keys(optimizer_in_backward=False)
-    saved = replace(averaged, save_at=3)
-    return run_on_ranks(
-        {"late": ODD, "clipped": replace(ODD, max_norm=0.1, accumulate=2), "saved": saved, "resumed": averaged}
-    )
+CLIPPED = replace(ODD, max_norm=0.1, accumulate=2)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("odd")
+def odd_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Run]]]:
+    """On two ranks, with averaged weights and without, and resumed in the middle; the checkpoint, and all runs."""
+    path = tmp_path_factory.mktemp("odd") / "a"
+    averaged = replace(
+        ODD, update_interval=1, publish_lag=0, callbacks=(WeightAveraging(avg_fn=half_way),), checkpoint=str(path)
+    ).with_keys(optimizer_in_backward=False)
+    cases = {"late": ODD, "clipped": CLIPPED, "saved": replace(averaged, save_at=3), "resumed": averaged}
+    return path, run_on_ranks(cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["late", "clipped"])
-def test_odd_layouts_begin_with_the_weights_of_the_first_rank_and_train_as_the_oracle(name: str, folder: Path) -> None:
-    case = {"late": ODD, "clipped": replace(ODD, max_norm=0.1, accumulate=2)}[name]
-    first, second = odd_runs(folder)[name]
+@pytest.mark.parametrize(("name", "case"), [("late", ODD), ("clipped", CLIPPED)])
+def test_odd_layouts_begin_with_the_weights_of_the_first_rank_and_train_as_the_oracle(
+    name: str, case: Case, odd_runs: tuple[Path, dict[str, list[Run]]]
+) -> None:
+    first, second = odd_runs[1][name]
     assert_same_tensors(first.weights, second.weights)
     compare_with_oracle(case, [first, second])
 
 
 @pytest.mark.slow
-def test_averaged_weights_and_further_names_are_in_a_checkpoint_of_two_ranks(folder: Path) -> None:
-    runs = odd_runs(folder)
+def test_averaged_weights_and_further_names_are_in_a_checkpoint_of_two_ranks(
+    odd_runs: tuple[Path, dict[str, list[Run]]],
+) -> None:
+    path, runs = odd_runs
     for saved, resumed in zip(runs["saved"], runs["resumed"], strict=True):
         assert len(resumed.losses) == 3
         # The callback shows the averaged weights at the end of both.
         assert_same_run(resumed, replace(saved, shown=saved.shown[3:], losses=saved.losses[3:]))
-    (file,) = (folder / "a").glob("checkpoint/mp_rank_00_model_states.pt")
+    (file,) = path.glob("checkpoint/mp_rank_00_model_states.pt")
     state = torch.load(file, weights_only=False)
     average = state["averaged_state_dict"]
-    exported = get_fp32_state_dict_from_zero_checkpoint(folder / "a", tag="checkpoint")
+    exported = get_fp32_state_dict_from_zero_checkpoint(path, tag="checkpoint")
     model = ODD.make_model()
     assert exported.keys() == average.keys() == model.state_dict().keys()
     assert {name: p.shape for name, p in exported.items()} == {name: p.shape for name, p in model.state_dict().items()}
