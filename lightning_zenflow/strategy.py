@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -119,7 +120,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         refuse_callbacks(callbacks)
-        insert_first(callbacks, ExactWeights(self.flush))
+        exact = ExactWeights(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
+        insert_first(callbacks, exact)
         super().setup(trainer)
 
     @override
@@ -274,23 +276,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             remove(Path(filepath))
 
 
-class ExactWeights(pl.Callback):
+class ExactWeights(LambdaCallback):
     """Makes weights exact before the user's callbacks read them.
 
     Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
     replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
-
-    Args:
-        flush: makes the weights exact; called on every rank.
     """
-
-    def __init__(self, flush: Callable[[], None]) -> None:
-        self.flush = flush
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.flush()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.flush()

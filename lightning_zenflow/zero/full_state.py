@@ -80,7 +80,7 @@ class FullState:
         return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the state of a parameter by `value`, [*parameter.shape] any dtype and device; arguments and errors are those of `read`.
+        """Replaces the state of a parameter by `value`, [*parameter.shape] of any type. Other arguments and errors are those of `read`.
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
