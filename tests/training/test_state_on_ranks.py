@@ -13,8 +13,6 @@ from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.pytorch.callbacks import WeightAveraging
@@ -26,8 +24,6 @@ from typing_extensions import override
 from harness import Case, Run, run_here
 from models import TestModule
 from rank_processes import run_on_ranks
-from reference import places_of_elements
-from replay_reference import ReplayedAdamW
 from same_bits import assert_same_run, assert_same_tensors
 
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -45,22 +41,11 @@ def read(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[safe_get_full_fp32_param(p) for p in parameters], *moments]
 
 
-def new_value(p: Tensor, i: int) -> Tensor:
-    """Not one that bfloat16 has."""
-    return torch.linspace(0.1, 0.3 + 0.1 * i, p.numel()).reshape(p.shape)
-
-
 class State(pl.Callback):
-    """Writes what each rank reads to files: gradients of every step, and the state after one step and at the end.
+    """Writes what each rank reads to files in a folder: gradients of every step, the state after a step (counted from 1) and at the end."""
 
-    Args:
-        folder: of the files.
-        read_after: a step, counted from 1.
-        write_after: a step after which all states are replaced; 0: none.
-    """
-
-    def __init__(self, folder: Path, *, read_after: int, write_after: int = 0) -> None:
-        self.folder, self.read_after, self.write_after = folder, read_after, write_after
+    def __init__(self, folder: Path, *, read_after: int) -> None:
+        self.folder, self.read_after = folder, read_after
         self.gradients: list[list[Tensor]] = []
 
     def save(self, trainer: pl.Trainer, name: str, found: Any) -> None:
@@ -72,15 +57,8 @@ class State(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        parameters = parameters_of(pl_module)
         if trainer.global_step == self.read_after:
-            self.save(trainer, "middle", read(parameters))
-        if trainer.global_step == self.write_after:
-            for i, p in enumerate(parameters):
-                safe_set_full_fp32_param(p, new_value(p, i))
-                for kind in KINDS:
-                    safe_set_full_optimizer_state(p, new_value(p, i), kind)
-            self.save(trainer, "written", read(parameters))
+            self.save(trainer, "middle", read(parameters_of(pl_module)))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -128,30 +106,6 @@ def test_states_and_gradients_of_whole_parameters(name: str, ranks: int, tmp_pat
     _, wanted, _ = case.fixed_gradients(world_size=ranks)
     for ours, theirs in zip(found(tmp_path, "gradients", ranks), wanted, strict=True):
         assert_same_tensors(ours, theirs, "gradient")
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("keys", [NOTHING_LATE, {"update_interval": 4, "publish_lag": 1}], ids=["S=1", "S=4"])
-def test_written_moments_of_16_bits(keys: dict[str, Any], ranks: int, tmp_path: Path) -> None:
-    """They are rounded to nearest when they are written; the step after them goes on from there, with the oracle's bits."""
-    shapes = {"shapes": ((31, 29), (53, 7), (37,))}
-    case = Case(steps=5, topk_ratio=0.0, model_options=shapes, **keys).with_keys(**BF16)
-    case = replace(case, callbacks=(State(tmp_path, read_after=0, write_after=4),))
-    result = run(case, ranks)
-    _, gradients, groups = case.fixed_gradients(world_size=ranks)
-    module = case.make_model()
-    parameters = module.parameter_groups()
-    _, elements = places_of_elements(parameters, 1, ranks)
-    values = [new_value(p, i) for i, p in enumerate(parameters_of(module))]
-    rounded = [v.bfloat16().float() for v in values]
-    for tensors, wanted in zip(found(tmp_path, "written", ranks), (values, rounded, rounded), strict=True):
-        assert_same_tensors(tensors, wanted, "what was written")
-    oracle = ReplayedAdamW(master=values, elements=elements)
-    oracle.exp_avg, oracle.exp_avg_sq, oracle.count = [v.clone() for v in rounded], [v.clone() for v in rounded], 4
-    oracle.step(gradients[4], groups[4], result.factors[4])
-    oracle.close_windows([torch.ones_like(v, dtype=torch.bool) for v in values], 5)
-    for kind in ("master", *KINDS):
-        assert_same_tensors([x.float() for x in getattr(result, kind)], getattr(oracle, kind), kind)
 
 
 ODD = Case(model="OddNet", steps=6, topk_ratio=0.3, update_interval=4, publish_lag=1)

@@ -59,10 +59,10 @@ def test_config_and_keywords(tmp_path: Path) -> None:
     path.write_text(OmegaConf.to_yaml({"zenflow": VALUES, "deepspeed": {"gradient_clipping": 0.5}}))
     config: Any
     for config in (ZenFlowConfig(**VALUES), path):
-        strategy = ZenFlowStrategy(config=config)
+        strategy = ZenFlowStrategy(config=config, reduce_bucket_size=12345)
         assert strategy.zenflow_config == ZenFlowConfig(**VALUES)
-        assert strategy.config is not None
-        assert strategy.config["zero_optimization"]["stage"] == 2
+        zero = strategy.config["zero_optimization"]
+        assert (zero["stage"], zero["reduce_bucket_size"]) == (2, 12345)
         assert ZenFlowStrategy(config=config, topk_ratio=0.75).zenflow_config.topk_ratio == 0.75
 
 
@@ -85,13 +85,16 @@ DEEPSPEED_JSON = {
 }
 
 
-def test_deepspeed_json_with_zenflow_and_optimizer_blocks_trains(tmp_path: Path) -> None:
+def test_deepspeed_json_with_zenflow_and_optimizer_blocks_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The optimizer block is used instead of `configure_optimizers`, as under DeepSpeedStrategy: one group, no scheduler."""
     path = tmp_path / "zf_config.json"
     path.write_text(json.dumps(DEEPSPEED_JSON))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
     model = linear()
     weights = [p.detach().clone() for p in model.parameters()]
-    trainer = fit(model, ZenFlowStrategy(config=str(path)), steps=7)
+    trainer = fit(model, ZenFlowStrategy(), steps=7)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     assert trainer.strategy.zenflow_config.update_interval == 2
 
@@ -105,19 +108,6 @@ def test_deepspeed_json_with_zenflow_and_optimizer_blocks_trains(tmp_path: Path)
         optimizer.step()
     for ours, p in zip(model.parameters(), theirs, strict=True):
         torch.testing.assert_close(ours.detach(), p.detach(), rtol=0, atol=1e-6)
-
-
-def test_deepspeed_options_reach_deepspeed() -> None:
-    strategy = ZenFlowStrategy(reduce_bucket_size=12345)
-    assert strategy.config is not None
-    assert strategy.config["zero_optimization"]["reduce_bucket_size"] == 12345
-
-
-def test_config_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(DEEPSPEED_JSON))
-    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
-    assert ZenFlowStrategy().zenflow_config.topk_ratio == 0.3
 
 
 class Returns(LinearLossModule):
