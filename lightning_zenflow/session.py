@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import prepare_deepspeed_config, refuse_options, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
-from lightning_zenflow.zero.engine import build_with_zenflow
+from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
 from lightning_zenflow.zero.environment import RankEnvironment, rank_resources
 from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -107,7 +108,10 @@ class Session(RankEnvironment):
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
-        built, self.zenflow_optimizer = build_with_zenflow(initialize, model, self.zenflow_config, resources)
+        factory = partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)
+        with zenflow_optimizer(factory, model):
+            built = initialize()
+            self.zenflow_optimizer = optimizer_of(built[0])
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         return built

@@ -1,8 +1,9 @@
 """DeepSpeed's engines: of the model that is trained, with ZenFlow's optimizer in the place of DeepSpeed's, and of models that are not."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import deepspeed
 import deepspeed.runtime.engine as engine_module
@@ -10,30 +11,21 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.nn import Module, Parameter
 
-from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.overrides import missing_overrides
-from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
-Built = TypeVar("Built", bound=tuple[Any, ...])
 
-
-def build_with_zenflow(
-    initialize: Callable[[], Built], module: Module, config: ZenFlowConfig, resources: RankResources
-) -> tuple[Built, ZenFlowZeroOptimizer]:
-    """Calls ``deepspeed.initialize`` so that it builds ZenFlow's optimizer in the place of its ZeRO-1/2 optimizer.
+@contextmanager
+def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Module) -> Iterator[None]:
+    """Makes ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in the context destroys the optimizer.
 
     Private: the engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other
-    extension point. The name is replaced during the call only.
+    extension point. The name is replaced inside this context only.
 
     Args:
-        initialize: calls it; the engine is the first item of its result.
-        module: the model. Parameters in another memory format, such as `torch.channels_last`, are contiguous from now on.
-        config: of the optimizer.
-        resources: of the rank.
-
-    Returns:
-        The result of `initialize`, and the engine's optimizer. After an error the optimizer has been destroyed.
+        factory: makes the optimizer, with DeepSpeed's arguments.
+        module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
+            contiguous from now on.
 
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
@@ -41,7 +33,7 @@ def build_with_zenflow(
     missing = missing_overrides(ZenFlowZeroOptimizer, DeepSpeedZeroOptimizer)
     if vars(engine_module).get("DeepSpeedZeroOptimizer") is not DeepSpeedZeroOptimizer or missing:
         raise _unsupported(f"missing in DeepSpeedZeroOptimizer: {missing}" if missing else "no name to replace")
-    optimizer: ZenFlowZeroOptimizer | None = None
+    built: list[ZenFlowZeroOptimizer] = []
     scalars = _lay_out_for_broadcast(module)
 
     def restore_scalars() -> None:
@@ -49,26 +41,33 @@ def build_with_zenflow(
             scalar.data = scalar.data.view(())
 
     def build(*args: Any, **kwargs: Any) -> ZenFlowZeroOptimizer:
-        nonlocal optimizer
         restore_scalars()
-        optimizer = ZenFlowZeroOptimizer(*args, zenflow=config, resources=resources, **kwargs)
-        return optimizer
+        built.append(factory(*args, **kwargs))
+        return built[-1]
 
     engine_module.DeepSpeedZeroOptimizer = build
     try:
-        built = initialize()
-        if optimizer is None or built[0].optimizer is not optimizer:
-            raise _unsupported(f"its engine built {type(built[0].optimizer).__name__}")
-        return built, optimizer
+        yield
     except BaseException:
         # The engine failed after it had built its optimizer; no other component holds the worker.
-        if optimizer is not None:
-            optimizer.destroy()
-            optimizer.close(keep_state=False)
+        for unused in built:
+            unused.destroy()
+            unused.close(keep_state=False)
         raise
     finally:
         restore_scalars()
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
+
+
+def optimizer_of(engine: Any) -> ZenFlowZeroOptimizer:
+    """Optimizer of an engine that was initialised in `zenflow_optimizer`.
+
+    Raises:
+        RuntimeError: the engine built another optimizer.
+    """
+    if not isinstance(engine.optimizer, ZenFlowZeroOptimizer):
+        raise _unsupported(f"its engine built {type(engine.optimizer).__name__}")
+    return engine.optimizer
 
 
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
