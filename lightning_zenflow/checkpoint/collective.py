@@ -121,15 +121,28 @@ def _open_together(path: Path) -> SavedCheckpoint:
                 ) from error
             SavedCheckpoint(path).verify_model()
 
-    _together(verify)
-    return _together(lambda: SavedCheckpoint(path))
+    _together(path, verify)
+    return _together(path, lambda: SavedCheckpoint(path))
 
 
-def _together(action: Callable[[], T]) -> T:
-    """Result of an action on this rank; an error of any rank is raised on all. A collective: all ranks must call it."""
-    result, error = None, None
+def _together(path: Path, action: Callable[[], T]) -> T:
+    """Result of an action on this rank; an error of any rank is raised on all. A collective: all ranks must call it.
+
+    Raises:
+        CheckpointError: the checkpoint at `path` does not have what it must have, or the model does not have the saved weights.
+    """
+    result: T | None = None
+    error: Exception | None = None
     try:
         result = action()
+    except (CheckpointError, WorkerError) as reason:
+        error = reason
+    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as reason:
+        says = f"its content cannot be loaded ({type(reason).__name__}: {reason})"
+        if "loading state_dict" in str(reason):
+            says = f"the model must be the saved one: {reason}"
+        error = CheckpointError(f"checkpoint {path}: {says}")
+        error.__cause__ = reason
     except Exception as reason:
         error = reason
     raise_together(error, CheckpointError)
@@ -150,8 +163,8 @@ def load_weights_together(path: Path, load: Callable[[], T]) -> T:
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
     """
     saved = _open_together(path)
-    _together(lambda: saved.model_states)
-    return _together(lambda: _loaded(path, load))
+    _together(path, lambda: saved.model_states)
+    return _together(path, load)
 
 
 def load_together(
@@ -176,12 +189,12 @@ def load_together(
     """
     saved = _open_together(path)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _together(lambda: saved.refuse_other_model(shapes_by_name(optimizer)))
+    _together(path, lambda: saved.refuse_other_model(shapes_by_name(optimizer)))
     # `bfloat16_enabled` and, below, `partition_size` (elements of each group's flat partition) are DeepSpeed's, undocumented.
     bf16 = engine.bfloat16_enabled()
     # Each file once, whatever the number of ranks.
-    _together(lambda: saved.verify_optimizer(range(rank, saved.world_size, world_size), bf16=bf16))
-    state = _together(lambda: saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=bf16))
+    _together(path, lambda: saved.verify_optimizer(range(rank, saved.world_size, world_size), bf16=bf16))
+    state = _together(path, lambda: saved.state_for(rank, optimizer.partition_size, world_size=world_size, bf16=bf16))
 
     def load_weights() -> Any:
         return engine.load_checkpoint(
@@ -197,24 +210,6 @@ def load_together(
             load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
         )
 
-    client_state = _together(lambda: _loaded(path, load_weights))
-    _together(lambda: _loaded(path, load_states))
+    client_state = _together(path, load_weights)
+    _together(path, load_states)
     return dict(client_state)
-
-
-def _loaded(path: Path, load: Callable[[], T]) -> T:
-    """Result of `load`; converts errors about the keys or shapes of what is loaded, and about other content.
-
-    Raises:
-        CheckpointError: the model does not have the saved weights, or the checkpoint does not have what it must have.
-    """
-    try:
-        return load()
-    except WorkerError:
-        raise
-    except (RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if "loading state_dict" in str(error):
-            raise CheckpointError(f"checkpoint {path}: the model must be the saved one: {error}") from error
-        raise CheckpointError(
-            f"checkpoint {path}: its content cannot be loaded ({type(error).__name__}: {error})"
-        ) from error
