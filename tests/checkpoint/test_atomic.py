@@ -183,25 +183,17 @@ def test_a_save_that_was_killed_between_two_renames_is_recovered(
 
 
 def test_what_a_replacement_has_left_goes_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill after the second of two renames, and one in a removal."""
+    """A kill before and after the second of two renames, and one in a removal; with the next save or a removal."""
     monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
     path = tmp_path / "last.ckpt"
     save(path, "old")
-    for removed_by in ("save", "removal"):
-        killed_at(Path, "rename", 3, path)
-        assert (path / "content").read_text() == "killed" and (tmp_path / "last.zenflow-replaced.ckpt").is_dir()
-        if removed_by == "save":
-            save(tmp_path / "other.ckpt", "")
-            assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
+    killed_at(Path, "rename", 3, path)
+    assert (path / "content").read_text() == "killed" and (tmp_path / "last.zenflow-replaced.ckpt").is_dir()
+    save(tmp_path / "other.ckpt", "")
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "other.ckpt"]
+    killed_at(Path, "rename", 3, path)
     killed_at(shutil, "rmtree", 2, path, remove)
     assert not path.exists()
-    save(tmp_path / "other.ckpt", "")
-    assert os.listdir(tmp_path) == ["other.ckpt"]
-
-
-def test_a_removal_takes_what_a_killed_save_was_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic, "_exchange", lambda a, b: False)
-    path = tmp_path / "last.ckpt"
     save(path, "old")
     killed_at(Path, "rename", 2, path)
     remove(path)
