@@ -1,7 +1,7 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -193,16 +193,10 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         return output
 
     @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs the step's last micro-batch (forward and backward are in `closure`) and the step."""
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step's last micro-batch (forward and backward are in its closure) and the step."""
         self.deepspeed_engine.set_gradient_accumulation_boundary(True)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return super().optimizer_step(*args, **kwargs)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -231,8 +225,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             )
         try:
             client_state = to_save(checkpoint, self.deepspeed_engine)
-            write = partial(super().save_checkpoint, client_state, storage_options=storage_options)
-            self._save(filepath, write)
+            self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
         except Exception as error:
             if not self._ends_with_error:
                 raise
