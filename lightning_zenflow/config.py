@@ -2,22 +2,15 @@
 
 Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a test compares), the table in docs/configuration.md
 (``python -m docs.configuration``) and the comparison of a checkpoint's configuration with that of the run that loads it.
-
-``ZenFlowConfig`` is an OmegaConf structured config as well: ``OmegaConf.structured(ZenFlowConfig)`` gives a typed ``DictConfig``. Merging
-into that does not run ``__post_init__``; ``ZenFlowConfig.from_mapping`` turns the result into a validated instance.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from typing_extensions import Self
 
-from lightning_zenflow.core.allowed_values import AUTO, BOOLEAN, Domain, integer, integers, number, one_of
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, first_schedule
 from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.compensation import StalenessCompensation
@@ -31,7 +24,8 @@ _LARGEST_FACTOR = 1e6
 _LONGEST_TIMEOUT = 1e6
 """Seconds. System calls count their timeouts in milliseconds, in 32 bits."""
 
-_REMOVED_KEYS = {"deferred_update": "every gradient is replayed exactly, as 'replay' did; leave the key out"}
+AS_IN_CONFIG = "as in config"
+"""Default of a strategy's keyword whose key may be None. A string, because LightningCLI saves the defaults in its YAML files."""
 
 
 class ConfigValueError(ValueError):
@@ -47,160 +41,175 @@ class ConfigValueError(ValueError):
         self.key = key
 
 
-@dataclass(frozen=True, kw_only=True)
-class Key:
-    """A key of ``ZenFlowConfig``, but for its type and its meaning, which stand at the field."""
+def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
+    """A field.
 
-    default: Any
-    domain: Domain
-    """The allowed values."""
-    unit: str
-    """Of numbers; empty where they have none."""
-    changes_numbers: bool
-    """Whether losses and weights depend on the value; a run continues bit for bit only with the same value."""
-
-
-def _key(default: Any, domain: Domain, *, unit: str = "", changes_numbers: bool = True) -> Any:
-    key = Key(default=default, domain=domain, unit=unit, changes_numbers=changes_numbers)
-    return dataclasses.field(default=default, metadata={"key": key})
+    Args:
+        default: its default.
+        unit: of numbers; empty where they have none.
+        changes_numbers: whether losses and weights depend on the value; a run continues bit for bit only with the same value.
+        **bounds: as pydantic's `Field` has them.
+    """
+    return Field(default, json_schema_extra={"unit": unit, "changes_numbers": changes_numbers}, **bounds)
 
 
-def _is_import_path(value: Any) -> bool:
-    module, colon, attribute = value.partition(":") if isinstance(value, str) else ("", "", "")
-    names = [*module.split("."), *(attribute.split(".") if colon else [])]
-    return len(names) > 1 and all(name.isidentifier() for name in names)
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | range) else value
 
 
-def _is_json_path(value: Any) -> bool:
-    return value is None or (isinstance(value, str | Path) and str(value).endswith(".json"))
+def _distinct(cores: tuple[int, ...]) -> tuple[int, ...]:
+    assert 0 < len(cores) == len(set(cores))
+    return cores
 
 
-_JSON_PATH = Domain("a path that ends in '.json'", _is_json_path, lambda path: None if path is None else str(path))
-
-_STEP_RANGE = integers(
-    "a list [first, last] with 2 <= first <= last", lambda steps: len(steps) == 2 and 2 <= steps[0] <= steps[1]
-)
-
-_CORES = integer(1) | integers("a list of distinct integers >= 0", lambda cores: 0 < len(cores) == len(set(cores)))
+def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
+    assert 2 <= steps[0] <= steps[1]
+    return steps
 
 
-@dataclass(kw_only=True)
-class ZenFlowConfig:
+# Where JSON's schema cannot name a set of values, "text" does, in errors and documents.
+_Auto: TypeAlias = Literal["auto"]
+_Factor: TypeAlias = Annotated[float, Field(ge=0, le=_LARGEST_FACTOR)]
+_Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
+_Cores: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=0)], ...],
+    BeforeValidator(_as_tuple),
+    AfterValidator(_distinct),
+    WithJsonSchema({"text": "a list of distinct integers >= 0"}),
+]
+_StepRange: TypeAlias = Annotated[
+    tuple[int, int],
+    BeforeValidator(_as_tuple),
+    AfterValidator(_ascending),
+    WithJsonSchema({"text": "a list [first, last] with 2 <= first <= last"}),
+]
+_ImportPath: TypeAlias = Annotated[
+    str,
+    Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*$"),
+    WithJsonSchema({"text": "an import path ('pkg.mod:fn' or 'pkg.mod.fn')"}),
+]
+_JsonPath: TypeAlias = Annotated[
+    str, Field(pattern=r"\.json$"), BeforeValidator(str), WithJsonSchema({"text": "a path that ends in '.json'"})
+]
+
+
+class ZenFlowConfig(BaseModel):
     """Which weights ZenFlow updates where, when, and with which resources. docs/configuration.md lists the allowed values.
 
     Raises:
         ConfigValueError: a value is not allowed; the message names the key, the allowed values and the value.
+        MisconfigurationException: a key is unknown; the message suggests the nearest one.
     """
 
-    topk_ratio: float = _key(0.05, number(0, 1), unit="fraction of columns")
+    model_config = ConfigDict(
+        # True is no number and "1" no integer.
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    topk_ratio: float = _key(0.05, ge=0, le=1, unit="fraction of columns")
     """Input columns of each matrix that the device updates in every step, while weights that the host updates are late. The device also
     updates all 1-D parameters; at 0 the host updates everything."""
 
-    select_strategy: str = _key(
-        "step",
-        one_of("step", "epoch", "auto") | Domain("an import path ('pkg.mod:fn' or 'pkg.mod.fn')", _is_import_path, str),
-    )
+    select_strategy: Literal["step", "epoch", "auto"] | _ImportPath = _key("step")
     """The unit of select_interval ("auto" means "step"), or a callable that chooses the columns every select_interval steps; see
     `lightning_zenflow.topk.selector.SelectStrategy`."""
 
-    select_interval: int | Literal["auto"] = _key("auto", integer(0) | AUTO, unit="steps or epochs")
+    select_interval: Annotated[int, Field(ge=0)] | _Auto = _key("auto", unit="steps or epochs")
     """Interval between two selections of columns; 0 selects once, after warm-up. "auto" selects again when the selected columns no
     longer have the largest gradients."""
 
-    update_interval: int | Literal["auto"] = _key("auto", integer(1, _LARGEST_INTERVAL) | AUTO, unit="steps")
+    update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """Window S: the worker replays the gradients of S steps in one pass. At most max_update_interval. "auto" takes a power of
     two: with publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.schedule.auto_policy`."""
 
-    max_update_interval: int = _key(16, integer(1, _LARGEST_INTERVAL), unit="steps")
+    max_update_interval: int = _key(16, ge=1, le=_LARGEST_INTERVAL, unit="steps")
     """Upper bound of update_interval, hence of the gradients held in host memory."""
 
-    publish_lag: int | Literal["auto"] = _key("auto", integer(0, _LARGEST_INTERVAL) | AUTO, unit="steps")
+    publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
     """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0, 1 or 2:
     with update_interval, the least stale pair whose work hides behind training."""
 
-    optimizer_in_backward: bool = _key(True, BOOLEAN)
+    optimizer_in_backward: bool = _key(True)
     """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that AdamW itself hides behind backward. With
     clipping, the next forward pass sees weights with a predicted clip factor; the exact state always has the true one. If false, each
     step waits for the worker at its end."""
 
-    tail: Literal["auto", "none", "lag", "device"] = _key("auto", one_of("auto", "none", "lag", "device"))
+    tail: Literal["auto", "none", "lag", "device"] = _key("auto")
     """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "lag"
     publishes them one step later, as many as a step waits for; "device" keeps their weights and moments on the device as well (14 bytes a
     weight in bf16), so that nothing is late. "auto" takes "device" where it has room and "lag" elsewhere, if publish_lag is "auto"."""
 
-    full_warm_up_rounds: int = _key(0, integer(0), unit="steps")
+    full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
-    overlap_step: bool = _key(True, BOOLEAN)
+    overlap_step: bool = _key(True)
     """Runs the worker's updates concurrently with the next steps. If false, each step waits for the worker at its end, as with
     publish_lag 0 and optimizer_in_backward false."""
 
-    weight_prediction: float | int | Literal["auto"] = _key("auto", number(0, _LARGEST_FACTOR) | AUTO, unit="steps")
+    weight_prediction: _Factor | _Auto = _key("auto", unit="steps")
     """Steps along the momentum by which published weights are extrapolated from the exact ones; 0 disables it. "auto" takes the mean
     number that AdamW would have made by the steps that use them; see `lightning_zenflow.schedule.compensation`."""
 
-    provisional_scale: float | int | Literal["auto"] = _key(
-        "auto", number(0, _LARGEST_FACTOR) | AUTO, unit="learning rates"
-    )
+    provisional_scale: _Factor | _Auto = _key("auto", unit="learning rates")
     """Step size of the device's provisional update of host-owned weights during backward; 0 disables it. "auto" takes the size of the
     update that AdamW would have made of the gradient by then; see `lightning_zenflow.schedule.compensation`."""
 
-    auto_ratio: float = _key(0.99, number(0, 1), unit="fraction of matrices")
+    auto_ratio: float = _key(0.99, ge=0, le=1, unit="fraction of matrices")
     """`update_interval: auto` bounds S by the steps after which the deferred gradient of this fraction outweighs the gradient that is
     applied at once (the rule of Zen-auto). A smaller fraction means a smaller bound."""
 
-    moments_dtype: Literal["float32", "bfloat16"] = _key("float32", one_of("float32", "bfloat16"))
+    moments_dtype: Literal["float32", "bfloat16"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12; the
     second moment is rounded stochastically, once a window. Checkpoints hold 32 bits either way."""
 
-    offload: bool = _key(False, BOOLEAN, changes_numbers=False)
+    offload: bool = _key(False, changes_numbers=False)
     """Keeps the exact state of device-owned columns (12 bytes per entry) in host memory and copies it to the device for each step."""
 
-    accumulate_on: Literal["auto", "device", "host"] = _key(
-        "auto", one_of("device", "host") | AUTO, changes_numbers=False
-    )
+    accumulate_on: Literal["device", "host", "auto"] = _key("auto", changes_numbers=False)
     """Where gradients are accumulated over micro-batches: the device (2 bytes per element of the rank's partition, 4 in fp32) or host
     memory (each sum crosses PCIe both ways). "auto" takes the device if it has room."""
 
-    worker_cores: int | list[int] | Literal["auto"] = _key(  # noqa: RUF009
-        "auto", _CORES | AUTO, unit="logical CPU cores", changes_numbers=False
+    worker_cores: Annotated[int, Field(ge=1)] | _Cores | _Auto = _key(
+        "auto", unit="logical CPU cores", changes_numbers=False
     )
     """Cores of the worker process: how many, or a list of which. "auto" leaves pt_reserved_cores_perc of them to the trainer."""
 
-    pt_reserved_cores_perc: float = _key(0.5, number(0, 1), unit="fraction of physical cores", changes_numbers=False)
+    pt_reserved_cores_perc: float = _key(0.5, ge=0, le=1, unit="fraction of physical cores", changes_numbers=False)
     """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
 
-    worker_timeout: float = _key(
-        600.0, number(0, _LONGEST_TIMEOUT, above_minimum=True), unit="seconds", changes_numbers=False
-    )
+    worker_timeout: float = _key(600.0, gt=0, le=_LONGEST_TIMEOUT, unit="seconds", changes_numbers=False)
     """Longest wait for the worker, its start included, before training stops with an error."""
 
-    max_worker_restarts: int = _key(3, integer(0), unit="restarts in ten minutes", changes_numbers=False)
+    max_worker_restarts: int = _key(3, ge=0, unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""
 
-    sync_checkpoints: bool = _key(True, BOOLEAN, changes_numbers=False)
+    sync_checkpoints: bool = _key(True, changes_numbers=False)
     """Syncs a checkpoint to the disk before it takes its name, so that it survives a failure of power. If false, a save ends before the
     disk has all of it, for network storage that is slow to sync."""
 
-    stall_monitor: bool = _key(True, BOOLEAN, changes_numbers=False)
+    stall_monitor: bool = _key(True, changes_numbers=False)
     """Logs stall metrics and prints a summary at the end of fit (`lightning_zenflow.StallMonitor`)."""
 
-    timeline: str | None = _key(None, _JSON_PATH, changes_numbers=False)
+    timeline: _JsonPath | None = _key(None, changes_numbers=False)
     """File for a timeline of a few steps in the Chrome trace format, for Perfetto or `lightning-zenflow timeline`."""
 
-    timeline_steps: list[int] | Literal["auto"] = _key(  # noqa: RUF009
-        "auto", _STEP_RANGE | AUTO, unit="steps of the fit, from 1", changes_numbers=False
-    )
+    timeline_steps: _StepRange | _Auto = _key("auto", unit="steps of the fit, from 1", changes_numbers=False)
     """First and last step of the timeline. "auto" takes five steps from the fifth after full_warm_up_rounds."""
 
-    def __post_init__(self) -> None:
-        """Validates every value and converts it to the type of its field."""
-        for name, key in KEYS.items():
-            value = getattr(self, name)
-            if not key.domain.contains(value):
-                hint = f"leave it out for the default, {key.default!r}"
-                raise ConfigValueError(f"ZenFlowConfig: {name} must be {key.domain.text}, got {value!r}; {hint}", name)
-            setattr(self, name, key.domain.convert(value))
+    def __init__(self, **keys: Any) -> None:
+        check_keys(keys, KEYS, "ZenFlowConfig")
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            hint = f"leave it out for the default, {KEYS[name]['default']!r}"
+            raise ConfigValueError(
+                f"ZenFlowConfig: {name} must be {allowed_values(KEYS[name])}, got {keys[name]!r}; {hint}", name
+            ) from None
         if isinstance(self.update_interval, int) and self.update_interval > self.max_update_interval:
             bound = f"an integer from 1 to max_update_interval={self.max_update_interval}"
             raise ConfigValueError(
@@ -214,18 +223,9 @@ class ZenFlowConfig:
                 "tail",
             )
 
-    @classmethod
-    def from_mapping(cls, config: Mapping[str, Any] | DictConfig) -> Self:
-        """A validated instance from plain or OmegaConf keys. Keys left out have their defaults; interpolations are resolved.
-
-        Raises:
-            MisconfigurationException: a key is unknown; the message suggests the nearest one.
-            ConfigValueError: a value is not allowed.
-        """
-        plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
-        assert isinstance(plain, Mapping)
-        check_keys(plain, KEYS, "ZenFlowConfig")
-        return cls(**{str(key): value for key, value in plain.items()})
+    def replace(self, **keys: Any) -> Self:
+        """A configuration with other values of some keys, which are validated."""
+        return type(self)(**{**dict(self), **keys})
 
     def without_measurements(self) -> Self:
         """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail.
@@ -245,11 +245,11 @@ class ZenFlowConfig:
             candidates_of(self.update_intervals, self.publish_lags), hides_in_backward=self.submits_in_backward
         )
         s, d = first.update_interval, first.publish_lag
-        return dataclasses.replace(self, update_interval=s, publish_lag=d, tail="none")
+        return self.replace(update_interval=s, publish_lag=d, tail="none")
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
-        return {name: getattr(self, name) for name, key in KEYS.items() if key.changes_numbers}
+        return {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
 
     @property
     def update_intervals(self) -> list[int]:
@@ -302,8 +302,7 @@ class ZenFlowConfig:
         """First and last step of the timeline, counted from 1 at the start of fit."""
         if self.timeline_steps == "auto":
             return self.full_warm_up_rounds + 5, self.full_warm_up_rounds + 9
-        first, last = self.timeline_steps
-        return first, last
+        return self.timeline_steps
 
     @property
     def compensation(self) -> StalenessCompensation:
@@ -315,24 +314,35 @@ class ZenFlowConfig:
         )
 
 
-KEYS: dict[str, Key] = {field.name: field.metadata["key"] for field in dataclasses.fields(ZenFlowConfig)}
-"""The keys of ``ZenFlowConfig`` by name, in the order of their declaration."""
+KEYS: dict[str, dict[str, Any]] = ZenFlowConfig.model_json_schema()["properties"]
+"""Schemas of the keys in JSON's terms, by name in the order of their declaration; "unit" and "changes_numbers" beside them."""
 
-AS_IN_CONFIG = "as in config"
-"""Default of a strategy's keyword whose key may be None. A string, because LightningCLI saves the defaults in its YAML files."""
+
+def allowed_values(schema: Mapping[str, Any]) -> str:
+    """Names the allowed values of a key, so that "must be ..." completes a sentence."""
+    if "text" in schema:
+        return str(schema["text"])
+    if "anyOf" in schema:
+        return " or ".join(allowed_values(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(repr, schema.get("enum", [schema.get("const")])))
+    if schema["type"] == "boolean":
+        return "true or false"
+    noun = "an integer" if schema["type"] == "integer" else "a number"
+    least, above, most = (schema.get(bound) for bound in ("minimum", "exclusiveMinimum", "maximum"))
+    if above is not None:
+        return f"{noun} > {above:g} and <= {most:g}"
+    return f"{noun} >= {least:g}" if most is None else f"{noun} from {least:g} to {most:g}"
 
 
 def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that a strategy's keywords set; the others have the default of their keyword, `AS_IN_CONFIG` or else None."""
-
-    def is_set(key: Key, value: Any) -> bool:
-        return value != AS_IN_CONFIG if key.domain.contains(None) else value is not None
-
-    return {name: keywords[name] for name, key in KEYS.items() if name in keywords and is_set(key, keywords[name])}
+    defaults = {"timeline": AS_IN_CONFIG}
+    return {key: keywords[key] for key in KEYS if key in keywords and keywords[key] != defaults.get(key)}
 
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
-    """Refuses keys that are unknown, with the nearest known one or what replaced them.
+    """Refuses keys that are unknown, with the nearest known one.
 
     Args:
         keys: the keys that are there.
@@ -348,8 +358,6 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
         # Imported here because Lightning takes seconds, and the command line needs the keys for its help.
         from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-        if key in _REMOVED_KEYS:
-            raise MisconfigurationException(f"{where}: {key} was removed: {_REMOVED_KEYS[key]}")
         near = difflib.get_close_matches(str(key), known, n=1)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""
         raise MisconfigurationException(f"{where}: unknown key {key!r}{suggestion}; keys are {', '.join(known)}")

@@ -10,8 +10,6 @@ three forms:
 Precedence: keywords, the ``zenflow:`` section, the ``zero_optimization.zenflow`` block, the defaults.
 """
 
-import copy
-import dataclasses
 import difflib
 import json
 import os
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,20 +46,6 @@ _DEEPSPEED_KEYS = frozenset({
     "zero_optimization",
 })  # fmt: skip
 
-# The keys of DeepSpeed's own ZenFlow (deepspeed/runtime/zenflow/zenflow_config.py). All but the last are keys of `ZenFlowConfig`.
-_DEEPSPEED_ZENFLOW_KEYS = (
-    "topk_ratio",
-    "select_strategy",
-    "select_interval",
-    "update_interval",
-    "full_warm_up_rounds",
-    "overlap_step",
-    "offload",
-    "auto_ratio",
-    "pt_reserved_cores_perc",
-    "steps_per_epoch",
-)
-
 
 def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[ZenFlowConfig, dict[str, Any] | None]:
     """Reads a config in any of its forms.
@@ -69,157 +55,106 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
         overrides: keys of ``ZenFlowConfig`` given as keywords.
 
     Returns:
-        The validated config, and a deep copy of the DeepSpeed config without its ``zenflow`` block, or None if the source has none.
+        The validated config, and a copy of the DeepSpeed config without its ``zenflow`` block, or None if the source has none.
 
     Raises:
         MisconfigurationException: a file is missing, of an unknown type or malformed; a key is unknown or in the wrong place.
         ConfigValueError: a value is not allowed.
     """
-    check_keys(overrides, KEYS, "keyword arguments")
     if config is None:
         return ZenFlowConfig(**overrides), None
     if isinstance(config, ZenFlowConfig):
-        return dataclasses.replace(config, **overrides), None
-
-    origin, content = _read(config)
-    zenflow, deepspeed = _split(content, origin)
-    if deepspeed is not None:
-        _refuse_misspelled(deepspeed, origin)
-    block = _take_zenflow_block(deepspeed, origin) if deepspeed is not None else {}
+        return config.replace(**overrides), None
+    origin = str(config) if isinstance(config, str | os.PathLike) else "config"
+    zenflow, deepspeed = _split(_read(config, origin), origin)
     given = {**zenflow, **overrides}
-    values = {**_from_deepspeed_zenflow(block, given), **given}
+    values = {**_take_zenflow_block(deepspeed or {}, origin), **given}
+    interval = values.get("update_interval")
+    if isinstance(interval, int) and "update_interval" not in given and "max_update_interval" not in given:
+        # DeepSpeed has no such bound, and its file no key to raise it.
+        values["max_update_interval"] = max(interval, KEYS["max_update_interval"]["default"])
     try:
-        return ZenFlowConfig.from_mapping(values), deepspeed
+        return ZenFlowConfig(**values), deepspeed
     except ConfigValueError as error:
         if error.key in overrides:
             raise
         raise ConfigValueError(f"{origin}: {error}", error.key) from None
 
 
-def _read(config: str | os.PathLike[str] | Mapping[str, Any] | DictConfig) -> tuple[str, dict[str, Any]]:
-    """The name of the source in errors, and its content in plain containers owned by the caller."""
-    if isinstance(config, (str, os.PathLike)):
-        path = Path(config)
-        return str(path), _read_file(path)
-    if isinstance(config, DictConfig):
-        return "config", _to_plain(config, "config")
-    if isinstance(config, Mapping):
-        # A DeepSpeed dict may hold objects without a node type in OmegaConf, such as a torch.dtype.
-        return "config", _to_plain(
-            OmegaConf.create(copy.deepcopy(dict(config)), flags={"allow_objects": True}), "config"
-        )
-    raise MisconfigurationException(
-        "config must be the path of a DeepSpeed JSON file or an OmegaConf YAML file, a dict, a DictConfig or a ZenFlowConfig, got"
-        f" {config!r}"
-    )
+def _read(config: str | os.PathLike[str] | Mapping[str, Any] | DictConfig, origin: str) -> dict[str, Any]:
+    """The content of a source in plain containers of its own; interpolations are resolved."""
+    content: Any
+    try:
+        if isinstance(config, str | os.PathLike):
+            content = _read_file(Path(config))
+        elif isinstance(config, DictConfig):
+            content = config
+        elif isinstance(config, Mapping):
+            # A DeepSpeed dict may hold objects without a node type in OmegaConf, such as a torch.dtype.
+            content = OmegaConf.create(dict(config), flags={"allow_objects": True})
+        else:
+            raise MisconfigurationException(
+                "config must be the path of a DeepSpeed JSON file or an OmegaConf YAML file, a dict, a DictConfig or a ZenFlowConfig, got"
+                f" {config!r}"
+            )
+        if OmegaConf.is_config(content):
+            content = OmegaConf.to_container(content, resolve=True, throw_on_missing=True)
+    except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+        # OmegaConf raises OSError for a file that holds a single number.
+        raise MisconfigurationException(f"{origin}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise MisconfigurationException(f"{origin}: the top level must be a mapping, got {content!r}")
+    return content
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    if path.suffix.lower() not in (".json", ".yaml", ".yml"):
+def _read_file(path: Path) -> Any:
+    kind = path.suffix.lower()
+    if kind not in (".json", ".yaml", ".yml"):
         raise MisconfigurationException(
             f"config must be a file named *.json (DeepSpeed), *.yaml or *.yml (OmegaConf), got {str(path)!r}"
         )
     if not path.is_file():
         raise MisconfigurationException(f"config must be an existing file, got {str(path)!r}")
-    try:
-        if path.suffix.lower() == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
-        else:
-            content = OmegaConf.load(path)
-    except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        # OmegaConf raises OSError for a file that holds a single number.
-        raise MisconfigurationException(f"{path}: cannot be read as {path.suffix[1:].upper()}: {error}") from error
-    if isinstance(content, DictConfig):
-        return _to_plain(content, str(path))
-    if not isinstance(content, dict):
-        raise MisconfigurationException(f"{path}: the top level must be a mapping, got a {type(content).__name__}")
-    return content
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    duplicates = sorted({key for key in keys if keys.count(key) > 1})
-    if duplicates:
-        raise ValueError(f"duplicate key {duplicates[0]!r}")
-    return dict(pairs)
-
-
-def _to_plain(config: Any, origin: str) -> dict[str, Any]:
-    try:
-        plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise MisconfigurationException(f"{origin}: {error}") from error
-    if not isinstance(plain, dict):
-        raise MisconfigurationException(f"{origin}: the top level must be a mapping, got {plain!r}")
-    return {str(key): value for key, value in plain.items()}
+    if kind == ".json":
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    return OmegaConf.load(path)
 
 
 def _split(content: dict[str, Any], origin: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The keys for ``ZenFlowConfig`` and the DeepSpeed config, according to the form of `content`."""
     if any(section in content for section in _SECTIONS):
-        misplaced = [key for key in content if key in _DEEPSPEED_KEYS]
-        if misplaced:
-            raise MisconfigurationException(
-                f"{origin}: {misplaced[0]!r} is a key of DeepSpeed; move it into the section `deepspeed:`, or drop the sections and"
-                " move ZenFlow's keys into zero_optimization.zenflow"
-            )
         check_keys(content, _SECTIONS, origin)
-        zenflow = _section(content, "zenflow", origin) or {}
+        for name, section in content.items():
+            if not isinstance(section, dict | None):
+                raise MisconfigurationException(f"{origin}: {name} must be a mapping, got {section!r}")
+        zenflow, deepspeed = content.get("zenflow") or {}, content.get("deepspeed")
         check_keys(zenflow, KEYS, f"{origin}, section zenflow")
-        return zenflow, _section(content, "deepspeed", origin)
-    if any(key in _DEEPSPEED_KEYS for key in content):
-        misplaced = [key for key in content if key in KEYS]
-        if misplaced:
+    elif any(key in _DEEPSPEED_KEYS for key in content):
+        zenflow, deepspeed = {}, content
+    else:
+        check_keys(content, (*KEYS, *sorted(_DEEPSPEED_KEYS)), origin)
+        return content, None
+    for key in map(str, deepspeed or {}):
+        if key in KEYS:
             raise MisconfigurationException(
-                f"{origin}: {misplaced[0]!r} is a key of ZenFlow; beside DeepSpeed's keys, move it into zero_optimization.zenflow, or use"
-                " two sections, `zenflow:` and `deepspeed:`"
+                f"{origin}: {key!r} is a key of ZenFlow; beside DeepSpeed's keys, move it into zero_optimization.zenflow, or use two"
+                " sections, `zenflow:` and `deepspeed:`"
             )
-        return {}, content
-    check_keys(content, (*KEYS, *sorted(_DEEPSPEED_KEYS)), origin)
-    return content, None
-
-
-def _refuse_misspelled(deepspeed: Mapping[str, Any], origin: str) -> None:
-    for key in deepspeed.keys() - _DEEPSPEED_KEYS:
         near = difflib.get_close_matches(key, _DEEPSPEED_KEYS, n=1, cutoff=0.9)
-        if near:
+        if near and key not in _DEEPSPEED_KEYS:
             raise MisconfigurationException(
                 f"{origin}: unknown key {key!r} (did you mean {near[0]!r}?), which DeepSpeed would ignore"
             )
-
-
-def _section(content: dict[str, Any], name: str, origin: str) -> dict[str, Any] | None:
-    section = content.get(name)
-    if section is not None and not isinstance(section, dict):
-        raise MisconfigurationException(f"{origin}: {name} must be a mapping, got {section!r}")
-    return section
+    return zenflow, deepspeed
 
 
 def _take_zenflow_block(deepspeed: dict[str, Any], origin: str) -> dict[str, Any]:
     """Removes and returns ``zero_optimization.zenflow``, with which DeepSpeed would start its own ZenFlow."""
     zero_optimization = deepspeed.get("zero_optimization")
-    if not isinstance(zero_optimization, dict):
-        return {}
-    block = zero_optimization.pop("zenflow", None)
-    if block is None:
-        return {}
+    block = zero_optimization.pop("zenflow", None) if isinstance(zero_optimization, dict) else None
     where = f"{origin}, zero_optimization.zenflow"
-    if not isinstance(block, dict):
+    if not isinstance(block, dict | None):
         raise MisconfigurationException(f"{where} must be a mapping, got {block!r}")
-    check_keys(block, _DEEPSPEED_ZENFLOW_KEYS, where)
-    return block
-
-
-def _from_deepspeed_zenflow(block: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates a ``zero_optimization.zenflow`` block, as written for DeepSpeed, for ``ZenFlowConfig``.
-
-    Args:
-        block: the block.
-        given: keys that override it; they are left out of the result.
-    """
-    values = {key: value for key, value in block.items() if key != "steps_per_epoch" and key not in given}
-    interval = values.get("update_interval")
-    if isinstance(interval, int) and "max_update_interval" not in given:
-        # DeepSpeed has no such bound, and its file no key to raise it.
-        values["max_update_interval"] = max(interval, KEYS["max_update_interval"].default)
-    return values
+    check_keys(block or {}, DeepSpeedZenFlowConfig.model_fields, where)
+    # DeepSpeed's own result; all other keys are those of `ZenFlowConfig`.
+    return {key: value for key, value in (block or {}).items() if key != "steps_per_epoch"}

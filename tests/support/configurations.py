@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig as DeepSpeedZenFlowConfig
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningArgumentParser
@@ -19,13 +20,11 @@ from omegaconf import OmegaConf
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import KEYS
-from lightning_zenflow.core.allowed_values import BOOLEAN
-from lightning_zenflow.zero.config_sources import _DEEPSPEED_ZENFLOW_KEYS
 
 SHARES = st.floats(0, 1) | st.sampled_from([0, 1, 0.0, 1.0, 1e-300])
 LARGE = st.sampled_from([10**4, 10**6, 2**31, 2**63, 10**30, 10**400])
 VALID: dict[str, st.SearchStrategy[Any]] = {
-    **{name: st.booleans() for name, key in KEYS.items() if key.domain is BOOLEAN},
+    **{name: st.booleans() for name, key in KEYS.items() if key.get("type") == "boolean"},
     "topk_ratio": SHARES,
     "select_strategy": st.sampled_from(["step", "epoch", "auto", "random_selection:choose", "random_selection.choose"]),
     "select_interval": st.integers(0, 9) | LARGE | st.just("auto"),
@@ -91,7 +90,7 @@ def configurations(draw: st.DrawFn, *, junk: bool, forms: Sequence[str] = FORMS)
     form = draw(st.sampled_from(forms))
     layout = as_flat if form in ("keywords", "dotlist", "command line") else draw(st.sampled_from(LAYOUTS))
     # DeepSpeed's own block does not have all of our keys.
-    allowed = [key for key in KEYS if layout is not as_deepspeed_block or key in _DEEPSPEED_ZENFLOW_KEYS]
+    allowed = [key for key in KEYS if layout is not as_deepspeed_block or key in DeepSpeedZenFlowConfig.model_fields]
     keys = draw(st.lists(st.sampled_from(allowed), unique=True, max_size=8))
     config = {key: draw(VALID[key]) for key in keys}
     wrong = draw(st.sampled_from(list(KEYS)) | st.sampled_from(UNKNOWN)) if junk else None

@@ -60,20 +60,20 @@ class TestAdvice:
         assert advice(immediate) == (
             "29% of the time is spent waiting for the CPU, since publish_lag is 0: set it to 1, or to auto if runs need not repeat."
         )
-        assert advice(replace(immediate, config=replace(FIXED, overlap_step=False, publish_lag=0))) == (
+        assert advice(replace(immediate, config=FIXED.replace(overlap_step=False, publish_lag=0))) == (
             "29% of the time is spent waiting for the CPU, since overlap_step is false: set it to true."
         )
 
     def test_late_blocks(self) -> None:
         late = replace(
-            SLOW, late_share=0.2, config=replace(FIXED, publish_lag=0), schedule=replace(SLOW.schedule, publish_lag=0)
+            SLOW, late_share=0.2, config=FIXED.replace(publish_lag=0), schedule=replace(SLOW.schedule, publish_lag=0)
         )
         start = (
             "29% of the time is spent waiting for the CPU: 20% of the blocks were not updated when backward ended. Set "
             "publish_lag to 1, or if runs need not repeat, "
         )
         assert advice(late) == start + "tail to lag or device, or publish_lag to auto."
-        assert advice(replace(late, config=replace(late.config, tail="lag"))) == start + "publish_lag to auto."
+        assert advice(replace(late, config=late.config.replace(tail="lag"))) == start + "publish_lag to auto."
 
     def test_late_although_fast(self) -> None:
         jitter = replace(SLOW, worker_busy_s=0.6)
@@ -93,7 +93,7 @@ class TestAdvice:
 
     def test_selections(self) -> None:
         """Advised only where the cost of selections is known and will stay."""
-        fixed = replace(CALM, config=replace(FIXED, select_interval=50), stall_s={"select": 0.1})
+        fixed = replace(CALM, config=FIXED.replace(select_interval=50), stall_s={"select": 0.1})
         # 50 steps between selections take 10 % of the time, so 250 take the negligible 2 %.
         assert advice(fixed) == "10% of the time is spent selecting columns: raise select_interval to 250."
         assert advice(replace(fixed, selections=2)) is None
