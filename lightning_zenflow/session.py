@@ -69,7 +69,7 @@ class Session(RankEnvironment):
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
-        refuse_options(options, base)
+        refuse_options(options)
         self.zenflow_config, self._users_config = resolve_config(config, given)
         self.zenflow_optimizer = None
         self._given_config = self.zenflow_config
