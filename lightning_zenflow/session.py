@@ -29,7 +29,6 @@ from lightning_zenflow.zero.environment import RankEnvironment, rank_resources
 from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.supported import frozen_parameters, refuse_unfrozen
-from lightning_zenflow.zero.user_optimizer import refuse_parameters_of_no_module
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -104,7 +103,6 @@ class Session(RankEnvironment):
             self._ending.callback(torch.set_num_threads, threads)
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
         if optimizer is not None:
-            refuse_parameters_of_no_module(optimizer, model)
             self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)

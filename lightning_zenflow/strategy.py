@@ -30,11 +30,10 @@ from lightning_zenflow.zero.supported import (
     refuse_manual_optimization,
     refuse_missing_loss,
     refuse_unsupported_module,
-    refuse_unsupported_precision,
     several_devices_in_notebook,
     several_optimizers,
 )
-from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
+from lightning_zenflow.zero.user_optimizer import validate_optimizer
 
 
 class ZenFlowStrategy(Session, DeepSpeedStrategy):
@@ -117,7 +116,6 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         self._over = False
         refuse_manual_optimization(self.lightning_module)
         refuse_unsupported_module(self.lightning_module)
-        refuse_unsupported_precision(self.precision_plugin.precision)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
         refuse_callbacks(callbacks)
         exact = ExactWeights(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
@@ -158,8 +156,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             if "multiple optimizers" not in str(error):
                 raise
             raise several_optimizers() from error
-        validate_optimizer(optimizer)
-        refuse_groups_without_training(optimizer, scheduled=scheduler is not None)
+        assert self.lightning_module is not None
+        validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
         return optimizer, scheduler
 
     @override

@@ -23,8 +23,8 @@ from lightning_zenflow.monitor.timeline import TimelineFile
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.zero.engine import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.supported import refuse_unsupported_module, refuse_unsupported_precision
-from lightning_zenflow.zero.user_optimizer import refuse_groups_without_training, validate_optimizer
+from lightning_zenflow.zero.supported import refuse_unsupported_module
+from lightning_zenflow.zero.user_optimizer import validate_optimizer
 
 _BELONGS_TO_THE_LOOP = {
     "optimizer": "give it to `fabric.setup(model, optimizer)`",
@@ -86,7 +86,6 @@ class ZenFlowStrategy(CheckpointHooks):
     @override
     def setup_module(self, module: Module) -> Any:
         """Sets up a further model, for inference only."""
-        refuse_unsupported_precision(self.precision.precision)
         return inference_engine(module, self.config, self.root_device)
 
     @override
@@ -115,9 +114,7 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         (user_optimizer,) = optimizers
         refuse_unsupported_module(module)
-        refuse_unsupported_precision(self.precision.precision)
-        validate_optimizer(user_optimizer)
-        refuse_groups_without_training(user_optimizer, scheduled=True)
+        validate_optimizer(user_optimizer, module, scheduled=True)
         # Private: calls `deepspeed.initialize`, as in the base class' own set-up.
         initialize = partial(self._initialize_engine, module, user_optimizer)
         self._deepspeed_engine, *_ = self._set_up(initialize, module, user_optimizer)

@@ -23,13 +23,7 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
     """
     refused = {
         "mixture of experts": zero_optimizer.has_moe_layers,
-        "model parallelism": zero_optimizer.model_parallel_world_size > 1,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
-        "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
-        "torch_autocast": zero_optimizer.torch_autocast_gradscaler is not None,
-        "data_types.grad_accum_dtype other than the model's": (
-            zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
-        ),
     }
     for feature, present in refused.items():
         if present:
@@ -97,56 +91,50 @@ def refuse_manual_optimization(module: pl.LightningModule) -> None:
 
 
 def refuse_unsupported_module(module: Module) -> None:
-    """Refuses sparse gradients, and weights that cannot be converted, before anything is set up for the module.
+    """Refuses what cannot be trained, before anything is set up for the module: sparse gradients, weights that cannot be converted, and
+    trained parameters whose elements share memory, since DeepSpeed copies each element to a place of its own.
 
     Raises:
         MisconfigurationException: names the submodule, the parameter or the buffer.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            name = name or type(part).__name__
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {name or type(part).__name__}.sparse must be False, got True: gradients must be dense"
+                f"ZenFlowStrategy: {name}.sparse must be False, got True: gradients must be dense"
             )
+    first_at: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        must = "be a real tensor of at most 32 bits"
         if is_lazy(tensor):
             found = "an uninitialized one: run the module on one batch before, which gives its lazy layers their shapes"
         # Lightning's precision plugin for DeepSpeed would convert these without a word.
         elif tensor.is_complex():
             found = f"{tensor.dtype}: its imaginary part would be lost; keep it as `torch.view_as_real(...)`"
-        elif tensor.dtype == torch.float64 and isinstance(tensor, torch.nn.Parameter):
+        elif type(tensor) is not torch.nn.Parameter:
+            # Subclasses may have no memory that can be compared.
+            continue
+        elif tensor.dtype == torch.float64:
             found = f"{tensor.dtype}: call `module.float()`"
+        elif tensor.is_meta or tensor.numel() == 0:
+            continue
         else:
-            continue
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: {name} must be a real tensor of at most 32 bits, got {found}"
-        )
-    _refuse_shared_memory(module)
+            must, found = _shared_memory(name, tensor, first_at)
+        if found:
+            raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
 
 
-def _refuse_shared_memory(module: Module) -> None:
-    """Refuses trained parameters whose elements share memory, since DeepSpeed copies each element to a place of its own.
-
-    Raises:
-        MisconfigurationException: names the parameter, and the one that it shares memory with.
-    """
-    first_at: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in module.named_parameters():
-        # Subclasses of tensors may have no memory that can be compared.
-        if type(parameter) is not torch.nn.Parameter or parameter.is_meta or parameter.numel() == 0:
-            continue
-        if parameter.requires_grad and any(
-            size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-        ):
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must have memory for each of its elements, got an expanded tensor: make the smaller tensor the"
-                " parameter and expand it in `forward`, or make it of `tensor.clone()`"
-            )
-        other_name, other = first_at.setdefault(parameter.data_ptr(), (name, parameter))
-        if other is not parameter and (other.requires_grad or parameter.requires_grad):
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name} must have memory of its own, got that of {other_name}, which is another parameter: to share"
-                " weights, assign the parameter itself and not its `data`"
-            )
+def _shared_memory(name: str, parameter: Tensor, first_at: dict[int, tuple[str, Tensor]]) -> tuple[str, str]:
+    """What a parameter must have, and what it has, where elements share memory; else nothing. Notes the parameter by its address."""
+    is_expanded = any(n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+    if parameter.requires_grad and is_expanded:
+        found = "an expanded tensor: make the smaller tensor the parameter and expand it in `forward`, or clone it"
+        return "have memory for each of its elements", found
+    other_name, other = first_at.setdefault(parameter.data_ptr(), (name, parameter))
+    if other is not parameter and (other.requires_grad or parameter.requires_grad):
+        found = f"that of {other_name}, which is another parameter: to share weights, assign the parameter itself and not its `data`"
+        return "have memory of its own", found
+    return "", ""
 
 
 def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
@@ -195,25 +183,6 @@ class WeightAddresses:
             f"ZenFlowStrategy: {self._names[moved]} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
             " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
             " deepspeed.utils.safe_set_full_fp32_param"
-        )
-
-
-def refuse_unsupported_precision(precision: object) -> None:
-    """Refuses fp16 if DeepSpeed's device has no fp16 instructions.
-
-    Args:
-        precision: Lightning's name, such as "16-mixed".
-
-    Raises:
-        MisconfigurationException: names the supported precisions.
-    """
-    # Imported here because the first call of get_accelerator fixes DeepSpeed's choice.
-    from deepspeed.accelerator import get_accelerator
-
-    if precision in ("16-true", "16-mixed") and not get_accelerator().is_fp16_supported():
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: precision must be '32-true', 'bf16-true' or 'bf16-mixed', got {precision!r}: this device has no fp16"
-            " instructions"
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lightning.pytorch.core.optimizer import _MockOptimizer  # private: what Lightning puts in the place of None
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
@@ -22,8 +22,13 @@ _SUPPORTED: dict[type, str] = {
 _REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 
 
-def validate_optimizer(optimizer: Optimizer) -> None:
+def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool) -> None:
     """Accepts exactly the classes whose update ZenFlow implements. Subclasses are refused, since they may compute another update.
+
+    Args:
+        optimizer: from `configure_optimizers`.
+        module: the model that it trains.
+        scheduled: whether there is a learning rate scheduler.
 
     Raises:
         MisconfigurationException: its class, an option of a parameter group or a parameter is not supported.
@@ -40,55 +45,37 @@ def validate_optimizer(optimizer: Optimizer) -> None:
         raise MisconfigurationException(
             f"optimizer must be exactly one of {supported}, not a subclass, got {_qualified_name(kind)}"
         )
+    known = {id(parameter) for parameter in module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for option, required in _REQUIRED_OPTIONS.items():
             value = group.get(option, required)
             if bool(value) != required:
                 raise MisconfigurationException(_message(kind, index, option, repr(value), repr(required)))
-        for parameter in group["params"]:
-            if parameter.layout != torch.strided or not parameter.is_floating_point():
-                found = f"{parameter.dtype}, {parameter.layout}"
-                raise MisconfigurationException(_message(kind, index, "params", found, "dense floating-point tensors"))
+        allowed, found = _unsupported_parameters(group["params"], known, scheduled=scheduled)
+        if found:
+            raise MisconfigurationException(_message(kind, index, "params", found, allowed))
     read_hyperparameters(optimizer)
 
 
-def refuse_groups_without_training(optimizer: Optimizer, *, scheduled: bool) -> None:
-    """Refuses parameter groups that DeepSpeed cannot hold, or would drop although a scheduler counts them.
-
-    Args:
-        optimizer: from `configure_optimizers`.
-        scheduled: whether there is a learning rate scheduler.
-
-    Raises:
-        MisconfigurationException: names the group.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        if group["params"] and not any(p.requires_grad and p.numel() > 0 for p in group["params"]):
-            what = "frozen parameters" if any(p.numel() > 0 for p in group["params"]) else "parameters without elements"
-            found = f"{len(group['params'])} {what}; remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
-            allowed = "a list with a trainable parameter"
-            raise MisconfigurationException(_message(type(optimizer), index, "params", found, allowed))
-        if scheduled and not group["params"]:
-            found = "[]; remove the group: DeepSpeed drops it, but the scheduler counts it"
-            raise MisconfigurationException(
-                _message(type(optimizer), index, "params", found, "a list with a parameter")
-            )
-
-
-def refuse_parameters_of_no_module(optimizer: Optimizer, module: Module) -> None:
-    """Refuses parameters that are not the model's, since checkpoints have no name for them.
-
-    Raises:
-        MisconfigurationException: names the parameter's place in the optimizer and its shape.
-    """
-    known = {id(parameter) for parameter in module.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                found = f"one of shape {list(parameter.shape)} at place {place}; make it an attribute of the module"
-                raise MisconfigurationException(
-                    _message(type(optimizer), index, "params", found, "parameters of the module")
-                )
+def _unsupported_parameters(parameters: list[Parameter], known: set[int], *, scheduled: bool) -> tuple[str, str]:
+    """What the parameters of a group must be, and what they are instead; the latter is empty if there is nothing to refuse."""
+    for p in parameters:
+        if p.layout != torch.strided or not p.is_floating_point():
+            return "dense floating-point tensors", f"{p.dtype}, {p.layout}"
+    if parameters and not any(p.requires_grad and p.numel() > 0 for p in parameters):
+        what = "frozen parameters" if any(p.numel() > 0 for p in parameters) else "parameters without elements"
+        found = (
+            f"{len(parameters)} {what}; remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
+        )
+        return "a list with a trainable parameter", found
+    if scheduled and not parameters:
+        return "a list with a parameter", "[]; remove the group: DeepSpeed drops it, but the scheduler counts it"
+    for place, p in enumerate(parameters):
+        # Checkpoints have no name for it.
+        if id(p) not in known:
+            found = f"one of shape {list(p.shape)} at place {place}; make it an attribute of the module"
+            return "parameters of the module", found
+    return "", ""
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:

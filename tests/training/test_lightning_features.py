@@ -185,9 +185,7 @@ def test_fp16_with_results_that_are_late() -> None:
 
 def test_fp16_is_refused_where_the_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
-    with pytest.raises(
-        MisconfigurationException, match=r"precision must be '32-true', 'bf16-true' or 'bf16-mixed', got '16-mixed'"
-    ):
+    with pytest.raises(ValueError, match="Type fp16 is not supported on your device"):
         fit(Net(), precision="16-mixed")
 
 
