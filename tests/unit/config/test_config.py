@@ -1,6 +1,7 @@
 """ZenFlowConfig: bounds and defaults of each key; keywords and documentation agree with the fields."""
 
 import inspect
+import logging
 import math
 import pickle
 from pathlib import Path
@@ -37,7 +38,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "provisional_scale": FACTOR,
     "auto_ratio": SHARE,
     "moments_dtype": (["float32", "bfloat16"], ["fp32", "bf16", "auto", 16]),
-    "offload": BOOLEAN,
+    "offload": ([False], [0, 1, "true", "auto"]),
     "accumulate_on": (["auto", "device", "host"], ["cpu", "Host", ["host"]]),
     "worker_cores": (["auto", 3, [4, 0], range(2)], [0, 1.0, "2", [], [0, 0], [-1], [True], [1.0], ["1"]]),
     "pt_reserved_cores_perc": SHARE,
@@ -62,7 +63,10 @@ def test_values_of_each_key(key: str) -> None:
         plain = list(stored) if isinstance(stored, tuple) else stored
         assert plain == (list(value) if isinstance(value, range) else str(value) if key == "timeline" else value)
     default, names = KEYS[key]["default"], allowed_values(KEYS[key])
-    for value in [*refused, *(v for v in JUNK if v is not default and not (v is True and v in allowed))]:
+    for value in [
+        *refused,
+        *(v for v in JUNK if v is not default and not (v is True and allowed in (BOOLEAN[0], [False]))),
+    ]:
         with pytest.raises(ConfigValueError) as error:
             ZenFlowConfig(**{key: value})
         assert error.value.key == key
@@ -83,6 +87,12 @@ def test_update_interval_is_bounded_by_max_update_interval() -> None:
     message = "update_interval must be an integer from 1 to max_update_interval=4, got 5; lower it or raise the bound"
     with pytest.raises(ConfigValueError, match=message):
         ZenFlowConfig(update_interval=5, max_update_interval=4)
+
+
+def test_offload_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert ZenFlowConfig(offload=True) == ZenFlowConfig()
+    assert "offload=True has no effect" in caplog.text
 
 
 def test_unknown_key() -> None:
