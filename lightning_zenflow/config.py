@@ -150,10 +150,10 @@ class ZenFlowConfig(BaseModel):
     clipping, the next forward pass sees weights with a predicted clip factor; the exact state always has the true one. If false, each
     step waits for the worker at its end."""
 
-    tail: Literal["auto", "none", "lag", "device"] = _key("auto")
-    """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "lag"
-    publishes them one step later, as many as a step waits for; "device" keeps their weights and moments on the device as well (14 bytes a
-    weight in bf16), so that nothing is late. "auto" takes "device" where it has room and "lag" elsewhere, if publish_lag is "auto"."""
+    tail: Literal["auto", "none", "device"] = _key("auto")
+    """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"
+    lets the device own as many of them as a step waits for (14 bytes a weight in bf16), so that nothing is late. "auto" does so where the
+    device has room, if publish_lag is "auto"."""
 
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
@@ -288,14 +288,14 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def requires_tail(self) -> bool:
-        """Whether the last blocks have a lag of their own, or are the device's, in every run."""
+        """Whether the device may own the last blocks, whatever room it has."""
         return self.allows_tail and self.tail != "auto"
 
     @property
     def allows_tail(self) -> bool:
-        """Whether the last blocks may take a lag of their own."""
+        """Whether the device may own the last blocks."""
         return self.submits_in_backward and (
-            self.tail in ("lag", "device") or (self.tail == "auto" and self.publish_lag == "auto")
+            self.tail == "device" or (self.tail == "auto" and self.publish_lag == "auto")
         )
 
     @property

@@ -70,7 +70,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         max_update_interval: int | None = None,
         publish_lag: int | Literal["auto"] | None = None,
         optimizer_in_backward: bool | None = None,
-        tail: Literal["auto", "none", "lag", "device"] | None = None,
+        tail: Literal["auto", "none", "device"] | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         weight_prediction: float | Literal["auto"] | None = None,

@@ -183,7 +183,7 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
         return f"{share} is spent waiting for the CPU, since overlap_step is false: set it to true."
     if schedule.publish_lag == 0 and config.publish_lag != "auto" and situation.late_share > 0:
         late = f"{share} is spent waiting for the CPU: {situation.late_share:.0%} of the blocks were not updated when backward ended."
-        tail = "" if config.allows_tail else "tail to lag or device, or "
+        tail = "" if config.allows_tail else "tail to device, or "
         return f"{late} Set publish_lag to 1, or if runs need not repeat, {tail}publish_lag to auto."
     if schedule.publish_lag == 0 and config.publish_lag != "auto":
         return f"{share} is spent waiting for the CPU, since publish_lag is 0: set it to 1, or to auto if runs need not repeat."

@@ -31,7 +31,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "update_interval": st.integers(1, 20) | st.sampled_from(["auto", 1024]),
     "max_update_interval": st.integers(1, 40) | st.just(1024),
     "publish_lag": st.integers(0, 9) | st.sampled_from(["auto", 1024]),
-    "tail": st.sampled_from(["auto", "none", "lag"]),  # "device" excludes `offload`
+    "tail": st.sampled_from(["auto", "none", "device"]),
     "full_warm_up_rounds": st.integers(0, 3) | LARGE,
     "weight_prediction": st.floats(0, 20) | st.sampled_from(["auto", 1e6]),
     "provisional_scale": st.floats(0, 2) | st.sampled_from(["auto", 1e6]),

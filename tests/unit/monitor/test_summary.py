@@ -72,8 +72,8 @@ class TestAdvice:
             "29% of the time is spent waiting for the CPU: 20% of the blocks were not updated when backward ended. Set "
             "publish_lag to 1, or if runs need not repeat, "
         )
-        assert advice(late) == start + "tail to lag or device, or publish_lag to auto."
-        assert advice(replace(late, config=late.config.replace(tail="lag"))) == start + "publish_lag to auto."
+        assert advice(late) == start + "tail to device, or publish_lag to auto."
+        assert advice(replace(late, config=late.config.replace(tail="device"))) == start + "publish_lag to auto."
 
     def test_late_although_fast(self) -> None:
         jitter = replace(SLOW, worker_busy_s=0.6)
