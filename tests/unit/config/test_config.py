@@ -1,6 +1,7 @@
 """ZenFlowConfig: bounds and defaults of each key; keywords and documentation agree with the fields."""
 
 import inspect
+import json
 import logging
 import math
 import pickle
@@ -8,9 +9,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from configurations import from_command_line
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import AS_IN_CONFIG, KEYS, ConfigValueError, ZenFlowConfig, allowed_values
@@ -131,13 +132,23 @@ def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
     assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(timeline="a.json", topk_ratio=0.3)
 
 
+def from_command_line(keys: dict[str, Any]) -> ZenFlowConfig:
+    """As LightningCLI reads them for ``--trainer.strategy``."""
+    parser = LightningArgumentParser(parser_mode="omegaconf", exit_on_error=False)
+    parser.add_subclass_arguments(ZenFlowStrategy, "strategy", required=True)
+    arguments = [f"--strategy.{key}={json.dumps(v) if isinstance(v, list) else v}" for key, v in keys.items()]
+    parsed = parser.parse_args(["--strategy=lightning_zenflow.ZenFlowStrategy", *arguments])
+    strategy = parser.instantiate(parsed).strategy
+    assert isinstance(strategy, ZenFlowStrategy)
+    return strategy.zenflow_config
+
+
 def test_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
     path.write_text("zenflow: {timeline: a.json}")
     keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1, "timeline_steps": [3, 4]}
-    config = from_command_line({"config": str(path), **keys}).zenflow_config
-    assert config == ZenFlowConfig(timeline="a.json", **keys)
-    assert from_command_line({"config": str(path), "timeline": "null"}).zenflow_config.timeline is None
+    assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(timeline="a.json", **keys)
+    assert from_command_line({"config": str(path), "timeline": "null"}).timeline is None
     with pytest.raises(ValueError, match="ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 7"):
         from_command_line({"topk_ratio": 7})
 
