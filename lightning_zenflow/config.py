@@ -234,19 +234,11 @@ class ZenFlowConfig(BaseModel):
         return type(self)(**{**dict(self), **keys})
 
     def without_measurements(self) -> Self:
-        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail.
-
-        Raises:
-            ConfigValueError: `tail` says that there is one, whose length measured times decide.
+        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail, since
+        measured times decide which blocks are in it.
         """
         if not self.measures:
             return self
-        if self.requires_tail:
-            raise ConfigValueError(
-                f"ZenFlowConfig: tail must be 'auto' or 'none' with torch's deterministic algorithms, got {self.tail!r}: measured times"
-                " decide which blocks are in it, so such runs do not repeat; leave it out, or set `Trainer(deterministic=False)`",
-                "tail",
-            )
         first = first_schedule(
             candidates_of(self.update_intervals, self.publish_lags), hides_in_backward=self.submits_in_backward
         )

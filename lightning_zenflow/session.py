@@ -91,7 +91,6 @@ class Session(RankEnvironment):
         Raises:
             MisconfigurationException: ZenFlow does not support the model, the optimizer or the configuration, or they do not fit the host's
                 memory.
-            ConfigValueError: a key contradicts torch's deterministic algorithms.
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """

@@ -40,9 +40,6 @@ def _is(required: object, value: object) -> bool:
     return type(value) is type(required) and value == required
 
 
-_MASTER_WEIGHTS = "master weights are in float32"
-_MOMENTS = "ZenFlow's key moments_dtype decides"
-
 # Keys that must have this value if present, with the reason.
 _REQUIRED: dict[str, tuple[object, str]] = {
     "zero_optimization.stage": (2, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
@@ -54,14 +51,11 @@ _REQUIRED: dict[str, tuple[object, str]] = {
     "zero_optimization.offload_param.device": ("none", "only stage 3 offloads parameters"),
     "managed_gradient_accumulation": (True, "Lightning leaves the boundary to DeepSpeed"),
     "torch_autocast.enabled": (False, "the Trainer's `precision` sets the data type"),
-    "fp16.fp16_master_weights_and_grads": (False, _MASTER_WEIGHTS),
-    "bf16.bf16_master_weights_and_grads": (False, _MASTER_WEIGHTS),
-    "bf16.bf16_optimizer_states": (False, _MOMENTS),
     "optimizer.params.amsgrad": (False, "the worker's update has no AMSGrad"),
     "optimizer.params.maximize": (False, "the worker's update minimises"),
     "optimizer.params.differentiable": (False, "the worker's update has no graph"),
     "optimizer.params.bias_correction": (True, "the worker's update corrects the bias of the moments"),
-    "optimizer.params.fp32_optimizer_states": (True, _MOMENTS),
+    "optimizer.params.fp32_optimizer_states": (True, "ZenFlow's key moments_dtype decides"),
 }
 
 _NO_DISK = "the states are in host memory"
@@ -76,11 +70,6 @@ _REQUIRED_OPTIONS: dict[str, tuple[object, str]] = {
     "load_full_weights": (False, "only stage 3 loads weights from a single file"),
 }
 
-_GRADIENT_DTYPES = {
-    "fp16": ("torch.float16", "fp16", "float16", "half"),
-    "bf16": ("torch.bfloat16", "bf16", "bfloat16"),
-}
-
 _RULES: tuple[Rule, ...] = (
     *((path, partial(_is, required), f"{required!r} ({reason})") for path, (required, reason) in _REQUIRED.items()),
     ("zero_optimization.offload_optimizer.device", lambda value: value in ("cpu", "none"), "'cpu'"),
@@ -92,10 +81,6 @@ _RULES: tuple[Rule, ...] = (
     ("gradient_clipping", lambda norm: type(norm) in (int, float) and 0 <= norm < math.inf, "a finite number >= 0 (0: off)"),
     ("optimizer.type", lambda name: isinstance(name, str) and name.lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
     ("optimizer", lambda optimizer: "type" in optimizer, "a mapping with a type, 'AdamW' or 'Adam'"),
-    ("optimizer.params.max_grad_norm", lambda norm: False,
-     "absent (set `gradient_clipping` or the Trainer's `gradient_clip_val` instead)"),
-    ("optimizer.params.adam_w_mode", lambda value: isinstance(value, bool), "true or false"),
-    ("optimizer.params.torch_adam", lambda value: isinstance(value, bool), "true or false"),
     ("timers.throughput.synchronized", lambda value: isinstance(value, bool), "true or false"),
 )  # fmt: skip
 
@@ -141,7 +126,13 @@ def prepare_deepspeed_config(
         )
     if accumulate_grad_batches is not None or result.get("gradient_accumulation_steps") == 1:
         result.pop("gradient_accumulation_steps", None)
-    _prepare_zero_optimization(result.setdefault("zero_optimization", {}))
+    zero = result.setdefault("zero_optimization", {})
+    assert "zenflow" not in zero, "resolve_config removes this block"
+    # DeepSpeed refuses a deprecated key beside its successor.
+    for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "offload_param"):
+        zero.pop(old, None)
+    # The worker's arena is page-locked instead; DeepSpeed's own host buffers stay small.
+    zero.update(stage=2, contiguous_gradients=True, offload_optimizer={"device": "cpu", "pin_memory": False})
     if "optimizer" in result:
         _prepare_optimizer(result["optimizer"])
     # The worker replaces the torch optimizer from configure_optimizers; DeepSpeed would ask for its own class.
@@ -239,10 +230,6 @@ def _rules(
     if _get(config, "zero_optimization.reduce_scatter") is not False:
         for path, value in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
             yield path, partial(eq, value), f"{value!r}, unless zero_optimization.reduce_scatter is false"
-    model = next((key for key in ("fp16", "bf16") if _get(config, f"{key}.enabled")), "")
-    names = _GRADIENT_DTYPES.get(model, ())
-    of_model = f"{model!r}, the model's data type" if model else "the model's data type, which `precision` sets"
-    yield "data_types.grad_accum_dtype", lambda dtype: dtype in names, f"null or {of_model}"
     for path, value in _leaves(config):
         if isinstance(value, str) and value == "auto" and path not in _SET_BY_DEEPSPEED:
             yield path, lambda _: False, f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})"
@@ -256,15 +243,6 @@ def _rules(
         )
         allowed = f"{wanted!r} or absent, as with the Trainer's precision={precision!r} (or set {instead})"
         yield f"{key}.enabled", partial(eq, wanted), allowed
-
-
-def _prepare_zero_optimization(zero: dict[str, Any]) -> None:
-    assert "zenflow" not in zero, "resolve_config removes this block"
-    # DeepSpeed refuses a deprecated key beside its successor.
-    for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "offload_param"):
-        zero.pop(old, None)
-    # The worker's arena is page-locked instead; DeepSpeed's own host buffers stay small.
-    zero.update(stage=2, contiguous_gradients=True, offload_optimizer={"device": "cpu", "pin_memory": False})
 
 
 def _prepare_optimizer(optimizer: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from lightning_zenflow.zero.slices import parameters_in_order
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
-    """Refuses features that only DeepSpeed's engine knows of; the configuration has been checked before.
+    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before.
 
     Raises:
         MisconfigurationException: names the feature.
@@ -24,6 +24,10 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
     refused = {
         "mixture of experts": zero_optimizer.has_moe_layers,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
+        "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
+        "data_types.grad_accum_dtype other than the model's": (
+            zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
+        ),
     }
     for feature, present in refused.items():
         if present:

@@ -100,6 +100,12 @@ def test_other_stages(stage: int) -> None:
         ZenFlowStrategy(config=configuration(stage=stage))
 
 
+def test_gradients_of_another_type() -> None:
+    config = {**configuration(), "data_types": {"grad_accum_dtype": "fp32"}}
+    with pytest.raises(MisconfigurationException, match="does not support data_types.grad_accum_dtype other than"):
+        fit(Layers(), ZenFlowStrategy(config=config), steps=1, precision="bf16-true")
+
+
 def on_two_ranks(config: dict[str, Any], width: int = 10) -> Case:
     """The oracle of cases knows the model's optimizer only."""
     given = {key: value for key, value in config.items() if key != "optimizer"}

@@ -199,7 +199,7 @@ def test_compensation_of_staleness(keys: dict[str, Any], weight_prediction: Any,
         ({}, 1, 0),
         ({"optimizer_in_backward": False}, 1, 1),
         ({"overlap_step": False}, 1, 0),
-        ({"update_interval": 4}, 4, 0),
+        ({"update_interval": 4, "tail": "device"}, 4, 0),
         ({"publish_lag": 2, "tail": "device"}, 1, 2),
         ({"update_interval": 4, "publish_lag": 1}, 4, 1),
     ],
@@ -210,8 +210,3 @@ def test_without_measurements(keys: dict[str, Any], s: int, d: int) -> None:
     assert (config.update_intervals, config.publish_lags) == ([s], [d])
     assert not config.measures and config.topk_ratio == 0.3
     assert config.without_measurements() == config
-
-
-def test_a_tail_cannot_be_had_without_measurements() -> None:
-    with pytest.raises(ConfigValueError, match="tail must be 'auto' or 'none' with .* got 'device'"):
-        ZenFlowConfig(update_interval=1, publish_lag=0, tail="device").without_measurements()

@@ -151,18 +151,11 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("gradient_clipping", [-1, NAN, float("inf"), "1.0", True, [1]], "a finite number >= 0 (0: off)"),
     ("managed_gradient_accumulation", [False], "True"),
     ("torch_autocast.enabled", [True], "False"),
-    ("fp16", [True], "a mapping"),
-    ("fp16.fp16_master_weights_and_grads", [True], "False"),
-    ("bf16.bf16_master_weights_and_grads", [True], "False"),
-    ("bf16.bf16_optimizer_states", [True], "False"),
-    ("data_types.grad_accum_dtype", ["bf16", "fp32"], "null or the model's data type"),
     ("optimizer", ["AdamW", 3], "a mapping"),
     ("optimizer", [{}, {"type": None}, {"params": {}}], "a mapping with a type, 'AdamW' or 'Adam'"),
     ("optimizer.type", ["Lamb", "OneBitAdam", "Lion", "SGD", "", 3], "'AdamW' or 'Adam'"),
     *((f"optimizer.params.{key}", [True], "False") for key in ("amsgrad", "maximize", "differentiable")),
     *((f"optimizer.params.{key}", [False], "True") for key in ("bias_correction", "fp32_optimizer_states")),
-    *((f"optimizer.params.{key}", [1, "yes"], "true or false") for key in ("adam_w_mode", "torch_adam")),
-    ("optimizer.params.max_grad_norm", [1.0], "absent (set `gradient_clipping`"),
     *((path, ["auto"], "a value (Lightning replaces 'auto' only in ") for path in (
         "optimizer.params.lr", "scheduler.params.steps", "zero_optimization.reduce_bucket_size", "bf16.enabled", "fp16.loss_scale"
     )),
@@ -177,18 +170,6 @@ def test_key_value_and_allowed_are_named(path: str, values: list[Any], allowed: 
             config["optimizer"]["type"] = "AdamW"
         message = refusal_of(config)
         assert message.startswith(f"DeepSpeed config: {path} must be {allowed}") and ", got " in message
-
-
-def test_gradient_dtype_is_the_models() -> None:
-    for mode, accepted, refused in (
-        ("fp16", ["fp16", "half", None], ["fp32", "bf16"]),
-        ("bf16", ["bf16", "bfloat16", None], ["fp32", "fp16", 16]),
-    ):
-        for dtype in accepted:
-            prepare_deepspeed_config({mode: {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}})
-        for dtype in refused:
-            message = refusal_of({mode: {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}})
-            assert message.startswith(f"DeepSpeed config: data_types.grad_accum_dtype must be null or {mode!r}")
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:
