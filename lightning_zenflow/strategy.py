@@ -26,10 +26,9 @@ from lightning_zenflow.monitor.attach import attach_monitors, insert_first
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
 from lightning_zenflow.zero.supported import (
-    refuse_callbacks,
-    refuse_manual_optimization,
     refuse_missing_loss,
     refuse_unsupported_module,
+    refuse_unsupported_training,
     several_devices_in_notebook,
     several_optimizers,
 )
@@ -114,10 +113,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         self._over = False
-        refuse_manual_optimization(self.lightning_module)
         refuse_unsupported_module(self.lightning_module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
-        refuse_callbacks(callbacks)
+        refuse_unsupported_training(self.lightning_module, callbacks)
         exact = ExactWeights(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
         insert_first(callbacks, exact)
         super().setup(trainer)

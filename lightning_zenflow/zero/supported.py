@@ -81,17 +81,30 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_manual_optimization(module: pl.LightningModule) -> None:
-    """Refuses manual optimization, before anything is set up for the module.
+def refuse_unsupported_training(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
+    """Refuses manual optimization, and callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
 
     Raises:
-        MisconfigurationException: names the attribute.
+        MisconfigurationException: names the attribute or the callback.
     """
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
             " deferred updates could be submitted"
         )
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder):
+            raise MisconfigurationException(
+                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer,"
+                " which DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
+                " Trainer(strategy='auto')"
+            )
+        # Private; Lightning keeps it nowhere else. True by default.
+        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: ModelPruning's use_lottery_ticket_hypothesis must be False, got"
+                f" {callback._use_lottery_ticket_hypothesis!r}: it replaces the memory of weights by copies, which are not trained"
+            )
 
 
 def refuse_unsupported_module(module: Module) -> None:
@@ -139,27 +152,6 @@ def _shared_memory(name: str, parameter: Tensor, first_at: dict[int, tuple[str, 
         found = f"that of {other_name}, which is another parameter: to share weights, assign the parameter itself and not its `data`"
         return "have memory of its own", found
     return "", ""
-
-
-def refuse_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuses callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
-
-    Raises:
-        MisconfigurationException: names the callback and what to do.
-    """
-    for callback in callbacks:
-        if isinstance(callback, LearningRateFinder):
-            raise MisconfigurationException(
-                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer,"
-                " which DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
-                " Trainer(strategy='auto')"
-            )
-        # Private; Lightning keeps it nowhere else. True by default.
-        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: ModelPruning's use_lottery_ticket_hypothesis must be False, got"
-                f" {callback._use_lottery_ticket_hypothesis!r}: it replaces the memory of weights by copies, which are not trained"
-            )
 
 
 class WeightAddresses:
