@@ -5,7 +5,7 @@ Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a 
 """
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -57,14 +57,13 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | range) else value
 
 
-def _distinct(cores: tuple[int, ...]) -> tuple[int, ...]:
-    assert 0 < len(cores) == len(set(cores))
-    return cores
+def _holds(condition: Callable[[Any], bool]) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not condition(value):
+            raise ValueError
+        return value
 
-
-def _ascending(steps: tuple[int, int]) -> tuple[int, int]:
-    assert 2 <= steps[0] <= steps[1]
-    return steps
+    return AfterValidator(check)
 
 
 def _without_effect(offload: bool) -> bool:
@@ -86,13 +85,13 @@ _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     BeforeValidator(_as_tuple),
-    AfterValidator(_distinct),
+    _holds(lambda cores: 0 < len(cores) == len(set(cores))),
     WithJsonSchema({"text": "a list of distinct integers >= 0"}),
 ]
 _StepRange: TypeAlias = Annotated[
     tuple[int, int],
     BeforeValidator(_as_tuple),
-    AfterValidator(_ascending),
+    _holds(lambda steps: 2 <= steps[0] <= steps[1]),
     WithJsonSchema({"text": "a list [first, last] with 2 <= first <= last"}),
 ]
 _ImportPath: TypeAlias = Annotated[
