@@ -146,13 +146,3 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def gpt2_config(tmp_path: Path) -> Path:
-    """A folder called small-gpt2 with the config of a tiny GPT-2, without weights."""
-    from transformers import GPT2Config
-
-    folder = tmp_path / "small-gpt2"
-    GPT2Config(vocab_size=101, n_positions=32, n_embd=24, n_layer=3, n_head=2).save_pretrained(folder)
-    return folder

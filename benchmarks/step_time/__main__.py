@@ -9,7 +9,7 @@
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
 repeat. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
-RESULTS/step_time_NAME.json (every step of every run), .md and .png.
+RESULTS/step_time_NAME.json (every step of every run) and .md.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
 from benchmarks.step_time.methods import DEVICES, METHODS
-from benchmarks.step_time.report import plot, table
+from benchmarks.step_time.report import table
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
 
 
@@ -117,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     name = f"step_time_{options.name}"
     written = report(options, name, measure, describe)
-    plot(results_of(written), options.results / f"{name}.png")
     return 1 if written["failures"] else 0
 
 

@@ -1,10 +1,7 @@
-"""Tables and plots of step times."""
+"""Tables of step times."""
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from pathlib import Path
 from statistics import mean, median
-
-from matplotlib.figure import Figure
 
 from benchmarks.common.results import markdown
 from benchmarks.step_time.methods import METHODS
@@ -96,16 +93,3 @@ def _host_bytes(runs: Sequence[StepResult], floor: Sequence[StepResult]) -> dict
         "page-locked": median(r.page_locked_bytes for r in runs),
     }
     return {name: value / n_params for name, value in values.items()}
-
-
-def plot(results: Sequence[Sequence[StepResult]], path: Path) -> None:
-    """Plots the time of each step in the last repeat."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for result in results[-1] if results else []:
-        axes.plot([1e3 * s for s in result.step_s], label=METHODS[result.spec.method].title, linewidth=1.2)
-    axes.set(xlabel="step", ylabel="ms", ylim=(0, None), title="Time of each step in the last repeat")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)

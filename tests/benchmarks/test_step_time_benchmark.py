@@ -31,7 +31,6 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert zenflow["copied_sizes"] == floor["copied_sizes"] == floor["counted_sizes"] == []
     text = (tmp_path / "step_time_smoke.md").read_text()
     assert "ZenFlowStrategy, S=4, d=1" in text and "benchmarks.step_time" in text
-    assert (tmp_path / "step_time_smoke.png").stat().st_size > 1000
 
 
 def test_table_by_hand() -> None:
