@@ -26,10 +26,7 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/hidden_percent": "share of the worker's computation that the device did not wait for",
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
-    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last: published a step later than others, or owned by"
-    " the device",
-    "zenflow/overlap/largest_lag_steps": "largest lag of a block's weights that a forward pass sees: d; 1 with a tail that the device"
-    " does not own",
+    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are owned by the device",
     "zenflow/overlap/weight_prediction_steps": "steps by which published weights are extrapolated beyond the exact ones",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
     " ended the step; on CUDA the device is behind it",
@@ -123,7 +120,6 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
         "overlap/update_interval_steps": now.update_interval,
         "overlap/publish_lag_steps": now.publish_lag,
         "overlap/tail_percent": 100 * now.tail_share,
-        "overlap/largest_lag_steps": max(now.publish_lag, now.tail_share > 0 and not now.owns_tail),
         "overlap/weight_prediction_steps": now.prediction_steps,
         "traffic/d2h_bytes": d2h_bytes,
         "traffic/h2d_bytes": h2d_bytes,

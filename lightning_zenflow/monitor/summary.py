@@ -114,9 +114,7 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
 def _tail(now: Reading) -> str:
     if now.tail_share == 0:
         return ""
-    return (
-        f"; the last {now.tail_share:.0%} of the blocks {'owned by the device' if now.owns_tail else 'one step later'}"
-    )
+    return f"; the last {now.tail_share:.0%} of the blocks owned by the device"
 
 
 def quantile(values: Sequence[float], share: float) -> float:

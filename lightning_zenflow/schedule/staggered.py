@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import total_ordering
 
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 
 @total_ordering
@@ -84,20 +84,16 @@ def bucket_size(numel: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaggeredSchedule:
+class StaggeredSchedule(UpdateSchedule):
     """Closing and publish steps of all blocks, and the memory that they need."""
 
     n_blocks: int
-    update_interval: int
-    """S, in steps."""
-    publish_lag: int
-    """d, in steps."""
     in_backward: bool = False
     """Whether blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
     it, and slots and publish buffers are freed block by block."""
     tail: frozenset[int] = frozenset()
-    """Blocks whose gradients arrive too late in backward to hide their updates there. Where d = 0, they are submitted at the end of the
-    step and published one step later."""
+    """Blocks whose gradients arrive too late in backward to hide their updates there, so that the device owns their weights from their
+    next window on. Where d = 0, their jobs are submitted at the end of the step and due one step later."""
 
     @classmethod
     def of(
@@ -124,15 +120,10 @@ class StaggeredSchedule:
         return step + self.lag_of(block)
 
     @property
+    @override
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients."""
-        return self.update_interval == 1 and self.publish_lag == 0 and not self.tail
-
-    @property
-    def kept_share(self) -> float:
-        """Gradients kept to be reapplied after a publish, in sizes of the model, see `UpdateSchedule.kept_share`."""
-        of_all = UpdateSchedule(update_interval=self.update_interval, publish_lag=self.publish_lag).kept_share
-        return of_all if self.publish_lag > 0 else len(self.tail) / max(1, self.n_blocks) / self.update_interval
+        """Whether every step ends with weights that have all of its gradients, in blocks that the device does not own."""
+        return super().is_immediate and not self.tail
 
     @property
     def n_slots(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.schedule.auto_control import ScheduleControl
+from lightning_zenflow.step.auto_control import ScheduleControl
 from lightning_zenflow.step.context import StepPlan
 from lightning_zenflow.topk.selector import Selector
 
@@ -44,16 +44,15 @@ class Planner:
         return self._control is not None
 
     @property
-    def owns_tail(self) -> bool:
-        """Whether the device owns the weights of the tail."""
-        return self._control is not None and self._control.owns_tail
+    def tail(self) -> frozenset[int]:
+        """This rank's blocks that the device owns, or will from their next window on, because they arrive last."""
+        return self._jobs.staggered.tail
 
     @property
     def _wants_columns(self) -> bool:
         """Whether some weights are late, so that the device gains by updating others at once."""
-        # Not this rank's own tail: there may be none on a rank that did not wait, and all ranks select together.
-        tail_lags = self._control is not None and self._control.tail_share > 0 and not self._control.owns_tail
-        return self._config.owned_ratio > 0 and (tail_lags or not self._jobs.schedule.is_immediate)
+        # Not counting the tail, which the device owns anyway.
+        return self._config.owned_ratio > 0 and not self._jobs.schedule.is_immediate
 
     @property
     def _awaits_selection(self) -> bool:
@@ -136,24 +135,24 @@ class Planner:
             self._synchronous_until = max(self._synchronous_until, step + 1)
         if self._control is None:
             return False
-        before, tail_before = self._control.schedule, self._control.tail_share
-        decision = self._control.end_step(
+        before = self._control.schedule
+        reason = self._control.end_step(
             step, plan, max_interval_by_gradients=max_interval_by_gradients, may_change=step >= self._changing_until
         )
-        if decision is None:
+        if reason is None:
             return False
-        schedule, tail = decision.schedule, self._control.tail
+        schedule, tail = self._control.schedule, self._control.tail
         self._jobs.set_schedule(schedule, tail)
-        if decision.tail != tail_before:
-            where = "are updated by the device" if self.owns_tail else "take a lag of one step"
-            rank_zero_info(
-                f"ZenFlow: from step {step + 1} on the blocks that arrive last, {decision.tail:.0%} of all ranks' blocks and at most"
-                f" {self._control.largest_tail_share:.0%} of one rank's, {where}: {decision.reason}"
-            )
+        tail_grows = schedule == before
+        if tail_grows:
             self.columns_change(step)
-            return True
-        rank_zero_info(
-            f"ZenFlow: from step {step + 1} on update_interval={schedule.update_interval},"
-            f" publish_lag={schedule.publish_lag} (before: {before.update_interval}, {before.publish_lag}): {decision.reason}"
-        )
-        return False
+            change = (
+                f"the device owns the blocks that arrive last, {len(tail)} of {self._jobs.staggered.n_blocks} on rank 0"
+            )
+        else:
+            change = (
+                f"update_interval={schedule.update_interval}, publish_lag={schedule.publish_lag}"
+                f" (before: {before.update_interval}, {before.publish_lag})"
+            )
+        rank_zero_info(f"ZenFlow: from step {step + 1} on {change}: {reason}")
+        return tail_grows

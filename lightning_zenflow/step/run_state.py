@@ -20,7 +20,7 @@ Layout 4, of plain numbers, lists and CPU tensors::
         synchronous_until, changing_until
         selector        current, check_interval, misses (in a row), next, epoch, n_selections
         schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
-                        strikes, calm, patience, probation, tail (share of all ranks' blocks), tail_blocks (the rank's own), owns_tail
+                        tail (share of all ranks' blocks), tail_blocks (the rank's own)
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
         clip            clip coefficient of the last applied step, NaN before the first

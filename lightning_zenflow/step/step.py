@@ -377,9 +377,9 @@ class ZenFlowStep:
         return self._context
 
     def _own_tail(self) -> None:
-        """Makes the tail's blocks change to device-owned weights with their next windows, where that was decided."""
-        if self._planner.owns_tail:
-            self._ownership.own_entirely(self._jobs.staggered.tail, self._freezing.all_columns())
+        """Makes the tail's blocks change to device-owned weights with their next windows."""
+        if self._planner.tail:
+            self._ownership.own_entirely(self._planner.tail, self._freezing.all_columns())
 
     def _select(self, context: StepContext) -> Tensor | None:
         """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""

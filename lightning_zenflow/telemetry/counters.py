@@ -60,9 +60,7 @@ class Reading:
     update_interval: int
     publish_lag: int
     tail_share: float
-    """Share of the blocks that take a lag of one step of their own, 0 to 1; 0 where d > 0."""
-    owns_tail: bool
-    """Whether the device owns their weights, so that nothing is late."""
+    """Share of the blocks that the device owns because they arrive last in backward, 0 to 1."""
     prediction_steps: float
     owned_share: float
     """Device-owned share of the weights, 0 to 1."""

@@ -23,16 +23,15 @@ from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.kernels.select import kernels_for
-from lightning_zenflow.schedule.auto_control import ScheduleControl
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.candidates import candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
+from lightning_zenflow.step.auto_control import ScheduleControl
 from lightning_zenflow.step.components import StepParts
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import RunState
-from lightning_zenflow.step.tail import TailCandidates
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
@@ -163,13 +162,7 @@ def _build_step(
     router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
     control = None
     if config.measures:
-        control = ScheduleControl(
-            policy,
-            stalls=rank.telemetry.stalls,
-            group=zero.group,
-            device=rank.device,
-            blocks=TailCandidates(config, rank, router.arrivals),
-        )
+        control = ScheduleControl(policy, config, rank, router.arrivals, group=zero.group)
     planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(

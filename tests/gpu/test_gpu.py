@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from gpu_cases import RACES, optimizer_of
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
-from lightning_zenflow.schedule.auto_policy import Decision, Observation, SchedulePolicy
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 
@@ -145,13 +145,12 @@ def test_dynamic_loss_scale_changes_no_bit(schedule: str, fp16_baseline: Run) ->
 
 
 def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    observations: list[tuple[Observation, Decision | None]] = []
+    observations: list[tuple[float, float]] = []
     observe = SchedulePolicy.observe
 
-    def observed(self: SchedulePolicy, observation: Observation) -> Decision | None:
-        decision = observe(self, observation)
-        observations.append((observation, decision))
-        return decision
+    def observed(self: SchedulePolicy, load: float, stall: float, **options: Any) -> str | None:
+        observations.append((load, stall))
+        return observe(self, load, stall, **options)
 
     monkeypatch.setattr(SchedulePolicy, "observe", observed)
     device_s: list[float] = []
@@ -164,9 +163,9 @@ def test_auto_decides_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     case = replace(RACES["fixed gradients"], steps=120)
     run = run_here(case.with_keys(select_strategy="step", select_interval="auto", **AUTO), callbacks=[Clock()])
     assert len(observations) >= 2
-    for observation, _ in observations:
-        assert math.isfinite(observation.load) and observation.load > 0
-        assert 0 <= observation.stall <= 1
+    for load, stall in observations:
+        assert math.isfinite(load) and load > 0
+        assert 0 <= stall <= 1
     assert all(math.isfinite(s) for s in device_s)
     assert device_s == sorted(device_s) and device_s[0] >= 0
     assert_same_state(run, run_here(case.exact()))

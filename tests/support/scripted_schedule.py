@@ -1,5 +1,6 @@
 """Changes of schedule at given steps instead of measured ones, so that tests do not depend on time."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,16 +9,13 @@ from unittest import mock
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_zenflow.schedule.auto_control import StepKind
-from lightning_zenflow.schedule.auto_policy import Decision, SchedulePolicy
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.step.context import StepPlan
 
-Entry = (
-    tuple[int, int, int]
-    | tuple[int, int, int, tuple[int, ...], bool]
-    | tuple[int, int, int, tuple[int, ...], bool, int]
-)
-"""Step, S and d; and perhaps the blocks of the tail, and whether the device owns it; and perhaps the only rank that has a tail."""
+Entry = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]] | tuple[int, int, int, tuple[int, ...], int]
+"""Step, S and d; and perhaps the blocks of the tail; and perhaps the only rank that has one. If both S or d and the tail change, the tail
+does so at the next step that allows it."""
 
 
 class ScriptedSchedule:
@@ -31,9 +29,6 @@ class ScriptedSchedule:
     def __init__(self, script: Sequence[Entry], auto: SchedulePolicy) -> None:
         self._script = list(script)
         self.tail: frozenset[int] = frozenset()
-        self.tail_share = 0.0
-        """As `ScheduleControl.tail_share`, of 16 blocks: the same on every rank."""
-        self.owns_tail = False
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
@@ -42,40 +37,35 @@ class ScriptedSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
-        schedule = {"update_interval": self.schedule.update_interval, "publish_lag": self.schedule.publish_lag}
-        tail = {"tail": sorted(self.tail), "tail_share": self.tail_share, "owns_tail": self.owns_tail}
-        return {"schedule": schedule, **tail}
+        share = {"tail": len(self.tail) / 16, "max_interval_by_gradients": None}
+        return {**dataclasses.asdict(self.schedule), **share, "tail_blocks": sorted(self.tail)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `ScheduleControl.load_state_dict`."""
-        self.schedule = UpdateSchedule(**state["schedule"])
-        self.tail, self.tail_share = frozenset(state["tail"]), state["tail_share"]
-        self.owns_tail = state["owns_tail"]
-
-    @property
-    def largest_tail_share(self) -> float:
-        """As `ScheduleControl.largest_tail_share`."""
-        return self.tail_share
+        self.schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
+        self.tail = frozenset(state["tail_blocks"])
 
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
     def end_step(
-        self, step: int, plan: StepKind, *, max_interval_by_gradients: Tensor | None, may_change: bool
-    ) -> Decision | None:
+        self, step: int, plan: StepPlan, *, max_interval_by_gradients: Tensor | None, may_change: bool
+    ) -> str | None:
         """As `ScheduleControl.end_step`."""
         due = bool(self._script) and step >= self._script[0][0]
         self.waits = due and not may_change
         if not due or self.waits:
             return None
-        _, update_interval, publish_lag, *tail = self._script.pop(0)
-        if tail:
-            blocks, self.owns_tail, *only_rank = tail
-            self.tail_share = len(blocks) / 16
+        _, update_interval, publish_lag, *tail = self._script[0]
+        before, self.schedule = self.schedule, UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
+        changes = self.schedule != before
+        if not (changes and tail):
+            self._script.pop(0)
+            self.changes.append((step, self.schedule))
+        if not changes and tail:
+            blocks, *only_rank = tail
             self.tail = frozenset(blocks if not only_rank or dist.get_rank() == only_rank[0] else ())
-        self.schedule = UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
-        self.changes.append((step, self.schedule))
-        return Decision(schedule=self.schedule, tail=self.tail_share, reason="the script says so")
+        return "the script says so" if changes or tail else None
 
 
 @contextmanager
@@ -83,7 +73,7 @@ def scripted(script: Sequence[Entry]) -> Iterator[list[ScriptedSchedule]]:
     """Optimizers that are built inside follow the script; their schedules are appended to the list."""
     built: list[ScriptedSchedule] = []
 
-    def build(auto: SchedulePolicy, **_: Any) -> ScriptedSchedule:
+    def build(auto: SchedulePolicy, *_: Any, **__: Any) -> ScriptedSchedule:
         built.append(ScriptedSchedule(script, auto))
         return built[-1]
 

@@ -20,11 +20,11 @@ from harness import AUTO, EVERYTHING, Case, Run, fit, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import _warn_once
-from lightning_zenflow.schedule.auto_control import ScheduleControl, ScheduleObserver
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.step import auto_control
+from lightning_zenflow.step.auto_control import ScheduleControl
 from lightning_zenflow.step.context import StepPlan
-from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -228,42 +228,36 @@ def test_two_ranks_lose_nothing_and_agree() -> None:
     assert len(ours.schedules) == 120
 
 
-def test_times_around_a_flush_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupt, n = ScheduleControl.interrupt, 0
-
-    def counted(self: ScheduleControl) -> None:
-        nonlocal n
-        n += 1
-        interrupt(self)
-
-    monkeypatch.setattr(ScheduleControl, "interrupt", counted)
-    counts = []
-    for flush_after in ((), (3, 6)):
-        run_here(Case(steps=8, flush_after=flush_after, strategy_options=AUTO))
-        counts.append(n)
-    assert counts[1] - counts[0] == counts[0] + 2
-
-
-def test_steps_that_select_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They wait for reasons of their own."""
-    plan, add = Planner.plan, ScheduleObserver.add
+def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first steps, of steps around a flush, and of those that select columns, which wait for reasons of their own."""
     plans: list[StepPlan] = []
-    measured: list[int] = []
+    looks: list[int] = []
+    end_step = ScheduleControl.end_step
 
-    def noted(self: Planner, step: int) -> StepPlan:
-        plans.append(plan(self, step))
-        return plans[-1]
+    def noted(self: ScheduleControl, step: int, plan: StepPlan, **options: Any) -> str | None:
+        plans.append(plan)
+        return end_step(self, step, plan, **options)
 
-    def counted(self: ScheduleObserver, **times: float) -> tuple[float, float] | None:
-        measured.append(len(plans))
-        return add(self, **times)
+    def summed_up(steps: list[tuple[float, float, float]]) -> tuple[float, float]:
+        looks.append(len(plans))
+        return 0.5, 0.0
 
-    monkeypatch.setattr(Planner, "plan", noted)
-    monkeypatch.setattr(ScheduleObserver, "add", counted)
+    monkeypatch.setattr(ScheduleControl, "end_step", noted)
+    monkeypatch.setattr(auto_control, "load_and_stall", summed_up)
+    case = Case(steps=60, topk_ratio=0.3, strategy_options=ALL_AUTO)
+    run_here(case)
+    # Two steps are left out, and four measured; then two are, after the step that reads it, and 32 measured.
+    assert looks == [6, 7 + 2 + 32]
+    for flush_after, expected in (((3,), 3 + 6), ((5, 20), 5 + 6)):
+        plans.clear(), looks.clear()
+        run_here(replace(case, flush_after=flush_after))
+        assert looks[0] == expected
+    plans.clear(), looks.clear()
     # It begins with d = 1 then, so that there is something to select for.
-    run_here(Case(steps=8, topk_ratio=0.3, strategy_options={**ALL_AUTO, "optimizer_in_backward": False}))
-    assert measured == [step for step, p in enumerate(plans, 1) if not (p.selects or p.releases)]
-    assert len(measured) < 8
+    run_here(replace(case, steps=16).with_keys(optimizer_in_backward=False))
+    n_selecting = sum(plan.changes_columns for plan in plans[: looks[0]])
+    assert n_selecting > 0
+    assert looks[0] == 3 + 4 + n_selecting
 
 
 def test_schedules_without_memory_are_left_out(

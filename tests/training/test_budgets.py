@@ -154,7 +154,7 @@ def block_numel(case: Case) -> list[int]:
 def test_weights_that_the_device_owns_are_not_copied(s: int) -> None:
     """Blocks of a tail that the device owns are updated there; what the worker makes of them stays on the host."""
     tail = tuple(range(12, 16))
-    case = auto_case((2, s, 0, tail, True))
+    case = auto_case((2, s, 0, tail))
     budgets = budgets_of(case)
     steps = range(case.steps - s + 1, case.steps + 1)
     numel = block_numel(case)

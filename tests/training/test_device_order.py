@@ -65,14 +65,11 @@ CASES = {
     "changes of schedule": replace(
         NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)), strategy_options={**NETWORK.strategy_options, **AUTO}
     ),
-    **{
-        f"a tail, {name}": replace(
-            NETWORK,
-            schedules=((3, 1, 0, (0, 1, 2), on_device), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3), on_device)),
-            strategy_options={**NETWORK.strategy_options, **AUTO},
-        )
-        for name, on_device in (("late", False), ("on the device", True))
-    },
+    "a tail": replace(
+        NETWORK,
+        schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3))),
+        strategy_options={**NETWORK.strategy_options, **AUTO},
+    ),
     "frozen layers": replace(
         FIXED,
         model="FreezingModule",

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 from typing_extensions import override
 
 from harness import AUTO, EVERYTHING, Case, Run, run_here
 from models import SHAPES, TestModule
-from reference import blocks_of_elements
 from replay_reference import ReplayedAdamW
 from same_bits import assert_same_tensors
 from worker_killer import KillsWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-BEGIN, LAST, N_BLOCKS = 3, (0, 1, 2), 16
+BEGIN, LAST = 3, (0, 1, 2)
 FLUSHES = (5, 6, 10)
 OF_SHAPES = {
     "prime sizes": SHAPES[:6],
@@ -29,11 +27,9 @@ OF_SHAPES = {
     "four dimensions": ((5, 4, 3, 2), (64, 3), (7,)),
 }
 SCHEDULES = {
-    "lag": ((BEGIN, 1, 0, LAST, False),),
-    "device": ((BEGIN, 1, 0, LAST, True),),
-    "S=2, lag": ((BEGIN, 2, 0, LAST, False),),
-    "S=2, device": ((BEGIN, 2, 0, LAST, True),),
-    "to the device and back": ((BEGIN, 1, 0, LAST, False), (5, 1, 0, LAST, True), (8, 2, 0), (11, 1, 0, (1, 7), False)),
+    "S=1": ((BEGIN, 1, 0, LAST),),
+    "S=2": ((BEGIN, 2, 0, LAST),),
+    "it grows, S changes": ((BEGIN, 1, 0, LAST[:2]), (5, 1, 0, LAST), (8, 2, 0), (11, 1, 0, (*LAST, 7))),
 }
 
 
@@ -44,7 +40,7 @@ def case_of(shapes: str, schedule: str, **fields: object) -> Case:
         max_norm=1.0,
         model_options={"shapes": OF_SHAPES[shapes]},
         schedules=SCHEDULES[schedule],
-        strategy_options={**AUTO, "tail": "lag", "max_worker_restarts": 1000},
+        strategy_options={**AUTO, "max_worker_restarts": 1000},
     )
     return replace(case, **fields)  # type: ignore[arg-type]
 
@@ -107,9 +103,8 @@ def check(shapes: str, schedule: str, *, keys: dict[str, object], seed: int) -> 
     assert_same_tensors(run.weights, states[-1][0], "the weight at the end")
 
 
-@pytest.mark.parametrize("schedule", ["lag", "device"])
-def test_states_after_flushes_and_kills(schedule: str) -> None:
-    check("prime sizes", schedule, keys={}, seed=1)
+def test_states_after_flushes_and_kills() -> None:
+    check("prime sizes", "S=1", keys={}, seed=1)
 
 
 @pytest.mark.slow
@@ -117,12 +112,11 @@ def test_states_after_flushes_and_kills(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shapes", OF_SHAPES)
 def test_states_after_flushes_and_kills_in_every_shape(shapes: str, schedule: str, keys: dict[str, object]) -> None:
-    for seed in (2, 3):
-        check(shapes, schedule, keys=keys, seed=seed)
+    check(shapes, schedule, keys=keys, seed=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["lag", "device", "S=2, lag"])
+@pytest.mark.parametrize("schedule", ["S=1", "S=2"])
 @pytest.mark.parametrize("shapes", OF_SHAPES)
 def test_states_of_a_resumed_run_with_kills(shapes: str, schedule: str, tmp_path: Path) -> None:
     case = case_of(shapes, schedule, save_at=8, checkpoint=str(tmp_path / "8.ckpt"))
@@ -142,13 +136,9 @@ def test_states_of_a_resumed_run_with_kills(shapes: str, schedule: str, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", OF_SHAPES)
 def test_every_step_shows_the_oracles_weights(shapes: str) -> None:
-    """Unclipped, and with all columns host-owned: those of the step before where the tail is late, of this step elsewhere."""
-    case = case_of(shapes, "lag", topk_ratio=0, max_norm=None)
+    """Unclipped, and with all other columns host-owned."""
+    case = case_of(shapes, "S=1", topk_ratio=0, max_norm=None)
     run = run_here(case.with_keys(weight_prediction=0, provisional_scale=0))
     states = history(case, run.factors)
-    blocks = blocks_of_elements(case.make_model().parameter_groups(), N_BLOCKS, 1)
     for step, shown in enumerate(run.shown):
-        for i, weights in enumerate(shown):
-            late = torch.isin(blocks[i], torch.tensor(LAST)) & (step > BEGIN)
-            expected = torch.where(late, states[max(0, step - 1)][0][i], states[step][0][i])
-            assert torch.equal(weights, expected), f"step {step}, parameter {i}"
+        assert_same_tensors(shown, states[step][0], f"step {step}")

@@ -1,0 +1,185 @@
+"""`update_interval: auto`, `publish_lag: auto` and the tail in training: measurements, and agreement of the ranks on the next schedule."""
+
+import statistics
+import time
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.partition import STATE_BYTES
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy, blocks_waited_for, load_and_stall
+from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.step.arrivals import Arrivals
+from lightning_zenflow.step.context import StepPlan
+from lightning_zenflow.worker.memory import has_room
+from lightning_zenflow.worker.rank_state import RankState
+
+_FIRST_LOOK, _LOOK = 4, 32
+"""Steps that are measured before a look, at least S of them. The first one decides where the schedule begins."""
+
+
+class ScheduleControl:
+    """Measures steps, reduces what it measured over the ranks, lets the policy decide, and measures again.
+
+    All ranks decide alike at the same steps, also on when and how far the tail grows. Which blocks these are is each rank's own affair:
+    those that arrived last there, and none on a rank that did not wait.
+
+    Not measured are the first steps, which compile and touch memory, the steps right after a decision, whose windows may still have the
+    old length, and the steps around an interruption such as a validation. Used by one rank's training thread only. Never waits for the
+    device: reduced numbers are read some steps later.
+
+    Args:
+        auto: the policy.
+        rank: its clocks are read.
+        arrivals: the last blocks of a step.
+        group: ranks that must agree.
+
+    Attributes:
+        tail: the rank's blocks that the device owns from their next window on, because they arrive last.
+        waits: whether a decision is overdue because the schedule was not allowed to change.
+    """
+
+    def __init__(
+        self,
+        auto: SchedulePolicy,
+        config: ZenFlowConfig,
+        rank: RankState,
+        arrivals: Arrivals,
+        *,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._auto = auto
+        self._tail_needs_room = config.tail != "device"
+        self._rank = rank
+        self._arrivals = arrivals
+        self._group = group
+        self.tail: frozenset[int] = frozenset()
+        self.waits = False
+        self._shortest = _FIRST_LOOK
+        self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
+        self._sent: tuple[int, AsyncHostCopy, frozenset[int]] | None = None
+        """Step at whose end the reduced numbers can be read, these numbers (see `_reduce`), and the tail that they speak of."""
+        self.interrupt()
+
+    @property
+    def schedule(self) -> UpdateSchedule:
+        """The current schedule."""
+        return self._auto.schedule
+
+    @property
+    def observes_next(self) -> bool:
+        """Whether the next step is the last one before a look, so that it should measure the gradient rule."""
+        return self._sent is None and self._left_out == 0 and len(self._steps) + 1 == self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the policy, and the tail. Excludes measured steps: the flush before a checkpoint interrupts them."""
+        return {**self._auto.state_dict(), "tail_blocks": sorted(self.tail)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores `state_dict`, without a tail that the device has no room for."""
+        self._auto.load_state_dict(state)
+        tail = frozenset(state["tail_blocks"] if self._auto.tail > 0 else ())
+        self.tail = tail if self._can_own(tail) else frozenset()
+        self._sent = None
+        self.waits = False
+        self.interrupt()
+
+    def interrupt(self, longest: int = 0) -> None:
+        """Measures anew, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
+        s, d = self.schedule.update_interval, self.schedule.publish_lag
+        self._length = max(self._shortest, s)
+        # One step more: the time of the first step after an interruption includes the interruption.
+        self._left_out = 1 + max(s, longest) + d
+        self._steps.clear()
+        self._last = self._clocks()
+
+    def end_step(
+        self, step: int, plan: StepPlan, *, max_interval_by_gradients: Tensor | None, may_change: bool
+    ) -> str | None:
+        """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
+
+        Args:
+            step: number of the step.
+            plan: kind of the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
+                computes for one gradient, as with S = 1, and its wait is not the schedule's.
+            max_interval_by_gradients: 0-D on the device, the same on every rank; None if it was not measured.
+            may_change: whether the schedule may change after this step; the same on every rank.
+
+        Returns:
+            Reason of a change of `schedule`, or if that is the same, of a longer tail; None if nothing changes.
+        """
+        last, self._last = self._last, self._clocks()
+        duration, waited, worker = (now - before for now, before in zip(self._last, last, strict=True))
+        if plan.synchronous and self.schedule.update_interval > 1:
+            self.interrupt()
+        elif self._left_out and not plan.changes_columns:
+            self._left_out -= 1
+        elif self._sent is None and not plan.changes_columns:
+            self._steps.append((max(0.0, duration - waited), worker, 0.0 if plan.synchronous else waited))
+        if self._sent is None and len(self._steps) == self._length:
+            load, stall = load_and_stall(self._steps)
+            tail = self._tail_without_wait(load, stall)
+            # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
+            readable = step + self.schedule.publish_lag + 1
+            self._sent = readable, self._reduce(load, stall, max_interval_by_gradients, tail), tail
+        if self._sent is None or step < self._sent[0]:
+            self.waits = False
+            return None
+        self.waits = not may_change
+        return None if self.waits else self._decide(*self._sent[1:])
+
+    def _decide(self, reduced: AsyncHostCopy, tail: frozenset[int]) -> str | None:
+        load, stall, interval, no_room, *shares = reduced.read().tolist()
+        share = 1.0 if no_room else statistics.fmean(shares)
+        longest, tail_before = self.schedule.update_interval, self._auto.tail
+        reason = self._auto.observe(load, stall, tail=share, max_interval_by_gradients=interval or None)
+        if self._auto.tail != tail_before:
+            self.tail = tail
+        self._sent, self._shortest = None, _LOOK
+        self.interrupt(longest)
+        return reason
+
+    def _clocks(self) -> tuple[float, float, float]:
+        stalls = self._rank.telemetry.stalls
+        return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
+
+    def _tail_without_wait(self, load: float, stall: float) -> frozenset[int]:
+        """The tail with which this rank would not have waited."""
+        if self.schedule.publish_lag > 0:
+            return self.tail
+        n = blocks_waited_for(
+            load, stall, n_blocks=self._arrivals.n_blocks, update_interval=self.schedule.update_interval
+        )
+        others = [block for block in self._arrivals.in_order_of_arrival() if block not in self.tail]
+        return self.tail.union(others[max(0, len(others) - n) :])
+
+    def _can_own(self, blocks: Set[int]) -> bool:
+        """Whether the device may and can hold the whole state of these blocks; right after a step or a flush."""
+        if not (blocks and self._tail_needs_room):
+            return True
+        of_blocks = (self._rank.partition.blocks[block] for block in blocks)
+        numel = sum(block.end - block.begin for block in of_blocks)
+        # The state, and the gradient in the model's type.
+        return has_room(numel * (STATE_BYTES + self._rank.dtype.itemsize), self._rank.device)
+
+    def _reduce(
+        self, load: float, stall: float, max_interval_by_gradients: Tensor | None, tail: frozenset[int]
+    ) -> AsyncHostCopy:
+        """The largest of all ranks, float64: [load, stall, max_interval_by_gradients, whether the device has no room for the tail, share of
+        the tail in the blocks of rank 0, of rank 1, ...]; an unknown interval is 0.
+        """
+        shares = [0.0] * dist.get_world_size(self._group)
+        shares[dist.get_rank(self._group)] = len(tail) / max(1, self._arrivals.n_blocks)
+        numbers = [load, stall, 0.0, float(not self._can_own(tail - self.tail)), *shares]
+        local = runtime_of(self._rank.device).empty_on_host((len(numbers),), torch.float64)
+        local.copy_(torch.tensor(numbers, dtype=torch.float64))
+        values = local.to(self._rank.device, non_blocking=True, copy=True)
+        if max_interval_by_gradients is not None:
+            values[2] = torch.nan_to_num(max_interval_by_gradients, nan=0.0, posinf=0.0, neginf=0.0)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
+        return AsyncHostCopy(values)
