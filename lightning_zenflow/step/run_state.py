@@ -98,6 +98,6 @@ class RunState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; AdamW's state has been loaded into the arena."""
         self._planner.load_state_dict(state["planner"])
-        self._ownership.load_state_dict(state["ownership"])
+        self._ownership.load_state_dict(state["ownership"], self._planner.tail)
         self._provisional.load_state_dict(state["provisional"])
         self._in_backward.load_state_dict(state["in_backward"])

@@ -193,13 +193,21 @@ class Ownership:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; values are loaded from the arena."""
+    def load_state_dict(self, state: Mapping[str, Any], tail: Set[int]) -> None:
+        """Inverse of `state_dict`; values are loaded from the arena.
+
+        Args:
+            state: a `state_dict`.
+            tail: blocks that are still owned entirely; others that were get the selected columns.
+        """
         self._selections = {
             number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
             for number, selection in state["selections"].items()
         }
+        selected = max(self._selections, default=_ENTIRE) or None
         for number, (selection, wanted) in enumerate(zip(state["of_block"], state["wanted"], strict=True)):
+            if wanted == _ENTIRE and number not in tail:
+                selection = wanted = selected
             current = None if selection is None else self._columns_of(number, selection)
             self._blocks[number] = _OwnedBlock(wanted=wanted, selection=selection, current=current)
         self._load_current()
