@@ -9,16 +9,10 @@ from tabulate import tabulate
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.estimate.byte_counts import zero_offload_traffic
 from lightning_zenflow.monitor.metrics import difference, hidden_share
-from lightning_zenflow.schedule.auto_policy import relative_cost
+from lightning_zenflow.schedule.auto_policy import HIDDEN, LIKELY_HIDDEN, SMALL_STALL, relative_cost
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.selector import LONGEST_CHECK
-
-NEGLIGIBLE_SHARE = 0.02
-"""Share of a step's time below which waits are not reported as a limit; the target of `update_interval: auto`."""
-
-_HIDDEN, _LIKELY_HIDDEN = 0.95, 0.85
-"""Share of a step up to which the worker's computation hides, and the share that advice aims at."""
 
 _MANY_SKIPPED = 0.02
 
@@ -132,7 +126,7 @@ def advice(situation: Situation) -> str | None:
         )
     for cause in sorted(situation.stall_s, key=lambda cause: situation.stall_s[cause], reverse=True):
         share = situation.stall_s[cause] / situation.step_s
-        if share < NEGLIGIBLE_SHARE:
+        if share < SMALL_STALL:
             break
         sentence = _remedy(cause, situation, share)
         if sentence is not None:
@@ -168,7 +162,7 @@ def _advice_on_selection(situation: Situation, share: float) -> str | None:
     settling = config.select_interval == "auto" and situation.steps < 2 * LONGEST_CHECK
     if settling or situation.selections < _FEWEST_SELECTIONS:
         return None
-    steps = math.ceil(situation.steps / situation.selections * share / NEGLIGIBLE_SHARE)
+    steps = math.ceil(situation.steps / situation.selections * share / SMALL_STALL)
     interval = "" if config.select_strategy == "epoch" else f" to {steps}"
     return f"{share:.0%} of the time is spent selecting columns: raise select_interval{interval}."
 
@@ -185,7 +179,7 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
         return f"{late} Set publish_lag to 1, or if runs need not repeat, {tail}publish_lag to auto."
     if schedule.publish_lag == 0 and config.publish_lag != "auto":
         return f"{share} is spent waiting for the CPU, since publish_lag is 0: set it to 1, or to auto if runs need not repeat."
-    if load <= _HIDDEN:
+    if load <= HIDDEN:
         lag = "" if config.publish_lag == "auto" else f"raise publish_lag to {schedule.publish_lag + 1} or "
         return (
             f"{share} is spent waiting for the CPU, although it needs only {load:.1f} steps per update:"
@@ -196,7 +190,7 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
     if interval is not None:
         key = "max_update_interval" if config.update_interval == "auto" else "update_interval"
         remedies.append(f"raise {key} to {interval}")
-    more = math.ceil(situation.worker_cores * (load / _LIKELY_HIDDEN - 1))
+    more = math.ceil(situation.worker_cores * (load / LIKELY_HIDDEN - 1))
     remedies.append(f"give the worker {more} more core{'' if more == 1 else 's'}")
     return f"The CPU needs {load:.1f} steps per update: {' or '.join(remedies)}."
 
@@ -214,7 +208,7 @@ def _hiding_interval(load: float, situation: Situation) -> int | None:
         candidates = list(range(present + 1, _LONGEST_WINDOW + 1))
     for interval in candidates:
         scaled = load * relative_cost(interval, tentative=tentative) / relative_cost(present, tentative=tentative)
-        if interval <= _LONGEST_WINDOW and scaled <= _LIKELY_HIDDEN:
+        if interval <= _LONGEST_WINDOW and scaled <= LIKELY_HIDDEN:
             return interval
     return None
 
