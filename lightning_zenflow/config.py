@@ -141,7 +141,7 @@ class ZenFlowConfig(BaseModel):
     """Upper bound of update_interval, hence of the gradients held in host memory."""
 
     publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
-    """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0, 1 or 2:
+    """Lag d: the result of an update job is published d steps later than the step after its submission. "auto" takes 0 or 1:
     with update_interval, the least stale pair whose work hides behind training."""
 
     optimizer_in_backward: bool = _key(True)

@@ -21,8 +21,8 @@ from typing import Any
 
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
-LARGEST_LAG = 2
-"""Largest d of `publish_lag: auto`. A larger one hides no more work; it only absorbs more jitter."""
+LARGEST_LAG = 1
+"""Largest d of `publish_lag: auto`. A larger one hides no more work; a longer window absorbs jitter as well."""
 
 SMALL_STALL = 0.02
 """Tolerated wait, as a share of a step."""

@@ -32,7 +32,7 @@ from same_bits import assert_same_state, assert_same_tensors
 from scripted_schedule import Entry, ScriptedSchedule, scripted
 
 ALL_AUTO = {**EVERYTHING, **AUTO, "select_interval": 5}
-SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 2), (20, 2, 2), (26, 1, 1), (29, 4, 0))
+SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 1), (20, 2, 1), (26, 1, 1), (29, 4, 0))
 CASE = Case(steps=60, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strategy_options=AUTO)
 
 
