@@ -40,7 +40,7 @@ _SMALLEST_BOUND, _BOUND_SLACK = 4, 1.25
 """The gradient rule asks for no smaller S, and the slack keeps noise from moving the present one."""
 
 LARGEST_TAIL = 0.5
-"""Largest share of the blocks in the tail. With more, S = 2, d = 0 is the cheaper answer to a slow worker."""
+"""Largest share of the blocks in the tail, which takes 14 bytes of device memory a weight."""
 
 _TOLERATED_BLOCK = 0.25
 """Part of the last block's update that may be exposed before the block belongs to the tail."""
