@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from models import LinearLossModule
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 from scripted_schedule import Entry, ScriptedSchedule, scripted
+from worker_killer import optimizer_of
 
 ALL_AUTO = {**EVERYTHING, **AUTO, "select_interval": 5}
 SCHEDULES = ((2, 8, 1), (11, 1, 0), (14, 16, 1), (20, 2, 1), (26, 1, 1), (29, 4, 0))
@@ -46,8 +46,7 @@ def assert_same_end(run: Run, expected: Run) -> None:
     assert_same_tensors(run.weights, expected.weights, "the weight at the end")
 
 
-@pytest.mark.parametrize("options", [AUTO, ALL_AUTO], ids=["schedule", "everything"])
-@pytest.mark.parametrize("flush_after", [(), (12, 15, 27)])
+@pytest.mark.parametrize(("options", "flush_after"), [(AUTO, ()), (ALL_AUTO, (12, 15, 27))])
 def test_changes_of_schedule_lose_nothing(options: dict[str, Any], flush_after: tuple[int, ...]) -> None:
     with scripted(SCHEDULES) as built:
         run = run_here(replace(CASE, schedules=(), strategy_options=options, flush_after=flush_after))
@@ -59,9 +58,7 @@ def test_a_longer_window_whose_memory_cannot_be_page_locked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From the second reservation on the system refuses, which costs time, but changes neither schedule nor numbers."""
-    n_calls = 0
-
-    page_lock = RecordedRuntime.page_lock
+    n_calls, page_lock = 0, RecordedRuntime.page_lock
 
     def refuses(runtime: RecordedRuntime, *arguments: int) -> None:
         nonlocal n_calls
@@ -73,21 +70,19 @@ def test_a_longer_window_whose_memory_cannot_be_page_locked(
     monkeypatch.setattr(RecordedRuntime, "page_lock", refuses)
     _warn_once.cache_clear()
     case = replace(CASE, steps=8, schedules=((2, 8, 1),))
-    with recorded_device(), scripted(case.schedules) as built:
-        run = run_here(replace(case, schedules=()))
+    with recorded_device():
+        run = run_here(case)
     assert n_calls > 4
     assert "refused by the test" in caplog.text
-    assert [p.update_interval for _, p in built[0].changes] == [8]
     assert_same_end(run, run_here(case.exact()))
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-def test_no_older_weights_are_shown_after_a_change_to_no_lag(lag: int) -> None:
+def test_no_older_weights_are_shown_after_a_change_to_no_lag() -> None:
     """A job of the former lag is in flight when a block's next weights could come up in backward."""
     exact = {"weight_prediction": 0, "provisional_scale": 0}
     options = {**AUTO, **exact, "tail": "none"}
     case = replace(
-        CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, lag), (7, 1, 0)), strategy_options=options
+        CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, 1), (7, 1, 0)), strategy_options=options
     )
     late, immediate = run_here(case), run_here(replace(case, schedules=((1, 1, 0),)))
     for ours, theirs in zip(late.shown[8:], immediate.shown[8:], strict=True):
@@ -109,14 +104,6 @@ def test_no_history_of_schedules_changes_a_bit(
     script = tuple(sorted(schedules)) or ((40, 4, 1),)
     case = replace(CASE, schedules=script, flush_after=tuple(flush_after), warm_up=warm_up, strategy_options=ALL_AUTO)
     assert_same_end(run_here(case), baseline())
-
-
-def test_the_same_schedules_repeat_bit_for_bit() -> None:
-    case = replace(CASE, model="SmallNet", precision="bf16-true", strategy_options=ALL_AUTO)
-    first, second = run_here(case), run_here(case)
-    for a, b in zip(first.shown, second.shown, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert first.losses == second.losses
 
 
 @pytest.fixture
@@ -172,44 +159,29 @@ def test_trainers_that_are_deterministic(value: bool | Literal["warn"]) -> None:
     assert strategy.zenflow_config == before
 
 
-class Schedules(pl.Callback):
-    """Notes the schedule after each step."""
+class Memory(pl.Callback):
+    """Notes slots and reserved bytes after each step."""
 
     def __init__(self) -> None:
-        self.schedules: list[UpdateSchedule] = []
         self.slots: list[int] = []
         self.reserved_bytes = 0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        assert isinstance(trainer.strategy, ZenFlowStrategy)
-        optimizer = trainer.strategy.zenflow_optimizer
-        assert optimizer is not None
-        self.schedules.append(optimizer.schedule)
+        optimizer = optimizer_of(trainer)
         self.slots.append(optimizer.parts.slots.n_slots)
         self.reserved_bytes = optimizer.parts.rank.arena.reserved_bytes
 
 
-def test_measured_decisions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    schedules = Schedules()
-    model = LinearLossModule(length=400)
-    with caplog.at_level(logging.INFO):
-        fit(model, ZenFlowStrategy(worker_cores=1), steps=400, callbacks=[schedules])
-    changes = [
-        (i + 2, b)
-        for i, (a, b) in enumerate(zip(schedules.schedules, schedules.schedules[1:], strict=False), 1)
-        if a != b
-    ]
-    pattern = r"from step (\d+) on update_interval=(\d+), publish_lag=(\d+) "
-    logged = [tuple(map(int, m.groups())) for m in map(re.compile(pattern).search, caplog.messages) if m]
-    assert logged == [(step, p.update_interval, p.publish_lag) for step, p in changes]
-
-
-def test_memory_for_slots_grows_with_the_interval_only() -> None:
-    schedules = Schedules()
-    with scripted(((3, 8, 1), (20, 1, 1))):
-        fit(LinearLossModule(length=40), ZenFlowStrategy(worker_cores=1), steps=40, callbacks=[schedules])
-    assert schedules.slots[0] < schedules.slots[5] == schedules.slots[-1]
+def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory()
+    with caplog.at_level(logging.INFO), scripted(((3, 8, 1), (20, 1, 1))) as built:
+        fit(LinearLossModule(length=30), ZenFlowStrategy(worker_cores=1), steps=30, callbacks=[memory])
+    assert [schedule.update_interval for _, schedule in built[0].changes] == [8, 1]
+    for step, schedule in built[0].changes:
+        s, d = schedule.update_interval, schedule.publish_lag
+        assert f"from step {step + 1} on update_interval={s}, publish_lag={d} " in caplog.text
+    assert memory.slots[0] < memory.slots[5] == memory.slots[-1]
 
 
 def test_two_ranks_lose_nothing_and_agree() -> None:
@@ -264,18 +236,18 @@ def test_schedules_without_memory_are_left_out(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory for a few slots more than the first schedule takes, only windows of two steps and a lag of none are left besides."""
-    schedules = Schedules()
+    memory = Memory()
 
     def left_out() -> list[str]:
         caplog.clear()
         with caplog.at_level(logging.INFO), scripted(()) as built:
-            fit(LinearLossModule(length=8), ZenFlowStrategy(worker_cores=1), steps=1, callbacks=[schedules])
+            fit(LinearLossModule(length=8), ZenFlowStrategy(worker_cores=1), steps=1, callbacks=[memory])
         assert built[0].schedule == UpdateSchedule(update_interval=1, publish_lag=0)
         return [message for message in caplog.messages if "leaves out" in message]
 
     assert left_out() == []
     # S = 1, d = 0 has 20 slots, S = 2, d = 0 has 32, S = 1, d = 1 as many, but a change from one to the other needs 40.
-    monkeypatch.setenv(HOST_MEMORY, repr((schedules.reserved_bytes + 14 * 4096) / 2**30))
+    monkeypatch.setenv(HOST_MEMORY, repr((memory.reserved_bytes + 14 * 4096) / 2**30))
     (message,) = left_out()
     every = {f"update_interval={1 << i}, publish_lag={d}" for i in range(5) for d in range(LARGEST_LAG + 1)}
     kept = {f"update_interval={s}, publish_lag=0" for s in (1, 2)}

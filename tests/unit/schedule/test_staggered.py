@@ -1,6 +1,7 @@
 """Closing and publish steps, and the numbers of slots, buffers and records, against a simulation of training."""
 
 import dataclasses
+import itertools
 import random
 from collections import deque
 
@@ -14,24 +15,13 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedu
 def test_each_block_closes_once_in_every_interval(update_interval: int, n_blocks: int) -> None:
     schedule = StaggeredSchedule(n_blocks=n_blocks, update_interval=update_interval, publish_lag=1)
     for first in range(1, 20):
-        closed = [b for step in range(first, first + update_interval) for b in schedule.closing_blocks(step)]
-        assert sorted(closed) == list(range(n_blocks))
-
-
-@pytest.mark.parametrize("update_interval", [1, 2, 4, 7])
-def test_steps_are_equally_heavy(update_interval: int) -> None:
-    schedule = StaggeredSchedule(n_blocks=update_interval, update_interval=update_interval, publish_lag=1)
-    assert all(len(schedule.closing_blocks(step)) == 1 for step in range(1, 30))
-
-
-@pytest.mark.parametrize("publish_lag", [0, 1, 3])
-def test_jobs_are_published_a_fixed_number_of_steps_later(publish_lag: int) -> None:
-    schedule = StaggeredSchedule(n_blocks=4, update_interval=4, publish_lag=publish_lag)
-    assert [schedule.publish_step(step, 0) for step in (1, 2, 9)] == [1 + publish_lag, 2 + publish_lag, 9 + publish_lag]
+        closed = [list(schedule.closing_blocks(step)) for step in range(first, first + update_interval)]
+        assert sorted(itertools.chain(*closed)) == list(range(n_blocks))
+        assert max(map(len, closed)) - min(map(len, closed)) <= 1, "steps are equally heavy"
 
 
 @pytest.mark.parametrize(("publish_lag", "expected"), [(0, 1), (1, 1), (2, 2)])
-def test_only_the_tail_has_a_lag_of_its_own(publish_lag: int, expected: int) -> None:
+def test_jobs_of_the_tail_have_a_lag_of_their_own(publish_lag: int, expected: int) -> None:
     schedule = StaggeredSchedule(n_blocks=4, update_interval=1, publish_lag=publish_lag, tail=frozenset({0, 3}))
     assert [schedule.publish_step(9, block) - 9 for block in range(4)] == [expected, publish_lag, publish_lag, expected]
 
