@@ -76,8 +76,13 @@ class ScheduleControl:
         """Whether the next step is the last one before a look, so that it should measure the gradient rule."""
         return self._sent is None and self._left_out == 0 and len(self._steps) + 1 == self._length
 
+    @property
+    def _length(self) -> int:
+        """Steps that are measured before the next look."""
+        return max(self._shortest, self.schedule.update_interval)
+
     def state_dict(self) -> dict[str, Any]:
-        """State of the policy, and the tail. Excludes measured steps: the flush before a checkpoint interrupts them."""
+        """State of the policy, and the tail. Excludes measured steps."""
         return {**self._auto.state_dict(), "tail_blocks": sorted(self.tail)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,16 +91,15 @@ class ScheduleControl:
         tail = frozenset(state["tail_blocks"] if self._auto.tail > 0 else ())
         self.tail = tail if self._can_own(tail) else frozenset()
         self._sent = None
+        self._steps.clear()
         self.waits = False
         self.interrupt()
 
     def interrupt(self, longest: int = 0) -> None:
-        """Measures anew, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
+        """Leaves out the next steps, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
         s, d = self.schedule.update_interval, self.schedule.publish_lag
-        self._length = max(self._shortest, s)
         # One step more: the time of the first step after an interruption includes the interruption.
         self._left_out = 1 + max(s, longest) + d
-        self._steps.clear()
         self._last = self._clocks()
 
     def end_step(
@@ -141,6 +145,7 @@ class ScheduleControl:
         if self._auto.tail != tail_before:
             self.tail = tail
         self._sent, self._shortest = None, _LOOK
+        self._steps.clear()
         self.interrupt(longest)
         return reason
 

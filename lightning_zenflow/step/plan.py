@@ -115,7 +115,7 @@ class Planner:
             self._jobs.set_schedule(self._control.schedule, self._control.tail)
 
     def interrupt(self) -> None:
-        """Discards times that are being measured, after something other than training has run between two steps."""
+        """Leaves the next steps out of what is measured, after something other than training has run between two steps."""
         if self._control is not None:
             self._control.interrupt()
 
