@@ -28,7 +28,7 @@ SMALL_STALL = 0.02
 """Tolerated wait, as a share of a step."""
 
 HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
-"""Largest occupancy (see `occupancy`) that counts as hidden where it was measured, and where it is predicted: the margin of a change."""
+"""Largest of `occupancies` that counts as hidden where it was measured, and where it is predicted: the margin of a change."""
 
 _RETRY = 0.75
 """A less stale schedule that had to be left is tried again where the load is this part of what it was, or was as much higher meanwhile."""
@@ -73,32 +73,22 @@ def relative_cost(update_interval: int, *, tentative: bool = False) -> float:
     return (0.5 + 0.1 * (update_interval + tentative)) / (0.6 * update_interval)
 
 
-def occupancy(load: float, schedule: UpdateSchedule, *, in_backward: bool) -> float:
-    """Worker's time under a schedule / the device's time that may hide it.
+def occupancies(loads: Mapping[UpdateSchedule, float], *, in_backward: bool) -> dict[UpdateSchedule, float]:
+    """For each schedule the worker's time / the part of the device's time that may hide it.
 
     Args:
-        load: worker's time / device's time, per step of S = 1 with a lag.
-        schedule: S and d.
+        loads: for each schedule the worker's time per step / the device's time per step without stall, the least stale first.
         in_backward: whether d = 0 submits gradients in backward. Otherwise it submits all of them at the end of the step, and the worker's
             whole time is stall.
     """
-    if schedule.publish_lag > 0:
-        return load * relative_cost(schedule.update_interval)
-    share = _IN_BACKWARD if in_backward else SMALL_STALL
-    return load * relative_cost(schedule.update_interval, tentative=in_backward) / share
+    without_lag = _IN_BACKWARD if in_backward else SMALL_STALL
+    return {s: load / (1.0 if s.publish_lag > 0 else without_lag) for s, load in loads.items()}
 
 
-def least_stale(load: float, candidates: Sequence[UpdateSchedule], *, in_backward: bool) -> UpdateSchedule:
-    """The least stale schedule whose work likely hides; if there is none, the one that comes nearest to it.
-
-    Args:
-        load: see `occupancy`.
-        candidates: S and d to choose from, the least stale first.
-        in_backward: see `occupancy`.
-    """
-    of_candidates = [occupancy(load, c, in_backward=in_backward) for c in candidates]
-    hides = (c for c, occupied in zip(candidates, of_candidates, strict=True) if occupied <= LIKELY_HIDDEN)
-    return next(hides, candidates[of_candidates.index(min(of_candidates))])
+def least_stale(loads: Mapping[UpdateSchedule, float], *, in_backward: bool) -> UpdateSchedule:
+    """The least stale schedule whose work likely hides; if there is none, the one that comes nearest to it. See `occupancies`."""
+    occupied = occupancies(loads, in_backward=in_backward)
+    return next((s for s in occupied if occupied[s] <= LIKELY_HIDDEN), min(occupied, key=occupied.__getitem__))
 
 
 def first_schedule(candidates: Sequence[UpdateSchedule], *, hides_in_backward: bool) -> UpdateSchedule:
@@ -180,8 +170,9 @@ class SchedulePolicy:
         if present not in allowed:
             self.schedule = next(c for c in reversed(allowed) if c.publish_lag == present.publish_lag)
             return "the gradient rule allows no longer windows"
-        of_one = load / relative_cost(present.update_interval, tentative=in_backward and present.publish_lag == 0)
-        occupied = {c: occupancy(of_one, c, in_backward=in_backward) for c in allowed}
+        of_one = load / self._cost(present)  # the load of S = 1 with a lag
+        loads = {c: of_one * self._cost(c) for c in allowed}
+        occupied = occupancies(loads, in_backward=in_backward)
         # Where the load has risen since a less stale schedule was tried, it was not the schedule's fault.
         self._tried = {c: tried for c, tried in self._tried.items() if c >= present or of_one <= tried / _RETRY}
         if stall > SMALL_STALL:
@@ -192,7 +183,7 @@ class SchedulePolicy:
             if grows and self._allows_tail and present.publish_lag == 0 and (hides or not staler):
                 self.tail = tail
             elif staler:
-                self.schedule = least_stale(of_one, staler, in_backward=in_backward)
+                self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=in_backward)
             else:
                 return None
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
@@ -217,6 +208,9 @@ class SchedulePolicy:
         if schedule in self._candidates:
             self.schedule, self._max_interval = schedule, state["max_interval_by_gradients"]
             self.tail = state["tail"] if self._allows_tail else 0.0
+
+    def _cost(self, schedule: UpdateSchedule) -> float:
+        return relative_cost(schedule.update_interval, tentative=self._in_backward and schedule.publish_lag == 0)
 
     def _allowed(self, max_interval_by_gradients: float | None) -> list[UpdateSchedule]:
         """Candidates that the gradient rule allows."""

@@ -122,7 +122,7 @@ class StaggeredSchedule(UpdateSchedule):
     @property
     @override
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients, in blocks that the device does not own."""
+        """Whether every step ends with weights that have all of its gradients, whoever owns them."""
         return super().is_immediate and not self.tail
 
     @property
