@@ -138,14 +138,14 @@ class ScheduleControl:
         return None if self.waits else self._decide(*self._sent[1:])
 
     def _decide(self, reduced: AsyncHostCopy, tail: frozenset[int]) -> str | None:
+        self._sent, self._shortest = None, _LOOK
+        self._steps.clear()
         load, stall, interval, no_room, *shares = reduced.read().tolist()
         share = 1.0 if no_room else statistics.fmean(shares)
         longest, tail_before = self.schedule.update_interval, self._auto.tail
         reason = self._auto.observe(load, stall, tail=share, max_interval_by_gradients=interval or None)
         if self._auto.tail != tail_before:
             self.tail = tail
-        self._sent, self._shortest = None, _LOOK
-        self._steps.clear()
         self.interrupt(longest)
         return reason
 
