@@ -1,5 +1,6 @@
 """`update_interval: auto`, `publish_lag: auto` and the tail in training: measurements, and agreement of the ranks on the next schedule."""
 
+import logging
 import statistics
 import time
 from collections.abc import Mapping, Set
@@ -18,6 +19,8 @@ from lightning_zenflow.step.arrivals import Arrivals
 from lightning_zenflow.step.context import StepPlan
 from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
+
+_log = logging.getLogger(__name__)
 
 _FIRST_LOOK, _LOOK = 4, 32
 """Steps that are measured before a look, at least S of them. The first one decides where the schedule begins."""
@@ -90,6 +93,10 @@ class ScheduleControl:
         self._auto.load_state_dict(state)
         tail = frozenset(state["tail_blocks"] if self._auto.tail > 0 else ())
         self.tail = tail if self._can_own(tail) else frozenset()
+        if self.tail != tail:
+            _log.warning(
+                "ZenFlow: the device has no room for %d blocks that it owned: the worker updates them", len(tail)
+            )
         self._sent = None
         self._steps.clear()
         self.waits = False

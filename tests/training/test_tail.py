@@ -170,7 +170,9 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("topk_ratio", [0.0, 0.3])
-def test_a_tail_without_memory_is_dropped(topk_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_without_memory_is_dropped(
+    topk_ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A run is resumed where the device has less room: its blocks are the worker's again, and no bit of the exact state is lost."""
     saved = replace(
         CLIPPED, topk_ratio=topk_ratio, schedules=((BEGIN, 2, 0, LAST),), save_at=8, checkpoint=str(tmp_path / "8.ckpt")
@@ -180,6 +182,7 @@ def test_a_tail_without_memory_is_dropped(topk_ratio: float, tmp_path: Path, mon
     rest = run_here(replace(saved, save_at=0, schedules=()), callbacks=[shares])
     assert_same_state(rest, whole)
     assert shares.seen == [0] * 6
+    assert "has no room for 3 blocks that it owned" in caplog.text
 
 
 @pytest.mark.parametrize(
