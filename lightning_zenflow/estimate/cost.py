@@ -7,12 +7,9 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.estimate.setup import Setup
+from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, least_stale, occupancies
 from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
-
-_LOAD_WITH_LAG, _LOAD_IN_BACKWARD, _LOAD_AT_THE_END = 0.85, 0.45, 0.01
-"""Largest worker's share of a step that hides: with a lag; d = 0, submitted in backward; d = 0, submitted at the end of the step. `auto`
-turns to a schedule up to the same shares (`schedule.auto_policy`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class Estimate:
     costs: Mapping[UpdateSchedule, Cost]
     """By S and d, the least stale first: all that the configuration allows and the host has memory for (all if none fits)."""
     schedule: UpdateSchedule
-    """The least stale of them whose CPU work hides behind the step, or else the one with the least work."""
+    """The least stale of them whose CPU work hides behind the step, or else the one that comes nearest to it (`schedule.auto_policy`)."""
     hides: bool
 
 
@@ -60,21 +57,9 @@ def estimate(setup: Setup, config: ZenFlowConfig | None = None) -> Estimate:
     costs = {schedule: _cost(setup, config, schedule) for schedule in candidates}
     costs = {schedule: cost for schedule, cost in costs.items() if cost.fullness(setup)["host"] <= 1} or costs
     loads = {schedule: 1e3 * cost.cpu_s / setup.step_ms for schedule, cost in costs.items()}
-    hiding = least_stale_that_hides(loads, in_backward=config.submits_in_backward)
-    # A lag gives the worker the whole step.
-    schedule = hiding or min(loads, key=lambda s: (loads[s], s.publish_lag == 0, s))
-    return Estimate(setup=setup, costs=costs, schedule=schedule, hides=hiding is not None)
-
-
-def least_stale_that_hides(loads: Mapping[UpdateSchedule, float], *, in_backward: bool) -> UpdateSchedule | None:
-    """The least stale schedule under which the worker's time hides behind the step; None if under none.
-
-    Args:
-        loads: schedule -> the worker's time per step / the step's, the least stale first.
-        in_backward: whether d = 0 submits gradients in backward.
-    """
-    without_lag = _LOAD_IN_BACKWARD if in_backward else _LOAD_AT_THE_END
-    return next((s for s, load in loads.items() if load <= (_LOAD_WITH_LAG if s.publish_lag else without_lag)), None)
+    schedule = least_stale(loads, in_backward=config.submits_in_backward)
+    hides = occupancies(loads, in_backward=config.submits_in_backward)[schedule] <= LIKELY_HIDDEN
+    return Estimate(setup=setup, costs=costs, schedule=schedule, hides=hides)
 
 
 def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost:

@@ -113,7 +113,7 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
         n_slots=staggered.n_slots,
         n_publish_buffers=staggered.n_publish_buffers,
         dtype=torch.bfloat16,
-        export_bytes=export_bytes(partition, 0.1, offload=False),
+        export_bytes=export_bytes(partition, 0.1),
     )
     schedule = UpdateSchedule(update_interval=s, publish_lag=d)
     config = ZenFlowConfig(update_interval=s, publish_lag=d, max_update_interval=16)
