@@ -1,4 +1,4 @@
-"""The command `lightning-zenflow`: `doctor`, `estimate` and `timeline`.
+"""The command `lightning-zenflow`: `doctor` and `estimate`.
 
 What a command needs is imported when it runs: DeepSpeed takes seconds, and `--help` and `--version` do not need it.
 """
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -56,17 +55,6 @@ def _estimate(parser: argparse.ArgumentParser, options: argparse.Namespace) -> s
         parser.error(str(error))
 
 
-def _timeline(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    from lightning_zenflow.monitor.plot import draw_to
-    from lightning_zenflow.monitor.timeline import read_trace
-
-    try:
-        draw_to(read_trace(options.file), options.png)
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        parser.error(str(error))
-    return ""
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-zenflow",
@@ -88,12 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False)
     command.set_defaults(run=partial(_estimate, command))
     _add_setup(command)
-
-    summary = "draw a timeline that ZenFlowStrategy(timeline=FILE) wrote"
-    timeline = commands.add_parser("timeline", help=summary, description=f"{summary}.", allow_abbrev=False)
-    timeline.add_argument("file", type=Path, help="timeline, JSON; ui.perfetto.dev opens it too")
-    timeline.add_argument("--png", type=Path, required=True, metavar="OUT", help="drawing to write")
-    timeline.set_defaults(run=partial(_timeline, timeline))
     return parser
 
 

@@ -206,7 +206,7 @@ class ZenFlowConfig(BaseModel):
     """Logs stall metrics and prints a summary at the end of fit (`lightning_zenflow.StallMonitor`)."""
 
     timeline: _JsonPath | None = _key(None, changes_numbers=False)
-    """File for a timeline of a few steps in the Chrome trace format, for Perfetto or `lightning-zenflow timeline`."""
+    """File for a timeline of a few steps in the Chrome trace format, for Perfetto (ui.perfetto.dev)."""
 
     timeline_steps: _StepRange | _Auto = _key("auto", unit="steps of the fit, from 1", changes_numbers=False)
     """First and last step of the timeline. "auto" takes five steps from the fifth after full_warm_up_rounds."""

@@ -71,7 +71,7 @@ class RecordedZeroOffload(ZeroOffload):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracer = Tracer(torch.device("cpu"), worker_threads=1)
+        self.tracer = Tracer(torch.device("cpu"))
 
     @override
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:

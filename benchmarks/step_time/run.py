@@ -117,7 +117,7 @@ def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float
 
 
 def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
-    reading = optimizer.counters.read(worker_pid=optimizer.worker_pid)
+    reading = optimizer.counters.read()
     return reading.d2h_bytes, reading.h2d_bytes
 
 

@@ -8,6 +8,7 @@ with a step of typical length and has twice the median length of ZeRO-Offload's 
 """
 
 import argparse
+import json
 import math
 import sys
 import tempfile
@@ -23,10 +24,10 @@ from benchmarks.common.command_line import CommandLine
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import ROOT, commit_of_code, hardware
 from benchmarks.peers.recorded import RecordedZeroOffload
+from benchmarks.step_time.drawing import draw_lanes, lanes
 from benchmarks.step_time.run import StepSpec, train
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.monitor.plot import draw_lanes, lanes
-from lightning_zenflow.monitor.timeline import chrome_trace, read_trace
+from lightning_zenflow.monitor.timeline import chrome_trace
 
 PICTURE = ROOT / "docs" / "images" / "timelines.png"
 
@@ -67,7 +68,8 @@ def record(spec: StepSpec) -> Trace:
             path = Path(folder) / "timeline.json"
             keys: dict[str, Any] = {"timeline": path, "timeline_steps": [first, last]}
             train(spec, ZenFlowStrategy(topk_ratio=0.05, update_interval=4, publish_lag=1, **keys))
-            return read_trace(path)
+            trace: Trace = json.loads(path.read_text())
+            return trace
     strategy = RecordedZeroOffload()
     recording = strategy.tracer.record(skip=first, steps=spec.steps)
     train(spec, strategy)

@@ -247,7 +247,7 @@ class ZenFlowStrategy(CheckpointHooks):
         """Table of step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
         if self._meter is None:
             return None
-        return self._meter.summary(self.zenflow_config, accumulate_grad_batches=self._accumulated)
+        return self._meter.summary(self.zenflow_config)
 
     @override
     def teardown(self) -> None:

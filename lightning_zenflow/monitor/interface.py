@@ -1,32 +1,14 @@
-"""The part of strategy and optimizer that monitors read, as protocols: monitors import neither class."""
+"""The strategy and the optimizer that monitors read. Strategies are above this layer, so their part is a protocol."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.step.readings import CounterReader
-from lightning_zenflow.telemetry.telemetry import Telemetry
 
-
-class MonitoredOptimizer(Protocol):
-    """The ZenFlow optimizer of one rank."""
-
-    counters: CounterReader
-    telemetry: Telemetry
-    dtype: torch.dtype
-    """Of the model's weights."""
-
-    @property
-    def worker_pid(self) -> int | None:
-        """Process id of the worker; None after its end."""
-
-    @property
-    def worker_cores(self) -> Sequence[int]:
-        """Logical cores of the worker."""
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
 @runtime_checkable
@@ -38,7 +20,7 @@ class MonitoredStrategy(Protocol):
         """The configuration of the current or last fit."""
 
     @property
-    def zenflow_optimizer(self) -> MonitoredOptimizer | None:
+    def zenflow_optimizer(self) -> "ZenFlowZeroOptimizer | None":
         """The optimizer of the current or last fit; None before the first."""
 
 
@@ -56,6 +38,6 @@ def monitored_strategy(trainer: pl.Trainer) -> MonitoredStrategy:
     return strategy
 
 
-def rank_zero_optimizer(trainer: pl.Trainer) -> MonitoredOptimizer | None:
+def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowZeroOptimizer | None":
     """The optimizer on rank zero, whose numbers are shown; None on all other ranks."""
     return monitored_strategy(trainer).zenflow_optimizer if trainer.is_global_zero else None

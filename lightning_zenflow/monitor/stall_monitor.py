@@ -8,8 +8,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_zenflow.monitor.interface import monitored_strategy, rank_zero_optimizer
+from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.step_meter import StepMeter
-from lightning_zenflow.monitor.tensorboard import Dashboard
 
 PROGRESS_BAR_KEY = "stall_%"
 
@@ -25,16 +25,12 @@ class StallMonitor(pl.Callback):
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
         summary: log a table and a sentence of advice at the end of fit.
-        figure_every_n_steps: interval of drawings of three steps in TensorBoard, each of which synchronises a CUDA device once; 0: none.
-            Needs matplotlib.
     """
 
-    def __init__(self, *, progress_bar: bool = True, summary: bool = True, figure_every_n_steps: int = 1000) -> None:
+    def __init__(self, *, progress_bar: bool = True, summary: bool = True) -> None:
         self._progress_bar = progress_bar
-        self._figure_every_n_steps = figure_every_n_steps
         self._summary = summary
         self._meter: StepMeter | None = None
-        self._dashboards: list[Dashboard] = []
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -47,11 +43,9 @@ class StallMonitor(pl.Callback):
         if optimizer is None:
             return
         self._global_step = trainer.global_step
-        self._dashboards = [
-            Dashboard(logger.experiment, optimizer, figure_every_n_steps=self._figure_every_n_steps)
-            for logger in trainer.loggers
-            if isinstance(logger, TensorBoardLogger)
-        ]
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_custom_scalars(tensorboard_layout())
         self._meter = StepMeter(optimizer)
         self._bar_due_ns = self._meter.end_ns
         self._sample_copies(trainer, self._meter)
@@ -64,8 +58,6 @@ class StallMonitor(pl.Callback):
         self._meter.end_step()
         if self._logs(trainer) and self._global_step % _log_interval(trainer) == 0:
             self._log(trainer, self._meter)
-        for dashboard in self._dashboards:
-            dashboard.end_step(self._global_step)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,12 +72,10 @@ class StallMonitor(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._meter is not None and self._summary:
-            config = monitored_strategy(trainer).zenflow_config
-            summary = self._meter.summary(config, accumulate_grad_batches=trainer.accumulate_grad_batches)
+            summary = self._meter.summary(monitored_strategy(trainer).zenflow_config)
             if summary is not None:
                 rank_zero_info(summary)
         self._meter = None
-        self._dashboards = []
 
     def _log(self, trainer: pl.Trainer, meter: StepMeter) -> None:
         metrics = meter.metrics()
@@ -116,3 +106,16 @@ class StallMonitor(pl.Callback):
 def _log_interval(trainer: pl.Trainer) -> int:
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
     return interval
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
+    """The page *Custom Scalars*: a chart for each metric, in groups; for `SummaryWriter.add_custom_scalars`.
+
+    TensorBoard has one colour for each run, so a chart with two metrics would show two lines of the same colour.
+    """
+    charts: dict[str, dict[str, list[Any]]] = {}
+    for name in METRICS:
+        _, group, metric = name.split("/")
+        # Tags are regular expressions.
+        charts.setdefault(f"ZenFlow {group}", {})[metric.replace("_", " ")] = ["Multiline", [f"^{name}$"]]
+    return charts

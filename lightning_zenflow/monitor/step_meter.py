@@ -2,14 +2,16 @@
 
 import time
 from array import array
+from typing import TYPE_CHECKING
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deferred.publish import EXPOSED_COPIES
-from lightning_zenflow.monitor.interface import MonitoredOptimizer
 from lightning_zenflow.monitor.metrics import CopySample, interval_metrics
-from lightning_zenflow.monitor.summary import Training, summary
-from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.monitor.summary import summary
 from lightning_zenflow.telemetry.tracing import Recording
+
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
 class StepMeter:
@@ -21,23 +23,19 @@ class StepMeter:
     Attributes:
         step_s: duration of each step so far: waits included, pauses excluded.
         end_ns: end of the last step.
+        recording: the step whose copies are being recorded.
     """
 
-    def __init__(self, optimizer: MonitoredOptimizer) -> None:
+    def __init__(self, optimizer: "ZenFlowZeroOptimizer") -> None:
         self.step_s = array("d")
         self._optimizer = optimizer
         self._n_read = 0
-        self._last_read = self._before = self._read()
-        self._recording: Recording | None = None
+        self._last_read = self._before = optimizer.counters.read()
+        self.recording: Recording | None = None
         self._copies: CopySample | None = None
         self._pause_ns: int | None = None
         self._waited_s = 0.0
         self.end_ns = time.perf_counter_ns()
-
-    @property
-    def recording(self) -> Recording | None:
-        """The step whose copies are being recorded."""
-        return self._recording
 
     def end_step(self) -> None:
         """Takes the time of a step."""
@@ -47,7 +45,7 @@ class StepMeter:
         self.end_ns = now_ns
         if len(self.step_s) == 1:
             # The summary averages over the steps behind the first.
-            self._before = self._read()
+            self._before = self._optimizer.counters.read()
 
     def pause(self) -> None:
         """Excludes what follows, such as validation, from the step that is being measured."""
@@ -67,15 +65,15 @@ class StepMeter:
         """The metrics of the steps since the last call, by name in `METRICS`; none if no step has ended since."""
         if self._n_read == len(self.step_s):
             return {}
-        before, self._last_read = self._last_read, self._read()
-        if self._recording is not None and self._recording.complete:
-            trace = self._recording.steps[0]
+        before, self._last_read = self._last_read, self._optimizer.counters.read()
+        if self.recording is not None and self.recording.complete:
+            trace = self.recording.steps[0]
             self._copies = CopySample(
                 d2h=trace.copied("d2h copies"),
                 h2d=trace.copied("h2d copies"),
                 exposed_h2d_s=trace.copied("h2d copies", EXPOSED_COPIES)[1],
             )
-            self._recording = None
+            self.recording = None
         seconds = sum(self.step_s[self._n_read :])
         self._n_read = len(self.step_s)
         return interval_metrics(before, self._last_read, seconds=seconds, copies=self._copies)
@@ -86,29 +84,15 @@ class StepMeter:
         Args:
             skip: steps before it that are not recorded.
         """
-        if self._recording is None:
-            self._recording = self._optimizer.telemetry.tracer.record(skip=skip, steps=1)
+        if self.recording is None:
+            self.recording = self._optimizer.telemetry.tracer.record(skip=skip, steps=1)
 
-    def summary(self, config: ZenFlowConfig, *, accumulate_grad_batches: int) -> str | None:
-        """Table and advice; None before the second step.
-
-        Args:
-            config: the training's.
-            accumulate_grad_batches: micro-batches of a step.
-        """
+    def summary(self, config: ZenFlowConfig) -> str | None:
+        """Table and advice for a training with this configuration; None before the second step."""
         if len(self.step_s) < 2:
             return None
-        training = Training(
-            step_s=self.step_s,
-            config=config,
-            worker_cores=len(self._optimizer.worker_cores),
-            dtype_bytes=self._optimizer.dtype.itemsize,
-            accumulate_grad_batches=accumulate_grad_batches,
-        )
-        return summary(training, self._before, self._read())
-
-    def _read(self) -> Reading:
-        return self._optimizer.counters.read(worker_pid=self._optimizer.worker_pid)
+        now, n_cores = self._optimizer.counters.read(), len(self._optimizer.worker_cores)
+        return summary(self.step_s[1:], self._before, now, config=config, worker_cores=n_cores)
 
     def _waits_s(self) -> float:
         return sum(self._optimizer.telemetry.stalls.seconds.values())

@@ -7,42 +7,28 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.estimate.byte_counts import zero_offload_traffic
-from lightning_zenflow.monitor.metrics import difference, hidden_share
+from lightning_zenflow.monitor.metrics import difference
 from lightning_zenflow.schedule.auto_policy import HIDDEN, LIKELY_HIDDEN, SMALL_STALL, relative_cost
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.counters import Reading
-from lightning_zenflow.topk.selector import LONGEST_CHECK
 
 _MANY_SKIPPED = 0.02
 
 _LONGEST_WINDOW = 64
 
-_FEWEST_SELECTIONS = 3
-"""So many selections tell what one costs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A training, apart from its counters."""
-
-    step_s: Sequence[float]
-    """Duration of each step, the first one included."""
-    config: ZenFlowConfig
-    worker_cores: int
-    dtype_bytes: int
-    """Bytes of a weight in the model's dtype."""
-    accumulate_grad_batches: int
+_REMEDIES = {
+    "publish_buffer": "{} is spent in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often.",
+    "select": "{} is spent selecting columns: raise select_interval.",
+    "flush": "{} is spent completing updates before validations and checkpoints: have fewer of them.",
+    "loss_scale": "{} is spent waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale.",
+}
+"""Advice by cause of a wait; the worker's causes have a function, and nothing can be done about the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
     """Averages over the steps of a training, the first one left out."""
 
-    steps: int
-    """Number of these steps."""
-    selections: int
-    """Selections of columns in these steps."""
     config: ZenFlowConfig
     schedule: UpdateSchedule
     """S and d at the end."""
@@ -59,43 +45,44 @@ class Situation:
     """Share of the blocks submitted in backward that were not updated when their step ended."""
 
 
-def summary(training: Training, before: Reading, now: Reading) -> str:
+def summary(step_s: Sequence[float], before: Reading, now: Reading, *, config: ZenFlowConfig, worker_cores: int) -> str:
     """Formats the table and, where something limits, the advice.
 
     Args:
-        training: the training, of two steps or more.
-        before: reading after its first step, which compiles and allocates memory: it is counted, but not averaged.
-        now: reading after its last step.
+        step_s: duration of each step but the first, which compiles and allocates memory; one or more.
+        before: reading after the first step.
+        now: reading after the last step.
+        config: the training's.
+        worker_cores: number of the worker's cores.
     """
-    _, *step_s = training.step_s
     n, seconds = len(step_s), sum(step_s)
     host = sum(difference(now.host_stall_s, before.host_stall_s).values())
     device = difference(now.device_stall_s, before.device_stall_s)
     busy_s = now.worker_busy_s - before.worker_busy_s
+    hidden = (
+        max(0.0, 1.0 - sum(device[cause] for cause in ("publish_wait", "slot", "flush")) / busy_s) if busy_s else 1.0
+    )
     model_bytes = n * max(now.model_bytes, 1)
     d2h, h2d = (now.d2h_bytes - before.d2h_bytes) / model_bytes, (now.h2d_bytes - before.h2d_bytes) / model_bytes
-    b, n_batches = training.dtype_bytes, training.accumulate_grad_batches
-    their_d2h, their_h2d = (x / b for x in zero_offload_traffic(dtype_bytes=b, accumulate_grad_batches=n_batches))
+    tail = f"; the last {now.tail_share:.0%} of the blocks are the tail" if now.tail_share else ""
     rows = {
         "step, median and p99": f"{_ms(quantile(step_s, 0.5))} and {_ms(quantile(step_s, 0.99))} ms",
         "waits": f"device {sum(device.values()) / seconds:.1%}, training thread {host / seconds:.1%} of the time",
-        "CPU work": f"{_ms(busy_s / n)} ms a step, {hidden_share(busy_s, device):.1%} hidden",
-        "copies a step": f"d2h {d2h:.2f}, h2d {h2d:.2f} model sizes (ZeRO-Offload: {their_d2h:.2f} and {their_h2d:.2f})",
-        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}{_tail(now)}",
+        "CPU work": f"{_ms(busy_s / n)} ms a step, {hidden:.1%} hidden",
+        "copies a step": f"d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",
+        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}{tail}",
     }
     in_backward = now.in_backward_jobs - before.in_backward_jobs
     late_share = (now.late_jobs - before.late_jobs) / in_backward if in_backward else 0.0
     if in_backward:
         rows["late blocks"] = f"{late_share:.1%} of those submitted in backward"
     situation = Situation(
-        steps=n,
-        selections=now.selections - before.selections,
-        config=training.config,
+        config=config,
         schedule=UpdateSchedule(update_interval=now.update_interval, publish_lag=now.publish_lag),
         step_s=seconds / n,
         stall_s={cause: s / n for cause, s in device.items()},
         worker_busy_s=busy_s / n,
-        worker_cores=training.worker_cores,
+        worker_cores=worker_cores,
         skipped_share=(now.skipped_steps - before.skipped_steps) / n,
         late_share=late_share,
     )
@@ -105,12 +92,6 @@ def summary(training: Training, before: Reading, now: Reading) -> str:
     return "\n".join(lines if sentence is None else [*lines, sentence])
 
 
-def _tail(now: Reading) -> str:
-    if now.tail_share == 0:
-        return ""
-    return f"; the last {now.tail_share:.0%} of the blocks owned by the device"
-
-
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least the given share of the values, 0 to 1, does not exceed."""
     ordered = sorted(values)
@@ -118,53 +99,23 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def advice(situation: Situation) -> str | None:
-    """The largest limit and its remedy in a sentence; None if waits are negligible."""
+    """The largest limit that something can be done about, and its remedy, in a sentence; None if waits are negligible."""
     if situation.skipped_share > _MANY_SKIPPED:
         return (
             f"{situation.skipped_share:.0%} of the steps were skipped because their gradient was not finite:"
             " lower the learning rate or train in bf16."
         )
-    for cause in sorted(situation.stall_s, key=lambda cause: situation.stall_s[cause], reverse=True):
-        share = situation.stall_s[cause] / situation.step_s
+    for cause, seconds in sorted(situation.stall_s.items(), key=lambda item: item[1], reverse=True):
+        share = seconds / situation.step_s
         if share < SMALL_STALL:
             break
-        sentence = _remedy(cause, situation, share)
-        if sentence is not None:
-            return sentence
-    return None
-
-
-def _remedy(cause: str, situation: Situation, share: float) -> str | None:
-    """Advice on waits with one cause; None if nothing can be done about them, or if they pass by themselves."""
-    of_the_time = f"{share:.0%} of the time"
-    match cause:
-        case "publish_wait" | "slot":
+        of_the_time = f"{share:.0%} of the time"
+        if cause in ("publish_wait", "slot"):
             return _advice_on_worker(situation, of_the_time)
-        case "publish_buffer":
-            return (
-                f"{of_the_time} is spent in synchronous steps:"
-                " lower full_warm_up_rounds, or validate and save checkpoints less often."
-            )
-        case "select":
-            return _advice_on_selection(situation, share)
-        case "flush":
-            return f"{of_the_time} is spent completing updates before validations and checkpoints: have fewer of them."
-        case "loss_scale":
-            return f"{of_the_time} is spent waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale."
-        case _:
-            return None
-
-
-def _advice_on_selection(situation: Situation, share: float) -> str | None:
-    """Advice on the waits of selections: the interval that makes them negligible."""
-    config = situation.config
-    # "auto" looks often at first, and ever less often while a choice fits: what it costs a short run, it does not cost a long one.
-    settling = config.select_interval == "auto" and situation.steps < 2 * LONGEST_CHECK
-    if settling or situation.selections < _FEWEST_SELECTIONS:
-        return None
-    steps = math.ceil(situation.steps / situation.selections * share / SMALL_STALL)
-    interval = "" if config.select_strategy == "epoch" else f" to {steps}"
-    return f"{share:.0%} of the time is spent selecting columns: raise select_interval{interval}."
+        # With "auto", selections become rarer by themselves.
+        if cause in _REMEDIES and not (cause == "select" and situation.config.select_interval == "auto"):
+            return _REMEDIES[cause].format(of_the_time)
+    return None
 
 
 def _advice_on_worker(situation: Situation, share: str) -> str:
@@ -197,18 +148,17 @@ def _advice_on_worker(situation: Situation, share: str) -> str:
 
 def _hiding_interval(load: float, situation: Situation) -> int | None:
     """The smallest larger S whose work hides; None if there is none, or if `auto` is free to choose it."""
-    present = situation.schedule.update_interval
-    tentative = situation.config.submits_in_backward and situation.schedule.publish_lag == 0
-    if situation.config.update_interval == "auto":
+    present, config = situation.schedule.update_interval, situation.config
+    tentative = config.submits_in_backward and situation.schedule.publish_lag == 0
+    candidates: Sequence[int] = range(present + 1, _LONGEST_WINDOW + 1)
+    if config.update_interval == "auto":
         # `auto` has not chosen an allowed S: the gradient rule forbids it, or training was too short.
-        if 2 * present <= situation.config.max_update_interval:
+        if 2 * present <= config.max_update_interval:
             return None
-        candidates = [present << i for i in range(1, 7)]
-    else:
-        candidates = list(range(present + 1, _LONGEST_WINDOW + 1))
+        candidates = [s for s in candidates if s % present == 0 and (s // present).bit_count() == 1]
     for interval in candidates:
         scaled = load * relative_cost(interval, tentative=tentative) / relative_cost(present, tentative=tentative)
-        if interval <= _LONGEST_WINDOW and scaled <= LIKELY_HIDDEN:
+        if scaled <= LIKELY_HIDDEN:
             return interval
     return None
 

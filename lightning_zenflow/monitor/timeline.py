@@ -4,18 +4,21 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_zenflow.monitor.interface import MonitoredOptimizer, rank_zero_optimizer
-from lightning_zenflow.telemetry.tracing import LANES, Recording, Span, StepTrace
+from lightning_zenflow.monitor.interface import rank_zero_optimizer
+from lightning_zenflow.telemetry.tracing import LANES, Recording, StepTrace
+
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 STEP_LANE = "steps"
 
-_TRAINING, _WORKER = 1, 2
+_PROCESS = {"pid": 1}
 
 _WAIT_COLOUR = "terrible"
 """The format's name for red."""
@@ -28,95 +31,36 @@ def chrome_trace(steps: Sequence[StepTrace], *, worker_cores: Sequence[int] = ()
 
     Args:
         steps: in order.
-        worker_cores: logical cores of the worker, for the name of its process.
+        worker_cores: logical cores of the worker, for the process' name.
 
     Returns:
-        A JSON object with one lane ("thread") for the steps, one for each of `tracing.LANES` that has spans, and several for the worker's
-        threads. Times are in microseconds since the beginning of the first step. Waits have the category "wait" and are red.
+        A JSON object with one lane ("thread") for the steps and one for each of `tracing.LANES` that has spans. Times are in microseconds
+        since the beginning of the first step. Waits have the category "wait" and are red.
     """
-    worker = f"worker on cores {list(worker_cores)}" if worker_cores else "worker"
     spans = [(step.step, span) for step in steps for span in step.spans()]
-    begin_ns = min([step.begin_ns for step in steps] + [span.begin_ns for _, span in spans], default=0)
-    events: list[dict[str, Any]] = [
-        _name(_TRAINING, 0, "process_name", "training"),
-        _name(_WORKER, 0, "process_name", worker),
-    ]
-    used = {(LANES.index(span.lane), span.threads.start): _lane_name(span) for _, span in spans}
-    lanes = [STEP_LANE, *(used[place] for place in sorted(used))]
+    start_ns = min([step.begin_ns for step in steps] + [span.begin_ns for _, span in spans], default=0)
+    lanes = [STEP_LANE, *(lane for lane in LANES if any(span.lane == lane for _, span in spans))]
+    process = f"training, worker on cores {list(worker_cores)}" if worker_cores else "training"
+    metadata = [{"name": "process_name", "tid": 0, "args": {"name": process}}]
     for number, lane in enumerate(lanes):
-        events.append(_name(_process(lane), number + 1, "thread_name", lane))
-        sort_index = {"name": "thread_sort_index", "ph": "M", "pid": _process(lane), "tid": number + 1}
-        events.append({**sort_index, "args": {"sort_index": number}})
-    timed = [_event(step, span, begin_ns, lanes.index(_lane_name(span)) + 1) for step, span in spans]
+        metadata.append({"name": "thread_name", "tid": number + 1, "args": {"name": lane}})
+        metadata.append({"name": "thread_sort_index", "tid": number + 1, "args": {"sort_index": number}})
+    events: list[dict[str, Any]] = []
+
+    def add(lane: str, name: str, begin_ns: int, end_ns: int, category: str, **arguments: int) -> None:
+        times = {"ts": (begin_ns - start_ns) / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+        colour = {"cname": _WAIT_COLOUR} if category == "wait" else {}
+        place = {**_PROCESS, "tid": lanes.index(lane) + 1}
+        events.append({"name": name, "cat": category, "ph": "X", **place, **times, "args": arguments, **colour})
+
     for step in steps:
         assert step.end_ns is not None, "steps must be complete"
-        timed.append(
-            {
-                "name": f"step {step.step}",
-                "cat": "step",
-                "ph": "X",
-                "pid": _TRAINING,
-                "tid": 1,
-                "ts": (step.begin_ns - begin_ns) / 1e3,
-                "dur": (step.end_ns - step.begin_ns) / 1e3,
-                "args": {"step": step.step},
-            }
-        )
-    events += sorted(timed, key=lambda event: event["ts"])
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(trace: dict[str, Any], path: Path) -> None:
-    """Writes a trace as JSON and creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace))
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    """Reads a trace.
-
-    Raises:
-        ValueError: the file is not in the Chrome trace format.
-    """
-    try:
-        trace = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} must be a JSON file, got: {error}") from error
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ValueError(f"{path} must be a trace in the Chrome format, got JSON without a list `traceEvents`")
-    return trace
-
-
-def _lane_name(span: Span) -> str:
-    if span.lane != "worker":
-        return span.lane
-    first, last = span.threads[0], span.threads[-1]
-    return f"worker thread {first}" if first == last else f"worker threads {first} to {last}"
-
-
-def _process(lane: str) -> int:
-    return _WORKER if lane.startswith("worker") else _TRAINING
-
-
-def _name(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _event(step: int, span: Span, begin_ns: int, tid: int) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"step": step}
-    if span.n_bytes:
-        arguments["bytes"] = span.n_bytes
-    event = {
-        "name": span.name,
-        "cat": "wait" if span.waits else span.lane,
-        "ph": "X",
-        "pid": _process(span.lane),
-        "tid": tid,
-        "ts": (span.begin_ns - begin_ns) / 1e3,
-        "dur": (span.end_ns - span.begin_ns) / 1e3,
-        "args": arguments,
-    }
-    return {**event, "cname": _WAIT_COLOUR} if span.waits else event
+        add(STEP_LANE, f"step {step.step}", step.begin_ns, step.end_ns, "step", step=step.step)
+    for number, span in spans:
+        arguments = {"step": number, "bytes": span.n_bytes} if span.n_bytes else {"step": number}
+        add(span.lane, span.name, span.begin_ns, span.end_ns, "wait" if span.waits else span.lane, **arguments)
+    events.sort(key=lambda event: event["ts"])
+    return {"traceEvents": [{"ph": "M", **_PROCESS, **event} for event in metadata] + events, "displayTimeUnit": "ms"}
 
 
 class TimelineFile:
@@ -129,7 +73,7 @@ class TimelineFile:
         last: last recorded step.
     """
 
-    def __init__(self, path: Path, optimizer: MonitoredOptimizer, *, first: int, last: int) -> None:
+    def __init__(self, path: Path, optimizer: "ZenFlowZeroOptimizer", *, first: int, last: int) -> None:
         assert 1 < first <= last
         self._path = path
         self._first = first
@@ -153,7 +97,8 @@ class TimelineFile:
             _log.warning("ZenFlow: timeline=%r: training ended before step %d", str(self._path), self._first)
             return
         try:
-            write_trace(chrome_trace(steps, worker_cores=self._optimizer.worker_cores), self._path)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(chrome_trace(steps, worker_cores=self._optimizer.worker_cores)))
         except OSError as error:
             _log.warning("ZenFlow: timeline=%r could not be written: %s", str(self._path), error)
             return

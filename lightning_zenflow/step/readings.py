@@ -1,27 +1,22 @@
 """Reading of all counters of one rank at one moment."""
 
-import psutil
 from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.ownership import Ownership
-from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.worker.rank_state import RankState
 
 
 class CounterReader:
     """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call."""
 
-    def __init__(
-        self, rank: RankState, jobs: JobQueue, ownership: Ownership, selector: Selector, *, skipped: Tensor
-    ) -> None:
+    def __init__(self, rank: RankState, jobs: JobQueue, ownership: Ownership, *, skipped: Tensor) -> None:
         self._rank = rank
         self._numel = sum(s.numel for s in rank.partition.slices)
         self._jobs = jobs
         self._ownership = ownership
-        self._selector = selector
         self._skipped = skipped
         self._skipped_copy: AsyncHostCopy | None = None
         self._owned_share_copy: AsyncHostCopy | None = None
@@ -39,12 +34,8 @@ class CounterReader:
         if self._factor_error_copy is None:
             self._factor_error_copy = AsyncHostCopy(error)
 
-    def read(self, *, worker_pid: int | None) -> Reading:
-        """Present values; those of the device are from an earlier step.
-
-        Args:
-            worker_pid: process id of the worker, for its memory; None: it has ended.
-        """
+    def read(self) -> Reading:
+        """Present values; those of the device are from an earlier step."""
         self._read_device_values()
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
         counts, schedule, tail = self._jobs.counts, self._jobs.schedule, self._jobs.staggered.tail
@@ -66,15 +57,9 @@ class CounterReader:
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
             tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks),
-            prediction_steps=self._jobs.prediction_steps,
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
             owned_norm_share=self._owned_share if self._ownership.numel else None,
-            selections=self._selector.n_selections,
-            selection_overlap=self._selector.last_overlap,
-            trainer_rss_bytes=psutil.Process().memory_info().rss,
-            worker_rss_bytes=_rss(worker_pid),
             arena_bytes=self._rank.arena.reserved_bytes,
-            device_bytes=runtime.memory_allocated(),
             device_peak_bytes=runtime.max_memory_allocated(),
         )
 
@@ -87,13 +72,3 @@ class CounterReader:
         for copy in (before, self._skipped_copy):
             if copy is not None and copy.arrived:
                 self._n_skipped = int(copy.read())
-
-
-def _rss(pid: int | None) -> int:
-    """Resident memory of a process in bytes; 0 if there is none."""
-    if pid is None:
-        return 0
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
-        return 0

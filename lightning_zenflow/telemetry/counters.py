@@ -1,9 +1,7 @@
 """Counters of one rank: bytes copied, the worker's acknowledgements, and a snapshot of all counters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from lightning_zenflow.native import protocol
 
 
 @dataclass(kw_only=True)
@@ -28,8 +26,6 @@ class Completion:
     """Wait for the job's data, in nanoseconds."""
     busy_ns: int
     """Computation, in nanoseconds."""
-    threads: Sequence[protocol.ThreadSpan]
-    """Working times of the threads that had a share of the job, in order of the worker's cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +57,9 @@ class Reading:
     publish_lag: int
     tail_share: float
     """Share of the blocks that the device owns because they arrive last in backward, 0 to 1."""
-    prediction_steps: float
     owned_share: float
     """Device-owned share of the weights, 0 to 1."""
     owned_norm_share: float | None
     """Share of the gradient's squared norm in device-owned columns, 0 to 1; None until measured."""
-    selections: int
-    selection_overlap: float | None
-    """Share of the last selected columns that were selected before, 0 to 1; None before a second selection."""
-    trainer_rss_bytes: int
-    worker_rss_bytes: int
     arena_bytes: int
-    device_bytes: int
     device_peak_bytes: int

@@ -25,14 +25,9 @@ class Telemetry:
     """Bytes copied between device and host."""
 
     @classmethod
-    def create(cls, device: torch.device, *, worker_threads: int) -> Self:
-        """Builds the telemetry of a rank.
-
-        Args:
-            device: the training device. On a CUDA device, times are measured with events on the current stream.
-            worker_threads: number of threads of the rank's worker process, >= 1.
-        """
-        tracer = Tracer(device, worker_threads=worker_threads)
+    def create(cls, device: torch.device) -> Self:
+        """Builds the telemetry of a rank; on a CUDA device, times are measured with events on the current stream."""
+        tracer = Tracer(device)
         return cls(stalls=StallClock(device, tracer), tracer=tracer)
 
     def begin_step(self, step: int) -> None:

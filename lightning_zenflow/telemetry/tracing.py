@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -30,17 +29,12 @@ Lane = Literal[
 
 LANES: tuple[Lane, ...] = get_args(Lane)
 
-MAX_WORKER_LANES = 16
-"""Lanes of the worker; more threads than that share lanes."""
-
 _NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """An interval on the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads too). Spans of one lane and the same threads do
-    not overlap.
-    """
+    """An interval on the host's monotonic clock (CLOCK_MONOTONIC, which the worker reads too). Spans of one lane do not overlap."""
 
     lane: Lane
     name: str
@@ -50,8 +44,6 @@ class Span:
     """Bytes copied."""
     waits: bool = False
     """True for idle time of the thread or the device."""
-    threads: range = range(1)
-    """Threads of the worker, for its lanes."""
 
     @property
     def seconds(self) -> float:
@@ -67,8 +59,12 @@ class _DeviceSpan:
     name: str
     before: Event
     after: Event
-    n_bytes: int
-    waits: bool
+    n_bytes: int = 0
+    waits: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return 1e-3 * self.before.elapsed_time(self.after)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +73,10 @@ class Anchor:
 
     event: Event
     host_ns: int
+
+    def ns_of(self, event: Event) -> int:
+        """A later event's time on the host's clock."""
+        return self.host_ns + round(1e6 * self.event.elapsed_time(event))
 
 
 @dataclass(kw_only=True)
@@ -104,26 +104,15 @@ class StepTrace:
 
     def copied(self, lane: Lane, name: str | None = None) -> tuple[int, float]:
         """Bytes and seconds of a lane's spans in a complete step; those of one name if given."""
-
-        def counts(span: Span | _DeviceSpan) -> bool:
-            return span.lane == lane and name in (None, span.name)
-
-        bytes_and_seconds = [(span.n_bytes, span.seconds) for span in self.host_spans if counts(span)]
-        for span in self.device_spans:
-            if counts(span):
-                bytes_and_seconds.append((span.n_bytes, 1e-3 * span.before.elapsed_time(span.after)))
-        return sum(n for n, _ in bytes_and_seconds), sum(s for _, s in bytes_and_seconds)
+        every: list[Span | _DeviceSpan] = [*self.host_spans, *self.device_spans]
+        spans = [span for span in every if span.lane == lane and name in (None, span.name)]
+        return sum(span.n_bytes for span in spans), sum(span.seconds for span in spans)
 
     def _on_host_clock(self, span: _DeviceSpan) -> Span:
         assert self.anchor is not None, "the recording must be aligned"
-        begin_ns = self.anchor.host_ns + round(1e6 * self.anchor.event.elapsed_time(span.before))
+        begin_ns, end_ns = self.anchor.ns_of(span.before), self.anchor.ns_of(span.after)
         return Span(
-            lane=span.lane,
-            name=span.name,
-            begin_ns=begin_ns,
-            end_ns=begin_ns + round(1e6 * span.before.elapsed_time(span.after)),
-            n_bytes=span.n_bytes,
-            waits=span.waits,
+            lane=span.lane, name=span.name, begin_ns=begin_ns, end_ns=end_ns, n_bytes=span.n_bytes, waits=span.waits
         )
 
 
@@ -147,13 +136,9 @@ class Tracer:
 
     Args:
         device: the training device.
-        worker_threads: number of threads of the worker.
     """
 
-    def __init__(self, device: torch.device, *, worker_threads: int) -> None:
-        n_lanes = min(worker_threads, MAX_WORKER_LANES)
-        bounds = [worker_threads * i // n_lanes for i in range(n_lanes + 1)]
-        self._worker_lanes = [range(*of_lane) for of_lane in pairwise(bounds)]
+    def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
         self._step = 0
         self._recordings: list[Recording] = []
@@ -219,37 +204,17 @@ class Tracer:
         trace.host_spans.append(Span(lane=lane, name=cause, begin_ns=begin_ns, end_ns=end_ns, waits=True))
         if events is not None:
             before, after = events
-            span = _DeviceSpan(
-                lane="waits of the device", name=cause, before=before, after=after, n_bytes=0, waits=True
-            )
+            span = _DeviceSpan(lane="waits of the device", name=cause, before=before, after=after, waits=True)
             trace.device_spans.append(span)
 
-    def add_job(self, block: int, completion: Completion) -> None:
-        """Records a job of the worker."""
-        if self._current is None:
-            return
-        # The first thread polls for the gradients, the others sleep meanwhile.
-        begin_ns = completion.start_ns
-        wait = Span(
-            lane="worker",
-            name="wait for gradients",
-            begin_ns=begin_ns,
-            end_ns=begin_ns + completion.wait_ns,
-            waits=True,
-            threads=self._worker_lanes[0],
-        )
-        self._current.host_spans.append(wait)
-        for threads in self._worker_lanes:
-            # A small block occupies only some of the threads.
-            if worked := completion.threads[threads.start : threads.stop]:
-                busy = Span(
-                    lane="worker",
-                    name=f"block {block}",
-                    begin_ns=min(span.begin_ns for span in worked),
-                    end_ns=max(span.end_ns for span in worked),
-                    threads=threads,
-                )
-                self._current.host_spans.append(busy)
+    def add_job(self, block: int, done: Completion) -> None:
+        """Records a job of the worker: its wait for the gradients, then the computation of its threads together."""
+        if self._current is not None:
+            begin_ns, arrived_ns = done.start_ns, done.start_ns + done.wait_ns
+            self._current.host_spans += [
+                Span(lane="worker", name="wait for gradients", begin_ns=begin_ns, end_ns=arrived_ns, waits=True),
+                Span(lane="worker", name=f"block {block}", begin_ns=arrived_ns, end_ns=arrived_ns + done.busy_ns),
+            ]
 
     def _resume(self) -> None:
         """Records the current step from now on if it is part of a recording."""
@@ -268,8 +233,7 @@ class Tracer:
             before = self._runtime.record_event(timing=True)
             yield
             after = self._runtime.record_event(timing=True)
-            span = _DeviceSpan(lane=lane, name=name, before=before, after=after, n_bytes=n_bytes, waits=False)
-            trace.device_spans.append(span)
+            trace.device_spans.append(_DeviceSpan(lane=lane, name=name, before=before, after=after, n_bytes=n_bytes))
         else:
             begin_ns = time.perf_counter_ns()
             yield

@@ -215,16 +215,8 @@ class Worker:
             WorkerKilled: a signal ended the worker.
             WorkerError: the worker reported an error, exited, or did not answer in time.
         """
-        message = self._receive(protocol.MessageType.DONE, self._timeout_s)
-        done = protocol.Done.from_buffer_copy(message)
-        threads = (protocol.ThreadSpan * done.n_spans).from_buffer_copy(message, ctypes.sizeof(protocol.Done))
-        return Completion(
-            job_id=done.job_id,
-            start_ns=done.start_ns,
-            wait_ns=done.wait_ns,
-            busy_ns=done.busy_ns,
-            threads=threads,
-        )
+        done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
+        return Completion(job_id=done.job_id, start_ns=done.start_ns, wait_ns=done.wait_ns, busy_ns=done.busy_ns)
 
     def wait_for_request(self) -> protocol.Acknowledged:
         """Waits for the answer to the oldest unacknowledged message, a request.

@@ -104,7 +104,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
                 arena=arena,
                 weights=zero.weights,
                 kernels=kernels_for(device),
-                telemetry=Telemetry.create(device, worker_threads=len(resources.cores.cores)),
+                telemetry=Telemetry.create(device),
                 d2h=SideStream(device),
             )
             # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
@@ -183,7 +183,7 @@ def _build_step(
             provisional,
             router.in_backward,
         ),
-        counters=CounterReader(rank, jobs, ownership, selector, skipped=skipped),
+        counters=CounterReader(rank, jobs, ownership, skipped=skipped),
         host_state=host_state,
         skipped=skipped,
     )

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.step_time import timelines
+from benchmarks.step_time.drawing import lanes
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.run import StepSpec
-from lightning_zenflow.monitor.plot import lanes
 
 WAITS = "waits of the training thread"
 

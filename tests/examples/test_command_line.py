@@ -42,7 +42,7 @@ def test_the_module_is_the_command() -> None:
     ("options", "shown"),
     [
         ("--version", r"^lightning-zenflow \d+\.\d+"),
-        ("--help", "doctor[^|]*estimate[^|]*timeline"),
+        ("--help", "doctor[^|]*estimate"),
         ("estimate --help", "--update-interval"),
     ],
 )

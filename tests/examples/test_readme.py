@@ -54,10 +54,6 @@ RUN_ELSEWHERE = {
     "python examples/glue.py fit --config conf/glue.yaml": ("scripts/train_glue", "fit --config conf/glue.yaml"),
     "python examples/fabric_loop.py": ("tests/fabric/test_example.py", 'run_example(tmp_path, "fabric_loop.py"'),
     "tensorboard --logdir logs": ("tests/training/test_tensorboard.py", '"tensorboard.main", "--logdir", "logs"'),
-    "lightning-zenflow timeline logs/timeline.json --png timeline.png": (
-        "tests/training/test_timeline.py",
-        'main(["timeline", str(path), "--png"',
-    ),
     "python -m lightning_zenflow estimate": (
         "tests/examples/test_command_line.py",
         '"-m", "lightning_zenflow"',

@@ -1,6 +1,7 @@
 """What a loop under Fabric may do, what it sees, and the errors that name what it must not do."""
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from fabric_runs import set_up, train_step
 from harness import workers
 from lightning_zenflow.fabric import ZenFlowStrategy
 from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.monitor.timeline import read_trace
 from networks import SmallNet
 from processes import is_alive, wait_for
 from same_bits import assert_same_tensors
@@ -110,7 +110,7 @@ def test_metrics_and_timeline(tmp_path: Path, no_worker_is_left: None) -> None:
     assert metrics.keys() <= METRICS.keys()
     assert strategy.metrics() == {}
     assert "update_interval=4, publish_lag=1" in (strategy.summary() or "")
-    names = {event["name"] for event in read_trace(path)["traceEvents"]}
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
     assert {"step 3", "step 4", "forward", "backward"} <= names
     strategy.teardown()
 

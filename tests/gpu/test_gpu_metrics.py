@@ -1,6 +1,7 @@
 """On a CUDA device: monitoring waits for nothing, its numbers arrive, and the timeline has the device's own times on the host's clock."""
 
 import csv
+import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,7 @@ from test_gpu_memory import WAITING, Profile
 from gpu_cases import RACES
 from harness import APPROXIMATE, fit
 from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.monitor.timeline import STEP_LANE, read_trace
+from lightning_zenflow.monitor.timeline import STEP_LANE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 
@@ -37,7 +38,7 @@ def test_monitored_steps_do_not_wait_and_all_metrics_are_logged(tmp_path: Path) 
     with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
         last = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items() if value}
     assert set(METRICS) <= set(last)
-    assert last["zenflow/memory/device_peak_GB"] >= last["zenflow/memory/device_GB"] > 0
+    assert last["zenflow/memory/device_peak_GB"] > 0
     assert last["zenflow/traffic/d2h_GB_per_s"] > 0.1
     assert 0 <= last["zenflow/stall/device_percent"] <= 100
 
@@ -45,7 +46,7 @@ def test_monitored_steps_do_not_wait_and_all_metrics_are_logged(tmp_path: Path) 
 def test_timeline(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     train(replace(CASE, strategy_options={**OPTIONS, "timeline": path, "timeline_steps": [9, 14]}))
-    events = read_trace(path)["traceEvents"]
+    events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     lanes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -58,7 +59,7 @@ def test_timeline(tmp_path: Path) -> None:
         "d2h copies",
         "h2d copies",
         "waits of the device",
-        "worker thread 0",
+        "worker",
     } <= set(lanes)
     for name, spans in lanes.items():
         if name != STEP_LANE:
@@ -69,6 +70,6 @@ def test_timeline(tmp_path: Path) -> None:
     arrived: dict[int, float] = defaultdict(float)
     for event in lanes["d2h copies"]:
         arrived[event["args"]["step"]] = max(arrived[event["args"]["step"]], event["ts"] + event["dur"])
-    for event in lanes["worker thread 0"]:
+    for event in lanes["worker"]:
         if event["cat"] != "wait" and event["args"]["step"] > 9:
             assert event["ts"] + 100 >= arrived[event["args"]["step"] - 1]

@@ -44,7 +44,7 @@ def make_rank_state(
         arena=arena,
         weights=weights,
         kernels=kernels or kernels_for(device),
-        telemetry=Telemetry.create(device, worker_threads=1),
+        telemetry=Telemetry.create(device),
         d2h=SideStream(device),
     )
 

@@ -1,28 +1,24 @@
-"""The stall metrics that a training logs: names, values, the summary, and how the callback is attached."""
+"""The stall metrics that a training logs: names, values, loggers, the summary, and how the callback is attached."""
 
 import csv
 import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from harness import Case, fit, run_here
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.schedule.compensation import momentum_steps
-from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.telemetry.stalls import CAUSES
 from lightning_zenflow.worker.step_words import WORD_BYTES
-from models import LinearLossModule, OptimizerOptions
+from models import LinearLossModule
 from networks import SmallNet
 
 IN_BACKWARD = {"zenflow/overlap/late_blocks_percent", "zenflow/overlap/clip_prediction_error_percent"}
@@ -70,11 +66,9 @@ def test_logged_with_lightnings_own_metrics_of_the_step(rows: list[dict[str, flo
 
 
 def test_traffic_is_one_model_d2h_and_one_of_s_parts_h2d(rows: list[dict[str, float]]) -> None:
-    model = SmallNet(length=1)
-    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    n_bytes = 4 * sum(p.numel() for p in SmallNet(length=1).parameters())
     # Behind the gradients the step's word.
-    assert all(row["zenflow/traffic/d2h_bytes"] == n_bytes + WORD_BYTES for row in rows)
-    assert rows[-1]["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1, abs=0.001)
+    assert all(row["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1 + WORD_BYTES / n_bytes) for row in rows)
     # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
     owned = sum(row["zenflow/selection/device_owned_percent"] for row in rows) / 100 / len(rows)
     for row in rows[1:]:
@@ -85,31 +79,24 @@ def test_schedule_and_staleness(rows: list[dict[str, float]]) -> None:
     last = rows[-1]
     assert last["zenflow/overlap/update_interval_steps"] == 4
     assert last["zenflow/overlap/publish_lag_steps"] == 1
-    beta1 = fmean(group.beta1 for group in OptimizerOptions().groups(0))
-    ahead = momentum_steps(UpdateSchedule(update_interval=4, publish_lag=1), beta1)
-    assert last["zenflow/overlap/weight_prediction_steps"] == pytest.approx(ahead)
     # Published d = 1 step after submission, a window's gradients are 1, 2, 3 and 4 steps old.
     assert last["zenflow/overlap/staleness_steps"] == pytest.approx(2.5)
 
 
-def test_selection(rows: list[dict[str, float]]) -> None:
-    assert [row["zenflow/selection/selections"] for row in rows] == [2, 3, 4, 5]
+def test_selection_and_memory(rows: list[dict[str, float]]) -> None:
     for row in rows:
-        assert 0 <= row["zenflow/selection/overlap_percent"] <= 100
         # Columns are selected by squared norm, so their share of it exceeds their share of the weights.
         assert row["zenflow/selection/device_squared_norm_percent"] > row["zenflow/selection/device_owned_percent"] > 4
+        assert 0 < row["zenflow/memory/arena_GB"] < 0.1
 
 
 def test_parts_add_up(rows: list[dict[str, float]]) -> None:
     for row in rows:
-        for who in ("host", "device"):
-            by_cause = [row[f"zenflow/stall/{who}_{cause}_ms"] for cause in CAUSES]
-            assert sum(by_cause) == pytest.approx(row[f"zenflow/stall/{who}_ms"])
-            share = row[f"zenflow/stall/{who}_ms"] / row["zenflow/overlap/step_ms"]
-            assert row[f"zenflow/stall/{who}_percent"] == pytest.approx(100 * share)
-        assert row["zenflow/memory/trainer_GB"] > 0.05
-        assert 0 < row["zenflow/memory/worker_GB"] < 0.2
-        assert row["zenflow/overlap/worker_busy_ms"] > 0
+        parts = [row[f"zenflow/stall/{part}_percent"] for part in ("worker", "buffer", "select", "flush", "other")]
+        assert sum(parts) == pytest.approx(row["zenflow/stall/device_percent"])
+        # The training thread is the device.
+        assert row["zenflow/stall/host_percent"] == pytest.approx(row["zenflow/stall/device_percent"])
+        assert row["zenflow/overlap/worker_busy_percent"] > 0
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -126,8 +113,7 @@ def test_every_step_and_every_micro_batch(accumulate: int, tmp_path: Path) -> No
 
 def test_validation_is_not_part_of_a_step_but_its_flush_is_waiting(tmp_path: Path) -> None:
     rows = logged(tmp_path, fixed(), steps=8, every=4, limit_val_batches=1, val_check_interval=2)
-    assert all(row["zenflow/stall/device_flush_ms"] > 0 for row in rows)
-    assert all(row["zenflow/stall/device_ms"] < row["zenflow/overlap/step_ms"] for row in rows)
+    assert all(0 < row["zenflow/stall/flush_percent"] < 100 for row in rows)
 
 
 def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> None:
@@ -138,6 +124,24 @@ def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> N
         # Of three micro-batches the first two leave a sum, which the next one takes.
         more = host[f"zenflow/traffic/{way}_model_sizes"] - device[f"zenflow/traffic/{way}_model_sizes"]
         assert more == pytest.approx(2)
+
+
+@pytest.mark.filterwarnings("error:MLFlow only allows")
+def test_mlflow_and_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without network: the same names, over the trainer's step."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow = MLFlowLogger(tracking_uri=uri, artifact_location=str(tmp_path / "artifacts"))
+    wandb = WandbLogger(save_dir=tmp_path, offline=True)
+    fit(SmallNet(length=24), fixed(), steps=24, logger=[mlflow, wandb], log_every_n_steps=8)
+    client, run = mlflow.experiment, str(mlflow.run_id)
+    for names in (client.get_run(run).data.metrics, wandb.experiment.summary.keys()):
+        assert {name for name in names if name.startswith("zenflow/")} == set(METRICS) - IN_BACKWARD
+    assert [point.step for point in client.get_metric_history(run, "zenflow/overlap/step_ms")] == [7, 15, 23]
+    # The axis that Lightning defines for all metrics; panels are grouped by what precedes the first slash.
+    assert wandb.experiment.summary["trainer/global_step"] == 23
+    wandb.experiment.finish()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 class Diverging(LinearLossModule):
@@ -162,35 +166,25 @@ def test_monitoring_changes_no_bit(tmp_path: Path) -> None:
 
 
 class TestTheCallback:
-    def monitors(self, strategy: Any, **options: Any) -> list[StallMonitor]:
-        trainer = fit(LinearLossModule(length=4), strategy, steps=2, **options)
-        trainer.fit(LinearLossModule(length=4))
-        return [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)]
-
-    def test_is_added_once(self) -> None:
-        assert len(self.monitors(fixed())) == 1
-
-    def test_is_not_added_where_it_is_not_wanted(self) -> None:
-        assert self.monitors(fixed(stall_monitor=False)) == []
-
-    def test_the_users_own_is_kept(self) -> None:
-        own = StallMonitor(summary=False)
-        assert self.monitors(fixed(), callbacks=[own]) == [own]
-
-    def test_the_models_own_is_kept(self) -> None:
-        own = StallMonitor()
+    def test_is_added_once_where_it_is_wanted_and_none_is_there(self) -> None:
+        own, models = StallMonitor(summary=False), StallMonitor()
 
         class Model(LinearLossModule):
             def configure_callbacks(self) -> list[pl.Callback]:
-                return [own]
+                return [models]
 
-        trainer = fit(Model(length=4), fixed(), steps=2)
-        assert [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)] == [own]
+        def monitors(model: LinearLossModule, strategy: Any, **options: Any) -> list[StallMonitor]:
+            trainer = fit(model, strategy, steps=2, **options)
+            return [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)]
+
+        assert len(monitors(LinearLossModule(length=4), fixed())) == 1
+        assert monitors(LinearLossModule(length=4), fixed(stall_monitor=False)) == []
+        assert monitors(LinearLossModule(length=4), fixed(), callbacks=[own]) == [own]
+        assert monitors(Model(length=4), fixed()) == [models]
 
     def test_checkpoints_stay_last(self, tmp_path: Path) -> None:
-        trainer = fit(
-            LinearLossModule(length=4), fixed(), steps=2, enable_checkpointing=True, default_root_dir=tmp_path
-        )
+        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = fit(LinearLossModule(length=4), fixed(), steps=2, **options)
         assert isinstance(trainer.callbacks[-1], ModelCheckpoint)
 
     def test_another_strategy(self) -> None:

@@ -145,7 +145,7 @@ class TailShares(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         optimizer = optimizer_of(trainer)
-        share = optimizer.counters.read(worker_pid=None).tail_share
+        share = optimizer.counters.read().tail_share
         self.seen.append(round(share * optimizer.parts.jobs.staggered.n_blocks))
 
 

@@ -1,9 +1,10 @@
-"""TensorBoard: the layout of charts and the drawings of the timeline, in the event file and in a browser."""
+"""TensorBoard: the layout of charts, in the event file and in a browser."""
 
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
 from benchmarks.step_time.models import SimulatedAccelerator
 from harness import fit
-from lightning_zenflow import StallMonitor, ZenFlowStrategy
-from lightning_zenflow.monitor.tensorboard import CHARTS, TIMELINE_TAG
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.monitor.stall_monitor import tensorboard_layout
 from networks import SmallNet
 from rank_processes import free_port
 
@@ -26,31 +27,18 @@ def fixed(**keys: Any) -> ZenFlowStrategy:
     return ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=0, **keys)
 
 
-@pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
-    logger = TensorBoardLogger(tmp_path_factory.mktemp("events"))
-    monitor = StallMonitor(figure_every_n_steps=10)
-    options = {"steps": 24, "log_every_n_steps": 8, "gradient_clip_val": 1.0}
-    fit(SmallNet(length=24), fixed(), logger=logger, callbacks=[monitor], **options)
-    return EventAccumulator(logger.log_dir).Reload()
-
-
-def test_layout(events: EventAccumulator) -> None:
+def test_layout(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    fit(SmallNet(length=24), fixed(), logger=logger, steps=24, log_every_n_steps=8, gradient_clip_val=1.0)
+    events = EventAccumulator(logger.log_dir).Reload()
     (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == list(CHARTS)
+    shown = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in shown.category] == list(tensorboard_layout())
     logged = events.Tags()["scalars"]
-    for category in layout.category:
+    for category in shown.category:
         for chart in category.chart:
             (tag,) = chart.multiline.tag
             assert len([name for name in logged if re.match(tag, name)]) == 1, chart.title
-
-
-def test_drawings(events: EventAccumulator) -> None:
-    """Of steps 5 to 7, then of those that follow the tenth step and the twentieth."""
-    images = events.Images(TIMELINE_TAG)
-    assert [image.step for image in images] == [6, 13, 23]
-    assert all(image.encoded_image_string.startswith(b"\x89PNG") and image.width > 1000 for image in images)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +80,7 @@ _HIDE_THE_SIDEBAR = "arguments[0].forEach((element) => element.style.display = '
 @pytest.mark.browser
 @pytest.mark.timeout(600)
 def test_in_a_browser(tensorboard: str, browser: Any, pytestconfig: pytest.Config) -> None:
-    """`tensorboard --logdir logs` shows every chart with its lines, and the timeline; leaves the screenshot where --screenshot says."""
+    """`tensorboard --logdir logs` shows every chart with its lines; leaves the screenshot where --screenshot says."""
     from selenium.common.exceptions import WebDriverException
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -110,7 +98,7 @@ def test_in_a_browser(tensorboard: str, browser: Any, pytestconfig: pytest.Confi
     until(
         lambda: browser.get(f"{tensorboard}/#custom_scalars&_smoothingWeight=0") is None, "TensorBoard does not answer"
     )
-    titles = [title for charts in CHARTS.values() for title in charts]
+    titles = [title for charts in tensorboard_layout().values() for title in charts]
     until(lambda: shown("tf-card-heading", "displayName") == titles, "there are other charts, or none")
     until(lambda: shown(".matches-text", "textContent") == ["Matches (1)"] * len(titles), "a metric is missing")
     until(lambda: len(shown("vz-line-chart2", "id")) == len(titles), "a chart is empty")
@@ -120,7 +108,3 @@ def test_in_a_browser(tensorboard: str, browser: Any, pytestconfig: pytest.Confi
         # The picture has the charts alone.
         browser.execute_script(_HIDE_THE_SIDEBAR, browser.execute_script(_FIND, ".sidebar, #sidebar"))
         assert browser.save_screenshot(screenshot)
-
-    browser.get(f"{tensorboard}/#images")
-    until(lambda: TIMELINE_TAG in shown("tf-card-heading", "tag"), "the timeline is missing")
-    until(lambda: max(map(float, shown("img", "naturalWidth")), default=0) > 1000, "the timeline is not drawn")

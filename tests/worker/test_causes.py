@@ -40,7 +40,7 @@ def start(arena: Arena) -> SupervisedWorker:
     return SupervisedWorker(
         partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
         max_restarts=1,
-        stalls=StallClock(cpu, Tracer(cpu, worker_threads=1)),
+        stalls=StallClock(cpu, Tracer(cpu)),
     )
 
 

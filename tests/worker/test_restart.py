@@ -124,7 +124,7 @@ class KilledAtStart(Worker):
 
 def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
     cpu = torch.device("cpu")
-    stalls = StallClock(cpu, Tracer(cpu, worker_threads=1))
+    stalls = StallClock(cpu, Tracer(cpu))
     return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
 
 

@@ -15,7 +15,7 @@ from lightning_zenflow.telemetry.telemetry import Telemetry
 
 @pytest.fixture
 def telemetry() -> Telemetry:
-    return Telemetry.create(torch.device("cpu"), worker_threads=2)
+    return Telemetry.create(torch.device("cpu"))
 
 
 def test_waits_are_counted_and_traced(telemetry: Telemetry) -> None:
@@ -40,7 +40,7 @@ def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(RecordedEvent, "record", noted)
     with recorded_device(events_are_reached=True):
-        stalls = Telemetry.create(torch.device("cpu"), worker_threads=1).stalls
+        stalls = Telemetry.create(torch.device("cpu")).stalls
         for _ in range(20):
             with stalls.measure("publish_wait"):
                 pass
@@ -49,7 +49,7 @@ def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_record_is_frozen_and_its_traffic_is_its_own(telemetry: Telemetry) -> None:
     telemetry.traffic.d2h_bytes += 3
-    assert Telemetry.create(torch.device("cpu"), worker_threads=1).traffic == Traffic()
+    assert Telemetry.create(torch.device("cpu")).traffic == Traffic()
     with pytest.raises(dataclasses.FrozenInstanceError):
         telemetry.traffic = Traffic()  # type: ignore[misc]
 
