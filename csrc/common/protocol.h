@@ -83,12 +83,11 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 9;
+constexpr uint64_t kVersion = 10;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
 constexpr size_t kJournalEntryBytes = 4096;
-constexpr size_t kMaxThreadSpans = 256;  // in one Done message
 
 enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -193,7 +192,7 @@ enum class MessageType : uint32_t {
     kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
     kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
     kReady = 3,   // worker -> trainer: Ready, once, before any other message
-    kDone = 4,    // worker -> trainer: Done, then ThreadSpan[n_spans]; one message per job, in order of submission
+    kDone = 4,    // worker -> trainer: Done; one per job, in order of submission
     kError = 5,   // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
     kExport = 6,  // trainer -> worker: Export
     kTouch = 7,   // trainer -> worker: Touch
@@ -233,15 +232,8 @@ struct Done {
     int64_t start_ns;  // receipt of the job: CLOCK_MONOTONIC, which the trainer reads as well
     int64_t wait_ns;   // from then until the job's word arrived
     int64_t busy_ns;   // computation after that; this and wait_ns are 0 if the job was complete before
-    uint32_t n_spans;  // threads that had a share of the job, at most kMaxThreadSpans; 0 if it was complete before
-    uint32_t reserved;
 };
 
-// Time that a thread worked on a job. The first one after Done is of the thread on the first core of --cores, and so on.
-struct ThreadSpan {
-    int64_t begin_ns;  // CLOCK_MONOTONIC
-    int64_t end_ns;
-};
 // Copies the state of some entries to the export section, as it is after the jobs before. All offsets are in bytes from the start
 // of the arena, and all that they name lies within the export section.
 struct Export {
@@ -281,6 +273,5 @@ struct Acknowledged {
     int64_t request_id;
     int64_t busy_ns;  // computation
 };
-static_assert(sizeof(Done) + kMaxThreadSpans * sizeof(ThreadSpan) <= kMaxMessageBytes, "a Done must fit into a message");
 
 }  // namespace zenflow

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 
-#include "common/clock.h"
 #include "common/error.h"
 #include "common/parallel.h"
 #include "replay/stochastic_rounding.h"
-#include "worker/first_touch.h"
+#include "worker/requests.h"
 
 namespace zenflow {
 namespace {
@@ -64,22 +63,18 @@ void BlockReplay::touch_states() {
     });
 }
 
-const std::vector<ThreadSpan>& BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
+void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     collect_coefficients(job, slots);
     if (!journal_.is_in_progress(job)) journal_.begin(job, shares(job.block));
     const size_t n_shares = journal_.n_shares();
     gradients_.resize(n_shares * slots_.size());
-    spans_.assign(std::min(n_shares, static_cast<size_t>(n_parallel_threads())), {});
     run_in_parallel([&](int thread, int n_threads) {
-        const auto first = static_cast<size_t>(thread);
-        if (first >= n_shares) return;
-        const int64_t begin_ns = now_ns();
         // One share per thread, unless an earlier worker with more threads began the job.
-        for (size_t share = first; share < n_shares; share += static_cast<size_t>(n_threads)) run_share(share, job);
-        spans_[first] = {begin_ns, now_ns()};
+        for (auto share = static_cast<size_t>(thread); share < n_shares; share += static_cast<size_t>(n_threads)) {
+            run_share(share, job);
+        }
     });
     journal_.finish(job);
-    return spans_;
 }
 
 void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots) {

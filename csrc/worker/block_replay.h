@@ -30,9 +30,8 @@ class BlockReplay {
     bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
 
     // Executes a checked, incomplete job whose steps are resolved, or the rest of it. All writes of the threads happen before the
-    // return. Elements in no range are left alone, in master and moments as well as in the publish buffer. Returns the working
-    // time of each thread that had a share, in order; valid until the next call.
-    const std::vector<ThreadSpan>& run(const UpdateJob& job, const uint32_t* slots);
+    // return. Elements in no range are left alone, in master and moments as well as in the publish buffer.
+    void run(const UpdateJob& job, const uint32_t* slots);
 
   private:
     // Consecutive elements of one block and one parameter group, at most kSegmentElements of them.
@@ -58,7 +57,6 @@ class BlockReplay {
     std::vector<const std::byte*> slots_;                      // of the applied steps
     std::vector<std::vector<StepCoefficients>> coefficients_;  // per parameter group, of the applied steps
     std::vector<const void*> gradients_;                       // per share, of the applied steps in the current segment
-    std::vector<ThreadSpan> spans_;                            // per thread that has a share
 };
 
 }  // namespace zenflow

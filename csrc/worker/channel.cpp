@@ -3,7 +3,6 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -41,10 +40,7 @@ std::optional<Channel::Message> Channel::receive() {
     return message;
 }
 
-bool Channel::send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size) {
-    std::vector<std::byte> message(head_size + tail_size);
-    std::memcpy(message.data(), head, head_size);
-    if (tail_size > 0) std::memcpy(message.data() + head_size, tail, tail_size);
+bool Channel::send_bytes(std::string message) {
     kept_.push_back(std::move(message));
     return send_kept();
 }
@@ -58,7 +54,7 @@ bool Channel::send_kept() {
     return true;
 }
 
-Channel::Sent Channel::send_now(const std::vector<std::byte>& message) {
+Channel::Sent Channel::send_now(const std::string& message) {
     ssize_t sent;
     do {
         sent = ::send(fd_, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -71,7 +67,8 @@ Channel::Sent Channel::send_now(const std::vector<std::byte>& message) {
 
 bool Channel::send_error(std::string_view text) {
     const MessageHeader header{static_cast<uint32_t>(MessageType::kError), 0};
-    bool sent = send(header, text.data(), std::min(text.size(), kMaxMessageBytes - sizeof(header)));
+    std::string message(reinterpret_cast<const char*>(&header), sizeof(header));
+    bool sent = send_bytes(message.append(text.substr(0, kMaxMessageBytes - sizeof(header))));
     while (sent && !kept_.empty()) {
         wait_for(POLLOUT);
         sent = send_kept();

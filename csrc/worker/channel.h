@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <string>
 #include <string_view>
-#include <vector>
 
 #include "common/protocol.h"
 
@@ -35,15 +35,10 @@ class Channel {
     // the socket fails.
     std::optional<Message> receive();
 
-    // Sends a structure, followed by table entries in the same message. Returns false if the trainer is gone. Throws Error if the
-    // socket fails.
+    // Sends a structure. Returns false if the trainer is gone. Throws Error if the socket fails.
     template <typename T>
     bool send(const T& message) {
-        return send_bytes(&message, sizeof(message), nullptr, 0);
-    }
-    template <typename T, typename Entry>
-    bool send(const T& message, const Entry* entries, size_t n_entries) {
-        return send_bytes(&message, sizeof(message), entries, n_entries * sizeof(Entry));
+        return send_bytes({reinterpret_cast<const char*>(&message), sizeof(message)});
     }
 
     // Sends an Error message, with the text truncated to fit, behind all that is kept; waits until the trainer has read enough.
@@ -55,15 +50,15 @@ class Channel {
   private:
     enum class Sent { kYes, kNoRoom, kTrainerGone };
 
-    bool send_bytes(const void* head, size_t head_size, const void* tail, size_t tail_size);
-    Sent send_now(const std::vector<std::byte>& message);
+    bool send_bytes(std::string message);
+    Sent send_now(const std::string& message);
     // Sends what is kept, as far as there is room. Returns false if the trainer is gone.
     bool send_kept();
     // Waits until there is a message, or room for one.
     void wait_for(short events);
 
     int fd_;
-    std::deque<std::vector<std::byte>> kept_;
+    std::deque<std::string> kept_;
     alignas(8) std::array<std::byte, kMaxMessageBytes> buffer_;
 };
 

@@ -20,7 +20,7 @@ struct Line {
 // clang-format off
 constexpr Line kLines[] = {
     CONSTANT(kMagic), CONSTANT(kVersion), CONSTANT(kHeaderBytes), CONSTANT(kMaxMessageBytes), CONSTANT(kTileElements),
-    CONSTANT(kJournalEntryBytes), CONSTANT(kMaxThreadSpans),
+    CONSTANT(kJournalEntryBytes),
 
     SIZE(ArenaHeader), FIELD(ArenaHeader, magic), FIELD(ArenaHeader, version), FIELD(ArenaHeader, total_bytes),
     FIELD(ArenaHeader, gradient_dtype), FIELD(ArenaHeader, weight_dtype), FIELD(ArenaHeader, numel),
@@ -56,9 +56,7 @@ constexpr Line kLines[] = {
     SIZE(Ready), FIELD(Ready, type), FIELD(Ready, n_threads), FIELD(Ready, version),
 
     SIZE(Done), FIELD(Done, type), FIELD(Done, block), FIELD(Done, job_id), FIELD(Done, start_ns), FIELD(Done, wait_ns),
-    FIELD(Done, busy_ns), FIELD(Done, n_spans), FIELD(Done, reserved),
-
-    SIZE(ThreadSpan), FIELD(ThreadSpan, begin_ns), FIELD(ThreadSpan, end_ns),
+    FIELD(Done, busy_ns),
 
     SIZE(Export), FIELD(Export, type), FIELD(Export, n_tiles), FIELD(Export, request_id), FIELD(Export, tiles_offset),
 

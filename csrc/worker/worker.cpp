@@ -1,6 +1,5 @@
 // The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs in order
 // and exits on request or when the trainer is gone. protocol.h holds the contract.
-#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -18,10 +17,9 @@
 #include "worker/block_replay.h"
 #include "worker/channel.h"
 #include "worker/cores.h"
-#include "worker/export.h"
-#include "worker/first_touch.h"
 #include "worker/layout.h"
 #include "worker/privileges.h"
+#include "worker/requests.h"
 #include "worker/step_records.h"
 
 namespace zenflow {
@@ -121,16 +119,15 @@ bool serve_job(const Channel::Message& message, const StepRecords& records, Bloc
     const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
     replay.check(job, slots);
     records.check(job);
-    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, received_ns, 0, 0, 0, 0};
+    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, received_ns, 0, 0};
     if (replay.is_complete(job)) return channel.send(done);
     if (!records.resolve(job, [&channel] { return channel.trainer_gone(); })) return false;
     const int64_t arrived_ns = now_ns();
-    const std::vector<ThreadSpan>& spans = replay.run(job, slots);
+    replay.run(job, slots);
     done.wait_ns = arrived_ns - received_ns;
     done.busy_ns = now_ns() - arrived_ns;
-    done.n_spans = static_cast<uint32_t>(std::min(spans.size(), kMaxThreadSpans));
     // The socket's lock makes all earlier writes happen before the trainer's receipt of Done.
-    return channel.send(done, spans.data(), done.n_spans);
+    return channel.send(done);
 }
 
 // Carries out a request by calling `carry_out(request)`, and acknowledges it. Returns false if the trainer is gone.

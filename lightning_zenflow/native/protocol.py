@@ -11,7 +11,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 9
+VERSION: Final = 10
 
 HEADER_BYTES: Final = 4096
 
@@ -20,8 +20,6 @@ MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
 
 JOURNAL_ENTRY_BYTES: Final = 4096
-
-MAX_THREAD_SPANS: Final = 256
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types of gradient slots, publish buffers and moments: values of ``zenflow::DataType``."""
@@ -163,7 +161,7 @@ class Ready(ctypes.LittleEndianStructure):
 
 
 class Done(ctypes.LittleEndianStructure):
-    """``zenflow::Done``: one per job, in order of submission; followed in the message by ``ThreadSpan[n_spans]``."""
+    """``zenflow::Done``: one per job, in order of submission."""
 
     _fields_ = (
         ("type", ctypes.c_uint32),
@@ -172,15 +170,7 @@ class Done(ctypes.LittleEndianStructure):
         ("start_ns", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("busy_ns", ctypes.c_int64),
-        ("n_spans", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
     )
-
-
-class ThreadSpan(ctypes.LittleEndianStructure):
-    """``zenflow::ThreadSpan``: time that a thread of the worker worked on a job."""
-
-    _fields_ = (("begin_ns", ctypes.c_int64), ("end_ns", ctypes.c_int64))
 
 
 class Export(ctypes.LittleEndianStructure):

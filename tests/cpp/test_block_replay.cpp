@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "check.h"
-#include "common/clock.h"
 #include "reference_adamw.h"
 #include "trainer_arena.h"
 #include "worker/arena.h"
@@ -41,10 +40,10 @@ struct Fixture {
 
     explicit Fixture(const ArenaSpec& spec) : trainer(spec) { omp_set_num_threads(kThreads); }
 
-    const std::vector<ThreadSpan>& run(const UpdateJob& job, const std::vector<uint32_t>& slots) {
+    void run(const UpdateJob& job, const std::vector<uint32_t>& slots) {
         replay.check(job, slots.data());
         CHECK(records.resolve(job, never));
-        return replay.run(job, slots.data());
+        replay.run(job, slots.data());
     }
 };
 
@@ -83,15 +82,10 @@ void check_awkward_spec(DataType type) {
         const auto untouched = test::encode(std::vector<float>(size, kUntouched), type);
         std::copy(untouched.begin(), untouched.end(), trainer.publish_buffer(1));
 
-        const int64_t begin_ns = now_ns();
-        const std::vector<ThreadSpan> spans = fixture.run(job_of(b, 1 + b, 1, 3, 1), slots);
-        const int64_t end_ns = now_ns();
+        fixture.run(job_of(b, 1 + b, 1, 3, 1), slots);
         // Three elements are one thread's share, 50,000 suffice for all.
-        CHECK(b != 1 || spans.size() == 1);
-        CHECK(b != 2 || spans.size() == kThreads);
-        for (const ThreadSpan& span : spans) {
-            CHECK(begin_ns <= span.begin_ns && span.begin_ns < span.end_ns && span.end_ns <= end_ns);
-        }
+        CHECK(b != 1 || trainer.header().n_shares == 1);
+        CHECK(b != 2 || trainer.header().n_shares == kThreads);
         std::vector<float> published(size, kUntouched);
         for (const Range& range : spec.ranges) {
             for (uint64_t i = std::max(range.begin, block.begin); i < std::min(range.end, block.end); ++i) {

@@ -124,7 +124,7 @@ void kill_everywhere(const Scenario& scenario) {
     std::string image = image_of(training.arena());
     int changes = 0, in_progress = 0, between = 0;
     // After the last Done it waits for a message, and a single step would block.
-    while (worker.bytes_waiting() < 2 * (sizeof(Done) + sizeof(ThreadSpan))) {
+    while (worker.bytes_waiting() < 2 * sizeof(Done)) {
         CHECK_EQ(ptrace(PTRACE_SINGLESTEP, pid, nullptr, nullptr), 0);
         CHECK_EQ(waitpid(pid, &status, __WALL), pid);
         CHECK(WIFSTOPPED(status));

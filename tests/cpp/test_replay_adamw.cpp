@@ -184,67 +184,6 @@ TEST(replay_adamw, special_values_equal_the_reference) {
     }
 }
 
-TEST(replay_adamw, replay_equals_single_steps_and_chunks_equal_the_whole) {
-    const size_t n = 5003, n_steps = 7;
-    const State before = test::random_state(n, 7);
-    const Window window(n, n_steps, kDecoupled, DataType::kBFloat16);
-    const std::vector<StepCoefficients> coefficients = window.coefficients();
-    const State after = window.applied_to(before);
-    for (const InstructionSet instruction_set : test::instruction_sets()) {
-        const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, instruction_set);
-        std::vector<BFloat16> published(n);
-        State stepwise = before, chunked = before;
-        for (size_t s = 0; s < n_steps; ++s) {
-            const void* const gradient = window.gradients[s].data();
-            kernel(stepwise.view(), n, {1, &gradient, &coefficients[s], 0.0f}, published.data(), nullptr);
-        }
-        test::check_same_state("stepwise", stepwise.view(), after);
-        size_t begin = 0;
-        for (size_t size = 1; begin < n; begin += size, size = size * 3 + 1) {
-            size = std::min(size, n - begin);
-            std::vector<const void*> gradients;
-            for (const auto& bytes : window.gradients) gradients.push_back(bytes.data() + 2 * begin);
-            const WindowView view{n_steps, gradients.data(), coefficients.data(), 0.0f};
-            kernel(chunked.view() + begin, size, view, published.data() + begin, nullptr);
-        }
-        test::check_same_state("chunked", chunked.view(), after);
-        test::check_same_bytes("chunked published", reinterpret_cast<const std::byte*>(published.data()), after.master,
-                               DataType::kBFloat16);
-    }
-}
-
-// AdamW from its definition, in double precision, from fresh moments.
-TEST(replay_adamw, stays_close_to_adamw_in_double_precision) {
-    const size_t n = 1000, n_steps = 50;
-    const ReplayKernel kernel = replay_kernel(DataType::kFloat32, DataType::kFloat32, best_instruction_set());
-    for (const Hyperparameters& h : {kNoDecay, kDecoupled, kGradientDecay}) {
-        State state{test::random_state(n, 7).master, std::vector<float>(n), std::vector<float>(n)};
-        std::vector<double> w(state.master.begin(), state.master.end()), m(n, 0.0), v(n, 0.0);
-        std::vector<float> published(n);
-        for (size_t s = 1; s <= n_steps; ++s) {
-            const std::vector<float> gradient = test::random_gradient(n, static_cast<uint32_t>(s));
-            const StepCoefficients coefficients = step_coefficients(h, static_cast<int64_t>(s), 0.5f);
-            const void* const pointer = gradient.data();
-            kernel(state.view(), n, {1, &pointer, &coefficients, 0.0f}, published.data(), nullptr);
-            for (size_t i = 0; i < n; ++i) {
-                const double g = 0.5 * gradient[i] + (h.decoupled == 0 ? h.weight_decay * w[i] : 0.0);
-                if (h.decoupled != 0) w[i] -= h.lr * h.weight_decay * w[i];
-                m[i] = h.beta1 * m[i] + (1 - h.beta1) * g;
-                v[i] = h.beta2 * v[i] + (1 - h.beta2) * g * g;
-                const double m_hat = m[i] / (1 - std::pow(h.beta1, static_cast<double>(s)));
-                const double v_hat = v[i] / (1 - std::pow(h.beta2, static_cast<double>(s)));
-                w[i] -= h.lr * m_hat / (std::sqrt(v_hat) + h.eps);
-            }
-        }
-        for (size_t i = 0; i < n; ++i) {
-            // 50 updates of about 1e-3, each rounded at the size of the weight (2^-24 of up to 0.1).
-            CHECK(std::fabs(state.master[i] - w[i]) < 2e-7);
-            CHECK(std::fabs(state.exp_avg[i] - m[i]) < 1e-6 * 1e-2);
-            CHECK(std::fabs(state.exp_avg_sq[i] - v[i]) <= 1e-5 * v[i] + 1e-15);
-        }
-    }
-}
-
 TEST(replay_adamw, step_coefficients_have_known_values) {
     const StepCoefficients first = step_coefficients(kDecoupled, 1, 0.25f);
     CHECK_EQ(first.grad_scale, 0.25f);

@@ -1,8 +1,14 @@
-// The worker process from start to exit, seen from the trainer. A hang is a failure: the test runner has a timeout.
+// The worker process from start to exit and its errors, seen from the trainer. A hang is a failure: the test runner has a
+// timeout.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +26,7 @@ using test::first_core;
 using test::job_of;
 using test::output_of_worker;
 using test::State;
+using test::tentative;
 using test::TrainerArena;
 using test::WorkerProcess;
 
@@ -251,15 +258,120 @@ TEST(worker, ignores_signals_of_the_terminal) {
     CHECK_EQ(worker.wait(), -SIGTERM);
 }
 
-TEST(worker, prints_layout_and_version) {
-    int status = -1;
-    const std::string layout = output_of_worker({"--layout"}, status);
-    CHECK_EQ(status, 0);
-    CHECK_CONTAINS(layout, "sizeof(UpdateJob) 40\n");
-    CHECK_CONTAINS(layout, "ArenaHeader.numel 32\n");
-    CHECK_CONTAINS(layout, "kMaxMessageBytes 16384\n");
-    CHECK_CONTAINS(output_of_worker({"--version"}, status), "protocol " + std::to_string(kVersion));
-    CHECK_EQ(status, 0);
+// What the trainer does before the worker starts and after it is ready, and the error of the worker, which exits with status 1.
+struct ErrorCase {
+    std::function<void(TrainerArena&)> prepare;
+    std::function<void(WorkerProcess&)> send;
+    const char* error;
+};
+
+std::function<void(WorkerProcess&)> submitting(const UpdateJob& job, const std::vector<uint32_t>& slots) {
+    return [=](WorkerProcess& worker) { worker.submit(job, slots); };
+}
+
+TEST(worker, reports_invalid_messages) {
+    const auto nothing = [](TrainerArena&) {};
+    const ErrorCase cases[] = {
+        {nothing, submitting(job_of(2, 1, 1, 0), {}), "block must be below n_blocks = 2, got 2"},
+        {nothing, submitting(job_of(0, 1, 0, 1), {0}), "first_step must be at least 1"},
+        {nothing, submitting(job_of(0, 1, 1, 2), {0}), "must have 48 bytes with n_committed = 2 and has_tentative = 0, got 44"},
+        {nothing, submitting(tentative(job_of(0, 1, 1, 1)), {0, 0}), "with n_committed = 0 and has_tentative = 1, got 48"},
+        {nothing, submitting(job_of(0, 1, 1, 0xffffffffu), {0, 0}),
+         "with n_committed = 4294967295 and has_tentative = 0, got 48"},
+        {nothing, submitting(job_of(0, 1, 1, 2), {0, 1}), "step 1's clip coefficient did not arrive within 30 ms"},
+        {nothing,
+         [](WorkerProcess& worker) {
+             const MessageHeader message{77, 0};
+             worker.send(&message, sizeof(message));
+         },
+         "type must be 1 (job), 2 (exit), 6 (export) or 7 (touch), got 77"},
+        {[](TrainerArena& arena) {
+             arena.header().begun_job = 5;
+             arena.header().completed_job = 4;
+         },
+         [](WorkerProcess& worker) {
+             worker.submit(job_of(0, 4, 0, 0), {});
+             CHECK_EQ(worker.receive_done().job_id, 4);
+             worker.submit(job_of(0, 6, 0, 0), {});
+         },
+         "job_id must be 5, the job in progress, got 6"},
+        {[](TrainerArena& arena) {
+             arena.header().begun_job = arena.header().n_shares = 1;
+             arena.journal_entry(0).end = 65;
+         },
+         submitting(job_of(0, 1, 0, 0), {}),
+         "journal: entry 0 must have ascending bounds from 0 to the end of block 0, 64, got position 0 in [0, 65)"},
+    };
+    for (const ErrorCase& c : cases) {
+        TrainerArena arena;
+        c.prepare(arena);
+        WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "30"});
+        worker.receive_ready();
+        c.send(worker);
+        CHECK_CONTAINS(worker.receive_error(), c.error);
+        CHECK_EQ(worker.wait(), 1);
+    }
+}
+
+// The error of a worker that does not become ready.
+std::string error_at_start(const TrainerArena& arena, const std::string& cores) {
+    WorkerProcess worker(arena, cores);
+    const std::string error = worker.receive_error();
+    CHECK_EQ(worker.wait(), 1);
+    return error;
+}
+
+TEST(worker, reports_an_error_with_a_closed_standard_error) {
+    int ends[2];
+    CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
+    close(ends[0]);
+    const TrainerArena arena;
+    WorkerProcess worker(arena, first_core(), {}, ends[1]);
+    close(ends[1]);
+    worker.receive_ready();
+    worker.submit(job_of(2, 1, 1, 0), {});
+    CHECK_CONTAINS(worker.receive_error(), "block must be below n_blocks = 2, got 2");
+    CHECK_EQ(worker.wait(), 1);
+}
+
+TEST(worker, reports_an_invalid_arena_and_unusable_cores) {
+    TrainerArena arena;
+    CHECK_CONTAINS(error_at_start(arena, "8000"), ", got 8000");
+    arena.header().n_step_records = 0;
+    CHECK_CONTAINS(error_at_start(arena, first_core()), "n_step_records must be at least 2, got 0");
+}
+
+TEST(worker, reports_an_environment_that_limits_the_threads) {
+    const std::string cores = test::all_cores();
+    if (cores.find(',') == std::string::npos) return;  // the limit has no effect with one core
+    setenv("OMP_THREAD_LIMIT", "1", 1);
+    const std::string error = error_at_start(TrainerArena(), cores);
+    unsetenv("OMP_THREAD_LIMIT");
+    CHECK_CONTAINS(error, "OMP_THREAD_LIMIT");
+}
+
+TEST(worker, explains_wrong_arguments) {
+    struct Case {
+        std::vector<std::string> arguments;
+        const char* output;
+    };
+    const Case cases[] = {
+        {{}, "usage: zenflow-worker"},
+        {{"--arena-fd", "3", "--socket-fd", "4"}, "--cores is missing"},
+        {{"--arena-fd", "3", "--cores", "0"}, "--socket-fd is missing"},
+        {{"--socket-fd", "3", "--cores", "0"}, "--arena-fd is missing"},
+        {{"--arena-fd"}, "--arena-fd: its value is missing"},
+        {{"--arena-fd", "x"}, "--arena-fd must be a number from 0 to 2147483647, got 'x'"},
+        {{"--word-timeout-ms", "0"}, "--word-timeout-ms must be a number from 1 to 2147483647, got '0'"},
+        {{"--cores", "0,0"}, "must be distinct, got 0 twice"},
+        {{"--colour", "blue"}, "--colour: there is no such option"},
+        {{"--arena-fd", "0", "--socket-fd", "0", "--cores", "0"}, "--socket-fd must be "},
+    };
+    for (const Case& c : cases) {
+        int status = 0;
+        CHECK_CONTAINS(output_of_worker(c.arguments, status), c.output);
+        CHECK(status > 0);
+    }
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 """Builds of the worker and the C++ tests of ``tests/cpp``: unoptimized, as released, and with sanitizers."""
 
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "csrc"
@@ -48,27 +49,27 @@ def configure(directory: Path, *options: str, **environment: str) -> subprocess.
     return run([cmake, "-S", SOURCE, "-B", directory, *generator, *options], timeout_s=BUILD_TIMEOUT_S, **environment)
 
 
-def build(variant: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Configures and builds one of `VARIANTS`."""
-    configured = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", VARIANTS[variant])
-    if configured.returncode != 0:
-        return configured
-    made = ["--build", directory, "--target", "zenflow-tests", "--parallel", "2"]
-    return run([program("cmake") or "", *made], timeout_s=BUILD_TIMEOUT_S)
+def build(variant: str) -> Path:
+    """Builds one of `VARIANTS` in a folder that is kept, so that the next run compiles only what has changed since.
 
+    Returns:
+        The folder, with ``zenflow-worker`` and, in ``tests``, ``zenflow-tests``.
 
-@dataclass(frozen=True, kw_only=True)
-class Build:
-    """A finished build of the worker and its tests."""
-
-    directory: Path
-
-    @property
-    def tests(self) -> Path:
-        """The executable that holds all C++ tests."""
-        return self.directory / "tests" / "zenflow-tests"
-
-    @property
-    def worker(self) -> Path:
-        """The worker executable."""
-        return self.directory / "zenflow-worker"
+    Raises:
+        RuntimeError: the build failed; with its output.
+    """
+    compiler = program(os.environ.get("CXX", "c++")) or "none"
+    version = run([compiler, "--version"], timeout_s=BUILD_TIMEOUT_S).stdout if compiler != "none" else ""
+    key = hashlib.sha256(f"{compiler}\n{version}".encode()).hexdigest()[:8]
+    directory = SOURCE.parent / "build" / f"cpp-{variant}-{key}"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        # Tests in other processes build it too.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = configure(directory, "-DZENFLOW_WERROR=ON", "-DZENFLOW_TESTS=ON", VARIANTS[variant])
+        if done.returncode == 0:
+            made = ["--build", directory, "--target", "zenflow-tests", "--parallel", "2"]
+            done = run([program("cmake") or "", *made], timeout_s=BUILD_TIMEOUT_S)
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout)
+    return directory

@@ -20,7 +20,6 @@ STRUCTURES = (
     protocol.UpdateJob,
     protocol.Ready,
     protocol.Done,
-    protocol.ThreadSpan,
     protocol.Export,
     protocol.ExportTile,
     protocol.Touch,
@@ -53,7 +52,6 @@ def test_constants(layout: dict[str, int]) -> None:
         "kMaxMessageBytes": protocol.MAX_MESSAGE_BYTES,
         "kTileElements": protocol.TILE_ELEMENTS,
         "kJournalEntryBytes": protocol.JOURNAL_ENTRY_BYTES,
-        "kMaxThreadSpans": protocol.MAX_THREAD_SPANS,
     }
     assert constants == ours
 

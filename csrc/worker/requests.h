@@ -1,10 +1,16 @@
-// NUMA placement of the arena's memory by first touch.
+// What the worker does beside jobs: export of state, and NUMA placement of the arena's memory by first touch.
 #pragma once
 
+#include "common/protocol.h"
 #include "worker/arena.h"
 #include "worker/journal.h"
 
 namespace zenflow {
+
+// Carries out an Export with all threads of the caller's next parallel region; all writes happen before the return. Reads master
+// weights and moments, so no job may run at the same time. Throws Error if the request leaves the partition or the export
+// section.
+void export_entries(const Arena& arena, const Export& request);
 
 // Makes the kernel allocate the pages of a share's master weights and moments on the NUMA node of the calling thread. Only reads;
 // pages that are allocated already stay where they are. Thread-safe.

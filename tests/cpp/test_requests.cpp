@@ -1,0 +1,263 @@
+// Requests to the worker: export of device-owned entries' state, by the function and through the worker; first touch of memory.
+#include <omp.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "common/parallel.h"
+#include "trainer_arena.h"
+#include "worker/arena.h"
+#include "worker/block_replay.h"
+#include "worker/requests.h"
+#include "worker/step_records.h"
+#include "worker_process.h"
+
+namespace zenflow {
+namespace {
+
+using test::ArenaSpec;
+using test::TrainerArena;
+using test::WorkerProcess;
+
+constexpr uint64_t kColumnsAt = 1024, kStateAt = 2048;  // in the export section
+
+// Three tiles: selected columns of 300 rows, all of a vector's elements, and two columns of a part of a row.
+class Case {
+  public:
+    Case() : arena_(spec()) {
+        std::iota(arena_.master(), arena_.master() + 3 * stride_of_arrays(), 0.0f);
+        const std::vector<uint32_t> columns = {0, 3, 7, 8, 20, 40, 1, 4};
+        std::memcpy(arena_.export_section() + kColumnsAt, columns.data(), columns.size() * sizeof(uint32_t));
+        const uint64_t section = arena_.header().export_offset;
+        const uint64_t columns_at = section + kColumnsAt, state_at = section + kStateAt;
+        tiles_ = {{7, 300, 41, 6, columns_at, state_at, 1830},
+                  {12400, 30, 1, 1, 0, state_at + 1800 * 4, 1830},
+                  {12500, 1, 9, 2, columns_at + 6 * 4, state_at + 3 * 1830 * 4, 2}};
+    }
+
+    TrainerArena& arena() { return arena_; }
+    std::vector<ExportTile>& tiles() { return tiles_; }
+
+    Export request() {
+        std::memcpy(arena_.export_section(), tiles_.data(), tiles_.size() * sizeof(ExportTile));
+        return {static_cast<uint32_t>(MessageType::kExport), static_cast<uint32_t>(tiles_.size()), 5,
+                arena_.header().export_offset};
+    }
+
+    void check() {
+        for (const ExportTile& tile : tiles_) {
+            for (uint64_t a = 0; a < 3; ++a) {
+                const auto* const to =
+                    reinterpret_cast<const float*>(arena_.memory() + tile.target_offset) + a * tile.target_stride;
+                for (uint64_t i = 0; i < tile.rows * tile.n_columns; ++i) {
+                    const uint64_t row = i / tile.n_columns;
+                    uint64_t column = i % tile.n_columns;
+                    if (tile.n_columns < tile.width) {
+                        column = reinterpret_cast<const uint32_t*>(arena_.memory() + tile.columns_offset)[column];
+                    }
+                    const uint64_t element = tile.begin + row * tile.width + column;
+                    CHECK_EQ(to[i], array(a)[element]);
+                }
+            }
+        }
+    }
+
+  private:
+    static ArenaSpec spec() {
+        ArenaSpec spec;
+        spec.ranges = {{0, 12600, 0, 0}};
+        spec.blocks = {{0, 12600}};
+        spec.numel = 12600;
+        spec.export_bytes = kStateAt + 3 * 1830 * 4 + 3 * 2 * 4;
+        return spec;
+    }
+
+    const float* array(uint64_t a) { return arena_.master() + a * stride_of_arrays(); }
+    uint64_t stride_of_arrays() { return (arena_.header().exp_avg_offset - arena_.header().master_offset) / sizeof(float); }
+
+    TrainerArena arena_;
+    std::vector<ExportTile> tiles_;
+};
+
+TEST(requests, an_export_copies_the_entries_of_all_arrays) {
+    for (const int n_threads : {1, 2, 3, 7}) {
+        omp_set_num_threads(n_threads);
+        Case c;
+        export_entries(Arena(c.arena().fd()), c.request());
+        c.check();
+    }
+}
+
+TEST(requests, an_export_follows_the_jobs_before) {
+    Case c;
+    const Export request = c.request();
+    WorkerProcess worker(c.arena(), test::all_cores());
+    worker.receive_ready();
+    c.arena().set_hyperparameters(1, {test::kDecoupled, test::kDecoupled});
+    c.arena().set_gradient(0, test::random_gradient(12600, 1));
+    worker.submit(test::job_of(0, 1, 1, 1), {0});
+    worker.send(&request, sizeof(request));
+    c.arena().write_word(1, 1.0f);
+    worker.receive_done();
+    CHECK_EQ(worker.receive_acknowledged().request_id, 5);
+    c.check();
+}
+
+TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
+    struct Change {
+        const char* name;
+        std::function<void(Case&, Export&)> apply;
+    };
+    const std::vector<Change> changes = {
+        {"tiles", [](Case&, Export& r) { r.tiles_offset = 0; }},
+        {"tiles", [](Case&, Export& r) { r.tiles_offset += 4; }},
+        {"tiles", [](Case&, Export& r) { r.n_tiles = UINT32_MAX; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = 308; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[0].rows = UINT64_MAX / 41; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[1].begin = UINT64_MAX; }},
+        {"partition", [](Case& c, Export&) { c.tiles()[1].width = 0; }},
+        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 0; }},
+        {"n_columns", [](Case& c, Export&) { c.tiles()[0].n_columns = 42; }},
+        {"columns", [](Case& c, Export&) { c.tiles()[0].columns_offset = 0; }},
+        {"columns", [](Case& c, Export&) { c.tiles()[2].width = 4; }},
+        {"target", [](Case& c, Export&) { c.tiles()[0].target_offset = c.arena().header().master_offset; }},
+        {"target", [](Case& c, Export&) { c.tiles()[2].target_stride = 3; }},
+        {"target_stride", [](Case& c, Export&) { c.tiles()[2].target_stride = UINT64_MAX / 2 - 1; }},
+    };
+    for (const Change& change : changes) {
+        Case c;
+        Export request = c.request();
+        change.apply(c, request);
+        c.request();  // writes the changed tiles
+        CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), change.name);
+    }
+}
+
+constexpr std::chrono::milliseconds kLong{600000};
+constexpr int kThreads = 3;
+
+size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+// Blocks of many pages of memory; one in no range, and one too small for all threads.
+ArenaSpec large_spec() {
+    ArenaSpec spec;
+    spec.ranges = {{0, 400000, 0, 0}, {600000, 600100, 1, 0}};
+    spec.blocks = {{0, 300000}, {300000, 400000}, {400000, 600000}, {600000, 600100}};
+    spec.numel = 600100;
+    return spec;
+}
+
+// For each page of the arena's memory, whether it is allocated.
+std::vector<bool> allocated(TrainerArena& arena) {
+    std::vector<unsigned char> flags((arena.bytes() + page_bytes() - 1) / page_bytes());
+    CHECK_EQ(mincore(arena.memory(), arena.bytes(), flags.data()), 0);
+    std::vector<bool> result;
+    for (const unsigned char flag : flags) result.push_back((flag & 1) != 0);
+    return result;
+}
+
+// Sets the pages that hold elements [begin, end) of one of the arena's arrays.
+void add(std::vector<bool>& pages, uint64_t array_offset, uint64_t begin, uint64_t end) {
+    const uint64_t first = (array_offset + begin * sizeof(float)) / page_bytes();
+    const uint64_t last = (array_offset + end * sizeof(float) - 1) / page_bytes();
+    for (uint64_t page = first; page <= last; ++page) pages[page] = true;
+}
+
+void add_states(std::vector<bool>& pages, const ArenaHeader& header, uint64_t begin, uint64_t end) {
+    for (const uint64_t offset : {header.master_offset, header.exp_avg_offset, header.exp_avg_sq_offset}) {
+        add(pages, offset, begin, end);
+    }
+}
+
+TEST(requests, states_that_are_updated_are_allocated_and_nothing_changes) {
+    TrainerArena trainer(large_spec());
+    const Arena arena(trainer.fd());
+    const StepRecords records(arena, kLong);
+    BlockReplay replay(arena, records);
+    omp_set_num_threads(kThreads);
+    std::vector<bool> expected = allocated(trainer);
+    const auto tables = std::count(expected.begin(), expected.end(), true);
+    replay.touch_states();
+    for (const Range& range : arena.ranges()) add_states(expected, arena.header(), range.begin, range.end);
+    CHECK(allocated(trainer) == expected);
+    CHECK(std::count(expected.begin(), expected.end(), true) > tables + 1000);
+
+    std::fill(trainer.master(), trainer.master() + trainer.header().numel, 3.0f);
+    const std::vector<std::byte> before(trainer.memory(), trainer.memory() + trainer.bytes());
+    replay.touch_states();
+    CHECK_EQ(std::memcmp(before.data(), trainer.memory(), trainer.bytes()), 0);
+}
+
+// A worker that starts before the first job touches the states, one after a restart does not.
+TEST(requests, states_are_touched_by_the_first_worker_only) {
+    for (const int64_t n_jobs : {0, 1}) {
+        TrainerArena trainer(large_spec());
+        trainer.header().begun_job = trainer.header().completed_job = n_jobs;
+        std::vector<bool> expected = allocated(trainer);
+        WorkerProcess worker(trainer, test::all_cores());
+        worker.receive_ready();
+        if (n_jobs == 0) {
+            for (const Range& range : large_spec().ranges) add_states(expected, trainer.header(), range.begin, range.end);
+        }
+        CHECK(allocated(trainer) == expected);
+    }
+}
+
+TEST(requests, rows_of_a_touch_are_allocated) {
+    TrainerArena trainer(large_spec());
+    const Arena arena(trainer.fd());
+    omp_set_num_threads(kThreads);
+    std::vector<bool> expected = allocated(trainer);
+    const uint64_t row = 10 * page_bytes(), offset = arena.header().slots_offset / page_bytes() * page_bytes();
+    touch_rows(arena, {0, 0, 1, offset, 7, row});
+    for (uint64_t page = 0; page < 70; ++page) expected[offset / page_bytes() + page] = true;
+    CHECK(allocated(trainer) == expected);
+    CHECK_CONTAINS(test::error_of([&] { touch_rows(arena, {0, 0, 1, offset, arena.header().total_bytes, row}); }), "touch: ");
+}
+
+int64_t page_faults_of_this_thread() {
+    rusage usage{};
+    CHECK_EQ(getrusage(RUSAGE_THREAD, &usage), 0);
+    return usage.ru_minflt;
+}
+
+// Each thread allocates the memory of the elements that it updates according to the journal.
+TEST(requests, threads_touch_what_they_update) {
+    ArenaSpec spec = large_spec();
+    spec.ranges = {{0, 600100, 0, 0}};
+    spec.blocks = {{0, 600100}};
+    TrainerArena trainer(spec);
+    const Arena arena(trainer.fd());
+    const StepRecords records(arena, kLong);
+    BlockReplay replay(arena, records);
+    omp_set_num_threads(kThreads);
+    std::vector<int64_t> before(kThreads);
+    std::vector<int64_t> faults(kThreads);
+    run_in_parallel([&](int thread, int) { before[static_cast<size_t>(thread)] = page_faults_of_this_thread(); });
+    replay.touch_states();
+    run_in_parallel([&](int thread, int) {
+        const auto index = static_cast<size_t>(thread);
+        faults[index] = page_faults_of_this_thread() - before[index];
+    });
+    replay.run(test::job_of(0, 1, 0, 0), nullptr);
+    CHECK_EQ(trainer.header().n_shares, static_cast<uint64_t>(kThreads));
+    for (size_t i = 0; i < kThreads; ++i) {
+        const JournalEntry& entry = trainer.journal_entry(i);
+        const auto pages = static_cast<int64_t>(3 * (entry.end - entry.begin) * sizeof(float) / page_bytes());
+        CHECK(pages > 500);
+        // Pages at its ends may have been its neighbours'.
+        CHECK(faults[i] >= pages - 6);
+    }
+}
+
+}  // namespace
+}  // namespace zenflow
