@@ -120,12 +120,8 @@ class HostRuntime:
     def page_unlock(self, address: int) -> None:
         """Undoes `page_lock` of the range that begins at `address`."""
 
-    def memory_allocated(self) -> int:
-        """Bytes of device memory in tensors."""
-        return 0
-
     def max_memory_allocated(self) -> int:
-        """Largest value of `memory_allocated` since `forget_peak`."""
+        """Most bytes of device memory that were in tensors since `forget_peak`."""
         return 0
 
     def forget_peak(self) -> None:
@@ -202,10 +198,6 @@ class CudaRuntime(HostRuntime):
         self._check("cudaHostUnregister", address)
 
     @override
-    def memory_allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    @override
     def max_memory_allocated(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
@@ -260,6 +252,19 @@ def runtime_of(device: torch.device) -> HostRuntime:
     if device.type not in RUNTIMES:
         raise ValueError(f"device must be of type {' or '.join(RUNTIMES)}, got {device}")
     return RUNTIMES[device.type](device)
+
+
+_RESERVE = 0.05
+"""Share of the device's memory that stays free, for fragmentation and longer batches."""
+
+
+def has_room(n_bytes: float, device: torch.device) -> bool:
+    """Whether the device has `n_bytes` free beside the peak of its allocated memory since `forget_peak`; True for the CPU.
+
+    Call it in backward or right after a step, when a step has had its peak.
+    """
+    free, total = runtime_of(device).memory_beside_peak()
+    return free >= n_bytes + _RESERVE * total
 
 
 class SideStream:

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
-from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
 
 _SEED = 20251205

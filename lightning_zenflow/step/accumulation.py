@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.core.device import has_room
 from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Free memory of host and device, and the check before training that the arenas of all ranks fit.
+"""Free memory of the host, and the check before training that the arenas of all ranks fit.
 
 The kernel allocates shared memory when a page is first written. Without the check, a host with too little memory would fail later, by the
 OOM killer.
@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.worker.topology import control_groups, read_file
 
 _log = logging.getLogger(__name__)
@@ -141,24 +138,3 @@ def _table(path: Path) -> dict[str, int]:
 
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.2f} GiB ({n_bytes} bytes)"
-
-
-_RESERVE = 0.05
-"""Share of the device's memory that stays free, for fragmentation and longer batches."""
-
-
-def forget_start_up_peak(device: torch.device) -> None:
-    """Lets the device's peak of allocated memory begin anew; call it before the first step.
-
-    DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
-    """
-    runtime_of(device).forget_peak()
-
-
-def has_room(n_bytes: float, device: torch.device) -> bool:
-    """Whether the device has `n_bytes` free beside the peak of its allocated memory since `forget_start_up_peak`; True for the CPU.
-
-    Call it in backward or right after a step, when a step has had its peak.
-    """
-    free, total = runtime_of(device).memory_beside_peak()
-    return free >= n_bytes + _RESERVE * total

@@ -23,7 +23,6 @@ from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.telemetry.telemetry import Telemetry
-from lightning_zenflow.worker.memory import forget_start_up_peak
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero.build import ZeroPartition, build
@@ -114,7 +113,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             flush=self.flush,
         )
         rank_zero_info(parts.description)
-        forget_start_up_peak(parts.step.rank.device)
+        # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
+        runtime_of(parts.step.rank.device).forget_peak()
 
     @override
     def _link_all_hp_params(self) -> None:

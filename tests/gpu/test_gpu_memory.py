@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from gpu_cases import MILLISECOND, RACES, device, optimizer_of
 from harness import APPROXIMATE, Case, run_here
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
-from lightning_zenflow.worker.memory import forget_start_up_peak, has_room
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 
@@ -83,7 +82,7 @@ def test_room_without_the_peak_of_the_start() -> None:
     free, _ = torch.cuda.mem_get_info()
     torch.empty(free * 8 // 10, dtype=torch.uint8, device=device())
     assert not has_room(free // 2, device())
-    forget_start_up_peak(device())
+    runtime_of(device()).forget_peak()
     assert has_room(free // 2, device())
     torch.cuda.empty_cache()
 
