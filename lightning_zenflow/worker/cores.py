@@ -29,17 +29,17 @@ def worker_cores(
 ) -> WorkerCores:
     """Chooses the cores of one rank's worker.
 
-    1. The rank's *candidates* are its allowed cores on its GPU's NUMA node, or all allowed cores if there are none.
+    1. The rank's *candidates* are its allowed cores on its GPU's socket, or all allowed cores if there are none.
     2. The physical cores of the candidates are divided evenly among the ranks with the same candidates; ranks whose candidates overlap
-       without being the same may get the same core. Cores of NUMA nodes without a rank's GPU are divided among all ranks of the socket.
+       without being the same may get the same core.
     3. A control group's limit on CPU time bounds the share; ranks in one group divide its limit evenly.
     4. The trainer keeps `reserved_share` of the rank's share; the worker gets one logical core of each other physical core, at least one.
 
     The trainer is not pinned: its threads and data loaders find the free cores.
 
     Args:
-        request: "auto"; or the number of cores, which may exceed the share: further physical cores follow, those of the GPU's NUMA node
-            first, then second logical cores; or the cores of all ranks of the host: rank r gets the r-th of equal parts of the list, or
+        request: "auto"; or the number of cores, which may exceed the share: further physical cores follow, those of the GPU's socket first,
+            then second logical cores; or the cores of all ranks of the host: rank r gets the r-th of equal parts of the list, or
             one core in turn if there are fewer cores than ranks.
         places: places of the host's ranks.
         index: index of the rank in `places`.
@@ -54,14 +54,12 @@ def worker_cores(
     candidates = _candidates(place)
     sharers = [i for i, other in enumerate(places) if not set(candidates).isdisjoint(_candidates(other))]
     share = _part(_one_per_physical_core(candidates, siblings), sharers.index(index), len(sharers))
-    # Cores are taken from the end: those of the GPU's NUMA node first.
-    share = [*_rest_of_socket(places, index, siblings), *share]
     quota = _cpus(places, place)
     mine = share[-max(1, int(quota)) :] if quota < len(share) else share
     if isinstance(request, str):
         cores = mine[-max(1, len(mine) - round(reserved_share * len(mine))) :]
-        near = set(candidates) <= set(place.gpu_numa_cores)
-        reason = "on the GPU's NUMA node" if near else "a share of the allowed cores"
+        near = set(candidates) <= set(place.gpu_cores)
+        reason = "on the GPU's socket" if near else "a share of the allowed cores"
         if mine != share:
             reason += f", limited by a control group to {quota:g} CPUs for this rank"
     elif isinstance(request, int):
@@ -85,19 +83,8 @@ def worker_cores(
 
 
 def _candidates(place: Place) -> list[int]:
-    near = set(place.gpu_numa_cores)
+    near = set(place.gpu_cores)
     return [core for core in place.allowed if core in near] or list(place.allowed)
-
-
-def _rest_of_socket(places: Sequence[Place], index: int, siblings: Mapping[int, tuple[int, ...]]) -> list[int]:
-    """The rank's part of the physical cores of its socket that are no rank's candidates."""
-    place = places[index]
-    taken = {core for other in places for core in _candidates(other)}
-    rest = [core for core in place.allowed if core in place.gpu_socket_cores and core not in taken]
-    sharers = [i for i, other in enumerate(places) if not set(rest).isdisjoint(other.gpu_socket_cores)]
-    if not sharers:
-        return []
-    return _run(_one_per_physical_core(rest, siblings), sharers.index(index), len(sharers))
 
 
 def _cpus(places: Sequence[Place], place: Place) -> float:
@@ -108,7 +95,7 @@ def _cpus(places: Sequence[Place], place: Place) -> float:
 
 def _by_distance(allowed: Sequence[int], place: Place, siblings: Mapping[int, tuple[int, ...]]) -> list[int]:
     """All allowed cores: one per physical core, then the others; each in the order of nearness to the GPU, the last ones first."""
-    first, near = set(_one_per_physical_core(allowed, siblings)), set(place.gpu_numa_cores)
+    first, near = set(_one_per_physical_core(allowed, siblings)), set(place.gpu_cores)
     return sorted(allowed, key=lambda core: (core not in first, core not in near, -core))
 
 

@@ -36,10 +36,8 @@ class Place:
     """Identity of the kernel: core numbers are comparable between ranks with the same one."""
     allowed: tuple[int, ...]
     """Logical cores the rank may use, ascending."""
-    gpu_numa_cores: tuple[int, ...]
-    """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
-    gpu_socket_cores: tuple[int, ...]
-    """Cores of the socket of this node, allowed or not."""
+    gpu_cores: tuple[int, ...]
+    """Cores of the socket of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
     quotas: tuple[Quota, ...]
 
 
@@ -56,12 +54,11 @@ def read_place(device: torch.device, root: Path = _ROOT) -> Place:
         root: folder with ``proc`` and ``sys``.
     """
     address = runtime_of(device).pci_address()
-    numa_cores = () if address is None else gpu_numa_cores(address, root)
+    node = () if address is None else gpu_numa_cores(address, root)
     return Place(
         host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
-        gpu_numa_cores=numa_cores,
-        gpu_socket_cores=socket_cores(numa_cores[0], root) if numa_cores else (),
+        gpu_cores=socket_cores(node[0], root) or node if node else (),
         quotas=cpu_quotas(root),
     )
 

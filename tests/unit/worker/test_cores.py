@@ -19,21 +19,8 @@ def pairs(n_physical: int) -> dict[int, tuple[int, ...]]:
     return {core: both[core % n_physical] for core in range(2 * n_physical)}
 
 
-def place(
-    allowed: Sequence[int],
-    gpu_numa_cores: Sequence[int] = (),
-    quotas: Sequence[Quota] = (),
-    gpu_socket_cores: Sequence[int] | None = None,
-) -> Place:
-    """With sockets of one NUMA node each, unless `gpu_socket_cores` says otherwise."""
-    socket_cores = tuple(gpu_numa_cores if gpu_socket_cores is None else gpu_socket_cores)
-    return Place(
-        host="here",
-        allowed=tuple(allowed),
-        gpu_numa_cores=tuple(gpu_numa_cores),
-        gpu_socket_cores=socket_cores,
-        quotas=tuple(quotas),
-    )
+def place(allowed: Sequence[int], gpu_cores: Sequence[int] = (), quotas: Sequence[Quota] = ()) -> Place:
+    return Place(host="here", allowed=tuple(allowed), gpu_cores=tuple(gpu_cores), quotas=tuple(quotas))
 
 
 def choose(
@@ -76,19 +63,10 @@ def test_auto_leaves_the_trainer_its_share(n: int, reserved: float, expected: li
 
 
 def test_auto_takes_one_logical_core_of_each_physical_one() -> None:
-    siblings = pairs(4)
-    chosen = cores_of("auto", siblings, reserved=0.5)
-    assert len(chosen) == 2
-    assert len({siblings[core] for core in chosen}) == 2
-
-
-def test_auto_with_neighbours_as_siblings() -> None:
-    siblings = {core: (core // 2 * 2, core // 2 * 2 + 1) for core in range(8)}
-    assert cores_of("auto", siblings, reserved=0.5) == [4, 6]
-
-
-def test_auto_where_only_the_second_sibling_is_allowed() -> None:
-    assert cores_of("auto", pairs(4), allowed=[5, 6, 7], reserved=0.0) == [5, 6, 7]
+    assert cores_of("auto", pairs(4)) == [2, 3]
+    neighbours = {core: (core // 2 * 2, core // 2 * 2 + 1) for core in range(8)}
+    assert cores_of("auto", neighbours) == [4, 6]
+    assert cores_of("auto", pairs(4), allowed=[5, 6, 7], reserved=0.0) == [5, 6, 7], "only second siblings are allowed"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -116,16 +94,10 @@ def test_numbers_of_two_ranks_do_not_overlap_while_there_is_room() -> None:
     assert not set(chosen[0]) & set(chosen[1])
 
 
-def test_a_list_is_taken_as_it_is() -> None:
+def test_lists() -> None:
     assert cores_of([3, 1], alone(range(4))) == [3, 1]
-
-
-def test_a_list_is_shared_by_the_ranks() -> None:
     assert [cores_of([0, 2, 4, 6], alone(range(8)), rank=rank, ranks=2) for rank in range(2)] == [[0, 2], [4, 6]]
-
-
-def test_a_list_that_is_too_short_for_the_ranks() -> None:
-    """One core in turn, rather than all of them for every rank."""
+    # Too short for the ranks: one core in turn, rather than all of them for every rank.
     assert [cores_of([0, 2], alone(range(8)), rank=rank, ranks=3) for rank in range(3)] == [[0], [2], [0]]
 
 
@@ -137,17 +109,16 @@ def test_a_trainer_on_the_cpu_takes_the_other_cores(cores: int, ranks: int, requ
     assert choose(request_, alone(range(cores)), [place(range(cores))] * ranks, 0).trainer_threads == expected
 
 
-@pytest.mark.parametrize("request_", [[0, 9], [4]])
-def test_a_core_that_is_not_allowed(request_: list[int]) -> None:
-    with pytest.raises(
-        ValueError, match=r"worker_cores must be cores this process may use, which are \[0, 1, 2, 3\], got"
-    ):
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ([0, 9], r"must be cores this process may use, which are \[0, 1, 2, 3\], got \[0, 9\]; remove \[9\]"),
+        (5, "must be at most 4, .*, got 5"),
+    ],
+)
+def test_cores_that_are_not_allowed(request_: int | list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"worker_cores {message}"):
         cores_of(request_, alone(range(4)))
-
-
-def test_more_cores_than_there_are() -> None:
-    with pytest.raises(ValueError, match="worker_cores must be at most 4, .*, got 5"):
-        cores_of(5, alone(range(4)))
 
 
 # Two sockets: physical cores 0-7 and 8-15, 16-31 are their second logical cores.
@@ -197,18 +168,8 @@ class TestTwoSockets:
         assert self.cores(FOUR_GPUS, 9)[1] == [*range(8), 15]
         assert self.cores(FOUR_GPUS, 17)[1] == [*range(16), 23]
 
-    @pytest.mark.parametrize(
-        ("reserved", "expected"),
-        [(0.0, [[0, 1, 4, 5], [2, 3, 6, 7], list(range(8, 16))]), (0.5, [[4, 5], [6, 7], [12, 13, 14, 15]])],
-    )
-    def test_nodes_without_a_gpu(self, reserved: float, expected: list[list[int]]) -> None:
-        """Two nodes a socket, GPUs on the second node of each only: its cores come first, then the socket's others."""
-        places = [place(range(32), (*range(4, 8), *range(20, 24)), gpu_socket_cores=FIRST) for _ in range(2)]
-        places.append(place(range(32), (*range(12, 16), *range(28, 32)), gpu_socket_cores=SECOND))
-        assert self.cores(places, reserved=reserved) == expected
-
     def test_the_reason(self) -> None:
-        assert choose("auto", TWO_SOCKETS, FOUR_GPUS, 3).reason == "on the GPU's NUMA node"
+        assert choose("auto", TWO_SOCKETS, FOUR_GPUS, 3).reason == "on the GPU's socket"
         assert choose("auto", TWO_SOCKETS, [place(range(32))], 0).reason == "a share of the allowed cores"
         assert choose("auto", TWO_SOCKETS, [place(range(8), SECOND)], 0).reason == "a share of the allowed cores"
         assert choose([3], TWO_SOCKETS, FOUR_GPUS, 0).reason == "given by worker_cores"
@@ -228,18 +189,10 @@ class TestQuota:
     def test_ranks_of_one_group_share_its_limit(self, groups: tuple[int, int], expected: int) -> None:
         assert len(self.choose([[Quota(cpus=4, group=group)] for group in groups]).cores) == expected
 
-    def test_at_least_one(self) -> None:
+    def test_at_least_one_and_no_more_than_the_share(self) -> None:
         assert len(self.choose([[Quota(cpus=0.5, group=1)]]).cores) == 1
-
-    def test_a_limit_above_the_share(self) -> None:
         chosen = self.choose([[Quota(cpus=16, group=1)]])
         assert (len(chosen.cores), chosen.reason) == (16, "a share of the allowed cores")
-
-    def test_the_trainer_on_the_cpu_is_below_it_as_well(self) -> None:
-        assert (
-            choose("auto", alone(range(16)), [place(range(16), quotas=[Quota(cpus=4, group=1)])], 0).trainer_threads
-            == 2
-        )
 
     def test_a_number_overrides_it(self) -> None:
         assert len(self.choose([[Quota(cpus=2, group=1)]], request=5).cores) == 5

@@ -113,12 +113,7 @@ def test_quotas(files: dict[str, str], cpus: dict[str, float], tmp_path: Path) -
 def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
     place = read_place(torch.device("cpu"), tmp_path)
     assert place.host == os.uname().nodename
-    assert (place.allowed, place.gpu_numa_cores, place.gpu_socket_cores, place.quotas) == (
-        tuple(allowed_cores()),
-        (),
-        (),
-        (),
-    )
+    assert (place.allowed, place.gpu_cores, place.quotas) == (tuple(allowed_cores()), (), ())
 
 
 def test_a_gpu_beside_a_single_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +131,11 @@ def test_a_gpu_beside_a_single_core(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         },
     )
     place = read_place(torch.device("cpu"), tmp_path)
-    assert (place.gpu_numa_cores, place.gpu_socket_cores) == ((5,), (4, 5, 6, 7))
+    assert place.gpu_cores == (4, 5, 6, 7)
 
 
 def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [
-        Place(host=host, allowed=(rank,), gpu_numa_cores=(), gpu_socket_cores=(), quotas=())
-        for rank, host in enumerate("abab")
-    ]
+    places = [Place(host=host, allowed=(rank,), gpu_cores=(), quotas=()) for rank, host in enumerate("abab")]
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", lambda gathered, _: gathered.__setitem__(slice(None), places))
