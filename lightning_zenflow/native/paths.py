@@ -2,7 +2,6 @@
 
 import os
 import platform
-import struct
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -38,16 +37,13 @@ def device_library() -> Path:
     """Path of ``libzenflow-device.so``, in the folder of the worker's executable.
 
     Raises:
-        RuntimeError: the file is missing or incomplete.
+        RuntimeError: the file is missing.
     """
     path = worker_executable().with_name("libzenflow-device.so")
     if not path.is_file():
         raise RuntimeError(
             f"The library {path} is missing; it is built together with the worker's executable: reinstall lightning-zenflow"
         )
-    # The loader maps what the headers promise; the first access to a page that the file lacks would end this process by SIGBUS.
-    if path.stat().st_size < _size_by_header(path):
-        raise RuntimeError(cannot_run(path, "the file is incomplete"))
     return path
 
 
@@ -58,18 +54,6 @@ def cannot_run(path: Path, reason: object) -> str:
         f"{path} cannot run on this machine ({machine}): {reason}; install a wheel of lightning-zenflow for this machine, or build it here:"
         " `pip install --force-reinstall --no-deps .` in a clone of the repository, with g++"
     )
-
-
-def _size_by_header(path: Path) -> int:
-    """Bytes of an ELF file with 64-bit addresses, at whose end linkers put the table of sections; 0 for other files."""
-    with path.open("rb") as file:
-        header = file.read(64)
-    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
-        return 0
-    # e_shoff, e_shentsize and e_shnum of Elf64_Ehdr in elf(5).
-    (offset,) = struct.unpack_from("<Q", header, 0x28)
-    entry_size, entries = struct.unpack_from("<HH", header, 0x3A)
-    return int(offset + entry_size * entries)
 
 
 def _candidates() -> list[Path]:

@@ -52,15 +52,9 @@ def threads_refused(output: str) -> str:
     """A sentence with what to do where the system has refused a thread or process; empty if the output does not say so."""
     if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
         return ""
-    limits = [
-        f"{folder / 'pids.max'} is {limit}"
-        for _, folder in control_groups("pids", _ROOT)
-        if (limit := read_file(folder / "pids.max")).isdigit()
-    ]
-    where = f"; {', '.join(limits)}" if limits else ""
     return (
-        f". The system allows no more threads (`ulimit -u`, or the control group's pids.max{where}): raise the limit, or lower"
-        " worker_cores or the number of data loaders' processes"
+        ". The system allows no more threads (`ulimit -u`, or the control group's pids.max): raise the limit, or lower worker_cores or the"
+        " number of data loaders' processes"
     )
 
 
