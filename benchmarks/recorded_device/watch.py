@@ -25,9 +25,8 @@ from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.native import protocol
-from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.process import ExportMessage, JobMessage, Request
-from lightning_zenflow.worker.step_words import WORD_BYTES
+from lightning_zenflow.worker.arena import WORD_BYTES, Arena
+from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.zero import build
 
@@ -254,7 +253,7 @@ class WatchedWorker:
         clock = self._order.begin(WORKER)
         if isinstance(message, JobMessage):
             self._replay(message, clock)
-        elif isinstance(message, ExportMessage):
+        elif isinstance(message, protocol.Export):
             self._export(message, clock)
         self._order.follow(HOST, clock)
 
@@ -278,7 +277,7 @@ class WatchedWorker:
         for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
 
-    def _export(self, message: ExportMessage, clock: Clock) -> None:
+    def _export(self, message: protocol.Export, clock: Clock) -> None:
         arena = self._arena
         assert arena is not None
         memory = arena.export.data_ptr() - arena.export_offset

@@ -15,8 +15,8 @@ from lightning_zenflow.deferred.window import JobCounts, Window
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.worker.step_words import WORD_BYTES, StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.device import AsyncHostCopy, has_room, runtime_of
 from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy, blocks_waited_for, load_and_stall
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.step.arrivals import Arrivals
 from lightning_zenflow.step.context import StepPlan
-from lightning_zenflow.worker.memory import has_room
 from lightning_zenflow.worker.rank_state import RankState
 
 _log = logging.getLogger(__name__)

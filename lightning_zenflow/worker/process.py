@@ -73,49 +73,7 @@ class JobMessage:
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportMessage:
-    """A request for the state of some entries as the worker receives it; ``zenflow::Export`` documents the fields."""
-
-    request_id: int
-    tiles_offset: int
-    n_tiles: int
-
-    def message(self) -> bytes:
-        """Its bytes on the socket."""
-        return bytes(
-            protocol.Export(
-                type=protocol.MessageType.EXPORT,
-                n_tiles=self.n_tiles,
-                request_id=self.request_id,
-                tiles_offset=self.tiles_offset,
-            )
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TouchMessage:
-    """A request to allocate memory as the worker receives it; ``zenflow::Touch`` documents the fields."""
-
-    request_id: int
-    offset: int
-    n_rows: int
-    row_bytes: int
-
-    def message(self) -> bytes:
-        """Its bytes on the socket."""
-        return bytes(
-            protocol.Touch(
-                type=protocol.MessageType.TOUCH,
-                request_id=self.request_id,
-                offset=self.offset,
-                n_rows=self.n_rows,
-                row_bytes=self.row_bytes,
-            )
-        )
-
-
-Request = ExportMessage | TouchMessage
+Request = protocol.Export | protocol.Touch
 """Requests to the worker beside jobs; executed in order with them, and idempotent."""
 
 
@@ -206,7 +164,7 @@ class Worker:
             WorkerKilled: a signal ended the worker.
             WorkerError: the worker exited, or does not receive messages.
         """
-        self._send(message.message())
+        self._send(message.message() if isinstance(message, JobMessage) else bytes(message))
 
     def wait(self) -> Completion:
         """Waits for the answer to the oldest unacknowledged message, a job.

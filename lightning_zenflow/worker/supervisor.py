@@ -8,18 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from lightning_zenflow.core.under_way import UnderWay
+from lightning_zenflow.native.protocol import Export, MessageType, Touch
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
-from lightning_zenflow.worker.process import (
-    ExportMessage,
-    JobMessage,
-    Request,
-    TouchMessage,
-    Worker,
-    WorkerError,
-    WorkerKilled,
-)
+from lightning_zenflow.worker.process import JobMessage, Request, Worker, WorkerError, WorkerKilled
 
 _log = logging.getLogger(__name__)
 
@@ -115,13 +108,14 @@ class SupervisedWorker:
         result is not wanted any more.
         """
         self._n_requests += 1
-        return self.enqueue(ExportMessage(request_id=self._n_requests, tiles_offset=tiles_offset, n_tiles=n_tiles))
+        ids = {"type": MessageType.EXPORT, "request_id": self._n_requests}
+        return self.enqueue(Export(**ids, tiles_offset=tiles_offset, n_tiles=n_tiles))
 
     def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
         """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
         self._n_requests += 1
-        message = TouchMessage(request_id=self._n_requests, offset=offset, n_rows=n_rows, row_bytes=row_bytes)
-        self.wait_for(self.submit(message))
+        ids = {"type": MessageType.TOUCH, "request_id": self._n_requests}
+        self.wait_for(self.submit(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
 
     def wait_for(self, submission: Submission) -> None:
         """Waits for an answer, across restarts.

@@ -20,7 +20,7 @@ from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.topk.ownership import Ownership
-from lightning_zenflow.worker.step_words import StepWords
+from lightning_zenflow.worker.arena import StepWords
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from rank_states import seen
 from same_bits import assert_same_state

@@ -20,7 +20,7 @@ from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.estimate.shapes import ModelShapes, shapes_of_module
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
-from lightning_zenflow.worker.step_words import WORD_BYTES
+from lightning_zenflow.worker.arena import WORD_BYTES
 from reference import blocks_of_elements
 from scripted_schedule import Entry
 

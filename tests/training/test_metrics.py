@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from harness import Case, fit, run_here
 from lightning_zenflow import StallMonitor, ZenFlowStrategy
 from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.worker.step_words import WORD_BYTES
+from lightning_zenflow.worker.arena import WORD_BYTES
 from models import LinearLossModule
 from networks import SmallNet
 
