@@ -69,13 +69,10 @@ def script(text: str) -> Callable[[Path], None]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (shortened(0), "Exec format error"),
-    "cut off after a page": (shortened(0.005), "(Exec format error|at its start)"),
-    "half": (shortened(0.5), "(Exec format error|at its start)"),
     "another architecture": (of_another_architecture, "Exec format error"),
     "newer glibc": (with_bytes(b"GLIBC_2.34\0", b"GLIBC_9.34\0"), "version `GLIBC_9.34' not found"),
     "missing library": (with_bytes(b"libc.so.6\0", b"libx.so.6\0"), "libx.so.6: cannot open shared object file"),
     "missing instruction": (script("#!/bin/sh\nkill -ILL $$\n"), "SIGILL at its start"),
-    "missing interpreter": (script("#!/no/such/interpreter\n"), "No such file or directory"),
 }
 
 

@@ -7,13 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-from torch.utils.data import DataLoader
-from typing_extensions import override
-
-from harness import fit
-from lightning_zenflow import ZenFlowStrategy
-from models import Indexes, LinearLossModule
 from processes import arena_mappings
 from small_arena import make_arena, make_partition
 
@@ -54,29 +47,3 @@ def test_a_child_that_collects_the_arena_of_an_earlier_fit() -> None:
     exits_with_0(child)
     gc.collect()
     assert arena not in arena_mappings()
-
-
-class Allocating(Indexes):
-    """A dataset that builds an index of its samples in each process of a loader."""
-
-    index: list[list[int]] | None = None
-
-    @override
-    def __getitem__(self, item: int) -> int:
-        if self.index is None:
-            self.index = [[i] for i in range(400_000)]
-        return super().__getitem__(item)
-
-
-class LoadsInAnotherProcess(LinearLossModule):
-    @override
-    def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(Allocating(self.length), num_workers=1, multiprocessing_context="fork")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_sweeps_in_one_process() -> None:
-    """20 sweeps of 5 fits. Nothing collects garbage between them but Python itself."""
-    for _ in range(20 * 5):
-        fit(LoadsInAnotherProcess(shapes=[(256, 256)] * 16 + [(9,)]), ZenFlowStrategy(update_interval=1, publish_lag=0))

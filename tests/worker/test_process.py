@@ -140,14 +140,15 @@ def test_the_workers_error_reaches_the_caller(
         worker.wait()
 
 
-@pytest.mark.parametrize("when", ["idle", "in a job"])
-def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker, when: str) -> None:
-    if when == "in a job":
-        write_step(arena, 1, seal=False)
-        worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
+def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker) -> None:
+    """Where an answer is waited for and where a job is submitted."""
+    write_step(arena, 1, seal=False)
+    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="was killed by signal 9"):
         worker.wait()
+    with pytest.raises(WorkerError, match="was killed by signal 9"):
+        worker.submit(JobMessage(job_id=2, block=0, first_step=1, slots=[0], publish_buffer=0))
 
 
 def test_more_messages_than_the_socket_holds(arena: Arena) -> None:
@@ -160,28 +161,12 @@ def test_more_messages_than_the_socket_holds(arena: Arena) -> None:
     worker.close()
 
 
-def test_a_dead_worker_receives_no_more_jobs(arena: Arena, worker: Worker) -> None:
-    os.kill(worker.pid, signal.SIGKILL)
-    wait_for(lambda: not is_alive(worker.pid))
-    with pytest.raises(WorkerError, match="was killed by signal 9"):
-        for job_id in range(1, 3):
-            worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[0], publish_buffer=0))
-
-
 def test_a_worker_that_does_not_answer(impatient: Worker) -> None:
     os.kill(impatient.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
         impatient.wait()
     impatient.kill()
     assert not is_alive(impatient.pid)
-
-
-def test_data_that_never_arrives(arena: Arena, impatient: Worker) -> None:
-    write_step(arena, 1, seal=False)
-    impatient.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
-    with pytest.raises(WorkerError):
-        impatient.wait()
-    impatient.close()
 
 
 def a_script(folder: Path, commands: str) -> str:
@@ -202,14 +187,6 @@ def test_a_worker_that_is_never_ready(arena: Arena, monkeypatch: pytest.MonkeyPa
 def test_limits_on_the_trainers_threads(arena: Arena, monkeypatch: pytest.MonkeyPatch, limit: str, value: str) -> None:
     monkeypatch.setenv(limit, value)
     Worker(arena, cores=(allowed_cores() * 2)[:2], timeout_s=30).close()
-
-
-def test_an_executable_that_does_not_exist(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", "/no/such/worker")
-    with pytest.raises(
-        RuntimeError, match=r"/no/such/worker, named by the environment variable LIGHTNING_ZENFLOW_WORKER"
-    ):
-        Worker(arena, cores=[0], timeout_s=5)
 
 
 def test_an_executable_that_is_not_the_worker(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,7 +226,7 @@ def test_close_lets_the_worker_finish(arena: Arena, partition: Partition, worker
         assert (arena.master[s.begin : s.end] != before[s.begin : s.end]).all()
 
 
-def test_the_state_outlives_worker_and_arena(partition: Partition) -> None:
+def test_the_state_outlives_the_arena(partition: Partition) -> None:
     arena = make_arena(partition)
     master, expected = arena.master, arena.master.clone()
     arena.close(keep_state=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import Case, Run, fit, run_here, workers
+from harness import Case, fit, run_here, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.telemetry.stalls import StallClock
@@ -37,31 +37,30 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 # Large enough that the worker computes for a good part of the time in which it may be killed.
 LARGE = {"shapes": ((601, 499), (211, 503), (997,))}
-CASE = Case(steps=24, topk_ratio=0.05, max_norm=1.0, model_options=LARGE)
+CASE = Case(steps=16, topk_ratio=0.05, max_norm=1.0, model_options=LARGE)
 
 
-def run_and_kill(case: Case, *, seed: int) -> tuple[Run, KillsWorker]:
+def assert_kills_change_nothing(case: Case, *, seed: int, restarts: int) -> None:
     killer = KillsWorker(seed=seed)
     options = {**case.strategy_options, "max_worker_restarts": 10**6}
-    return run_here(dataclasses.replace(case, strategy_options=options), callbacks=[killer]), killer
+    killed = run_here(dataclasses.replace(case, strategy_options=options), callbacks=[killer])
+    assert killer.restarts >= restarts
+    assert_same_run(killed, run_here(case))
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        CASE,
         dataclasses.replace(
             CASE, precision="bf16-true", strategy_options={"weight_prediction": 3.0, "worker_cores": 2}
         ),
         dataclasses.replace(CASE, update_interval=1, publish_lag=0),
     ],
-    ids=["replay", "two threads, bf16", "submitted in backward"],
+    ids=["replay by two threads, bf16", "submitted in backward"],
 )
 def test_killed_in_every_step(case: Case) -> None:
-    killed, killer = run_and_kill(case, seed=1)
     # Two kills may hit the same worker.
-    assert killer.restarts >= case.steps / 2
-    assert_same_run(killed, run_here(case))
+    assert_kills_change_nothing(case, seed=1, restarts=case.steps // 2)
 
 
 @pytest.mark.slow
@@ -69,17 +68,7 @@ def test_killed_in_every_step(case: Case) -> None:
 @pytest.mark.parametrize("update_interval", [1, 4])
 def test_killed_two_hundred_times(update_interval: int) -> None:
     case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
-    killed, killer = run_and_kill(case, seed=2)
-    assert killer.restarts >= 200
-    assert_same_run(killed, run_here(case))
-
-
-def test_killed_around_a_freeze() -> None:
-    """Parameters are frozen and unfrozen during the run, which restarts the worker."""
-    case = dataclasses.replace(CASE, model="FreezingModule", steps=9, model_options={"frozen_in": {0: (2, 6)}, **LARGE})
-    killed, killer = run_and_kill(case, seed=3)
-    assert killer.restarts >= 7
-    assert_same_run(killed, run_here(case))
+    assert_kills_change_nothing(case, seed=2, restarts=200)
 
 
 @pytest.fixture
@@ -156,7 +145,7 @@ def expected(partition: Partition) -> list[Tensor]:
     return result
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_unread_acknowledgements_do_not_repeat_work(
     seed: int, arena: Arena, partition: Partition, expected: list[Tensor]
 ) -> None:
@@ -198,7 +187,7 @@ def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partiti
 
 def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.LogCaptureFixture) -> None:
     start = Start(arena, killed={0, 2})
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), leaves_no_file_open():
         worker, stalls = supervised(start)
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait_for(worker.submit(jobs_of(arena, partition)[0]))
@@ -206,17 +195,6 @@ def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.
     assert start.n == 4
     assert stalls.worker_restarts == 3
     assert sum("was killed by signal 9" in record.message for record in caplog.records) == 3
-
-
-def test_restarts_leave_no_file_open(arena: Arena, partition: Partition) -> None:
-    with leaves_no_file_open():
-        worker, stalls = supervised(Start(arena))
-        for job in jobs_of(arena, partition):
-            os.kill(worker.pid, signal.SIGKILL)
-            wait_for(partial(is_dead, worker.pid))
-            worker.wait_for(worker.submit(job))
-        worker.close()
-    assert stalls.worker_restarts == 3
 
 
 def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Partition) -> None:
@@ -258,42 +236,26 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
 
 
 class StopsWorker(LinearLossModule):
-    """Stops the worker in a step; with `slow_by_s`, resumes it that long after training has begun to wait for it, else it is waited for
-    briefly."""
-
-    slow_by_s = 0.0
+    """Stops the worker in a step, and resumes it after training has begun to wait for it."""
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 3:
             (pid,) = workers()
             os.kill(pid, signal.SIGSTOP)
-            if self.slow_by_s:
-                threading.Thread(target=self._go_on, args=(pid,)).start()
-            else:
-                supervisor = optimizer_of(self.trainer)._worker
-                assert supervisor is not None
-                supervisor._worker._timeout_s = 0.5
+            threading.Thread(target=self._go_on, args=(pid,)).start()
         return super().training_step(batch, batch_idx)
 
     def _go_on(self, pid: int) -> None:
         worker = optimizer_of(self.trainer)._worker
         assert worker is not None
         wait_for(lambda: bool(worker._unanswered))
-        time.sleep(self.slow_by_s)
+        time.sleep(0.3)
         os.kill(pid, signal.SIGCONT)
-
-
-def test_a_stopped_worker_ends_training_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(WorkerError, match="did not answer within 0.5 s"):
-        fit(StopsWorker(shapes=TINY), ZenFlowStrategy(), steps=10)
-    # Nothing is asked of it any more.
-    assert "did not exit in time" not in caplog.text
 
 
 def test_a_slow_worker_counts_as_stall() -> None:
     model = StopsWorker(shapes=TINY)
-    model.slow_by_s = 0.3
     # Every step waits for its own jobs.
     stalls = optimizer_of(fit(model, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)).telemetry.stalls
     assert sum(stalls.seconds.get(cause, 0.0) for cause in ("publish_wait", "slot")) > 0.1

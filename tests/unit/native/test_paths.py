@@ -41,12 +41,6 @@ def test_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert worker_executable() == expected
 
 
-def test_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make_executable(tmp_path / "mine")
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(expected))
-    assert worker_executable() == expected
-
-
 def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path)])
     with pytest.raises(RuntimeError, match=re.escape(str(tmp_path / "bin" / "zenflow-worker"))) as error:
@@ -54,16 +48,12 @@ def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install -e ." in str(error.value)
 
 
-def test_named_one_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "mine"))
-    with pytest.raises(
-        RuntimeError, match="named by the environment variable LIGHTNING_ZENFLOW_WORKER, does not exist"
-    ):
+def test_the_environment_variable_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine"
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(mine))
+    with pytest.raises(RuntimeError, match="by the environment variable LIGHTNING_ZENFLOW_WORKER, does not exist"):
         worker_executable()
-
-
-def test_not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_executable(tmp_path / "mine").chmod(0o644)
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(tmp_path / "mine"))
+    assert make_executable(mine) == worker_executable()
+    mine.chmod(0o644)
     with pytest.raises(RuntimeError, match="must be executable"):
         worker_executable()

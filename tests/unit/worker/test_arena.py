@@ -176,7 +176,6 @@ def test_small_host_memory_that_cannot_be_page_locked(
 
     monkeypatch.setattr(torch, "empty", refuses)
     device._warn_once.cache_clear()
-    runtime = recording(torch.device("cuda"))
-    assert runtime.empty_on_host((2, 3), torch.int64).shape == (2, 3)
+    assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
     assert "cudaHostAlloc failed" in caplog.text
     recording.arena.close(keep_state=False)
