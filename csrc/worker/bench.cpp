@@ -1,5 +1,3 @@
-#include "worker/bench.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -14,6 +12,7 @@
 #include "replay/replay_adamw.h"
 #include "replay/tile_journal.h"
 #include "worker/cores.h"
+#include "worker/tools.h"
 
 namespace zenflow {
 namespace {

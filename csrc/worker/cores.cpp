@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <string>
 
 #include "common/error.h"
 #include "common/parallel.h"
@@ -19,42 +18,11 @@ namespace {
 // The kernel rejects masks shorter than its own; a single cpu_set_t has 1024 cores.
 constexpr int kMaxCores = 8192;
 
-class CoreSet {
-  public:
-    void add(int core) { CPU_SET_S(core, sizeof(sets_), sets_.data()); }
-    bool contains(int core) const { return CPU_ISSET_S(core, sizeof(sets_), sets_.data()); }
-    bool apply_to_this_thread() const { return sched_setaffinity(0, sizeof(sets_), sets_.data()) == 0; }
-    bool read_from_this_thread() { return sched_getaffinity(0, sizeof(sets_), sets_.data()) == 0; }
-
-    // As "0-3,8".
-    std::string text() const {
-        std::string result;
-        for (int first = 0; first < kMaxCores; ++first) {
-            if (!contains(first)) continue;
-            int last = first;
-            while (last + 1 < kMaxCores && contains(last + 1)) ++last;
-            if (!result.empty()) result += ',';
-            result += std::to_string(first);
-            if (last > first) result += '-' + std::to_string(last);
-            first = last;
-        }
-        return result;
-    }
-
-  private:
-    std::array<cpu_set_t, kMaxCores / CPU_SETSIZE> sets_{};
-};
-
-// The cores that the kernel grants this process. The inherited mask may be narrower, because the trainer restricts itself to its
-// own cores; so all cores are requested and the result is read back.
-CoreSet usable_cores() {
-    CoreSet everything;
-    for (int core = 0; core < kMaxCores; ++core) everything.add(core);
-    CoreSet usable;
-    if (!everything.apply_to_this_thread() || !usable.read_from_this_thread()) {
-        fail("--cores: cannot determine the usable cores: ", std::strerror(errno));
-    }
-    return usable;
+// Returns 0 or errno. The core need not be in the inherited mask, which is the trainer's own choice.
+int pin_this_thread(int core) {
+    std::array<cpu_set_t, kMaxCores / CPU_SETSIZE> set{};
+    CPU_SET_S(core, sizeof(set), set.data());
+    return sched_setaffinity(0, sizeof(set), set.data()) == 0 ? 0 : errno;
 }
 
 }  // namespace
@@ -77,10 +45,6 @@ std::vector<int> parse_cores(std::string_view text) {
 }
 
 void pin_threads(const std::vector<int>& cores) {
-    const CoreSet usable = usable_cores();
-    for (const int core : cores) {
-        require(usable.contains(core), "--cores must be among this process's usable cores ", usable.text(), ", got ", core);
-    }
     const int n_threads = static_cast<int>(cores.size());
     omp_set_dynamic(0);
     omp_set_num_threads(n_threads);
@@ -89,9 +53,7 @@ void pin_threads(const std::vector<int>& cores) {
     run_in_parallel([&](int thread, int n_running) {
         const auto index = static_cast<size_t>(thread);
         if (thread == 0) n_started = n_running;
-        CoreSet own;
-        own.add(cores[index]);
-        errors[index] = own.apply_to_this_thread() ? 0 : errno;
+        errors[index] = pin_this_thread(cores[index]);
     });
     for (size_t i = 0; i < cores.size(); ++i) {
         require(errors[i] == 0, "--cores: cannot pin a thread to core ", cores[i], ": ", std::strerror(errors[i]));

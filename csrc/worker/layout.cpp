@@ -1,9 +1,9 @@
-#include "worker/layout.h"
-
 #include <cstddef>
 #include <cstdint>
+#include <ostream>
 
 #include "common/protocol.h"
+#include "worker/tools.h"
 
 namespace zenflow {
 namespace {

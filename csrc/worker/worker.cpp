@@ -9,18 +9,16 @@
 #include <string_view>
 #include <vector>
 
-#include "common/clock.h"
 #include "common/cpu_features.h"
 #include "common/error.h"
 #include "worker/arena.h"
-#include "worker/bench.h"
 #include "worker/block_replay.h"
 #include "worker/channel.h"
 #include "worker/cores.h"
-#include "worker/layout.h"
 #include "worker/privileges.h"
 #include "worker/requests.h"
 #include "worker/step_records.h"
+#include "worker/tools.h"
 
 namespace zenflow {
 namespace {
@@ -46,6 +44,12 @@ struct Options {
     std::vector<int> cores;
     std::chrono::milliseconds word_timeout{600000};
 };
+
+// CLOCK_MONOTONIC in nanoseconds, comparable with the trainer's `time.perf_counter_ns`.
+int64_t now_ns() {
+    const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
 
 int64_t parse_number(std::string_view option, std::string_view text, int64_t smallest) {
     int64_t value = -1;

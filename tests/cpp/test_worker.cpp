@@ -216,34 +216,23 @@ TEST(worker, continues_the_jobs_of_killed_workers) {
     CHECK_EQ(training.arena().record(2).count, 2);
 }
 
-TEST(worker, exits_when_an_idle_trainer_dies) {
-    const TrainerArena arena;
-    WorkerProcess worker(arena, first_core());
-    worker.receive_ready();
-    worker.close_socket();
-    CHECK_EQ(worker.wait(), 0);
-}
-
-TEST(worker, exits_when_the_trainer_dies_while_it_waits_for_a_word) {
-    TrainerArena arena;
-    WorkerProcess worker(arena, first_core());
-    worker.receive_ready();
-    // After the first Done, the worker waits for the second job's word, which never arrives.
-    arena.write_word(1, 1.0f);
-    worker.submit(job_of(0, 1, 1, 1, 0), {0});
-    worker.submit(job_of(0, 2, 2, 1, 0), {0});
-    worker.submit(job_of(1, 3, 2, 1, 1), {1});
-    worker.receive_done();
-    worker.close_socket();
-    CHECK_EQ(worker.wait(), 0);
-    CHECK_EQ(arena.header().resolved_step, 1);
-}
-
-TEST(worker, exits_when_the_trainer_died_before_ready) {
-    const TrainerArena arena;
-    WorkerProcess worker(arena, first_core());
-    worker.close_socket();
-    CHECK_EQ(worker.wait(), 0);
+// While it starts, while it is idle, and while it waits for the second job's word, which never arrives.
+TEST(worker, exits_when_the_trainer_dies) {
+    for (int when = 0; when < 3; ++when) {
+        TrainerArena arena;
+        WorkerProcess worker(arena, first_core());
+        if (when > 0) worker.receive_ready();
+        if (when == 2) {
+            arena.write_word(1, 1.0f);
+            worker.submit(job_of(0, 1, 1, 1, 0), {0});
+            worker.submit(job_of(0, 2, 2, 1, 0), {0});
+            worker.submit(job_of(1, 3, 2, 1, 1), {1});
+            worker.receive_done();
+        }
+        worker.close_socket();
+        CHECK_EQ(worker.wait(), 0);
+        CHECK_EQ(arena.header().resolved_step, when == 2 ? 1 : 0);
+    }
 }
 
 TEST(worker, ignores_signals_of_the_terminal) {
@@ -336,7 +325,7 @@ TEST(worker, reports_an_error_with_a_closed_standard_error) {
 
 TEST(worker, reports_an_invalid_arena_and_unusable_cores) {
     TrainerArena arena;
-    CHECK_CONTAINS(error_at_start(arena, "8000"), ", got 8000");
+    CHECK_CONTAINS(error_at_start(arena, "8000"), "core 8000");
     arena.header().n_step_records = 0;
     CHECK_CONTAINS(error_at_start(arena, first_core()), "n_step_records must be at least 2, got 0");
 }

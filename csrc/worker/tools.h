@@ -1,4 +1,5 @@
-// Benchmark of the replay kernel as the worker runs it.
+// What the executable does beside serving a trainer: a benchmark of the replay kernel as the worker runs it, and the structures
+// of protocol.h as text, for comparison with another language's mirror of them.
 #pragma once
 
 #include <cstdint>
@@ -18,5 +19,9 @@ struct BenchOptions {
 // bandwidth limit: 12 bytes per element), the replay of windows of bfloat16 gradients ("replay"), a window of one step and a
 // tentative step ("one behind"), and single steps with bfloat16 moments. Throws Error.
 void run_benchmark(const BenchOptions& options, std::ostream& output);
+
+// Writes a line "name value" for each constant ("kMagic"), structure ("sizeof(UpdateJob)") and field ("UpdateJob.block": its
+// offset in bytes).
+void print_layout(std::ostream& out);
 
 }  // namespace zenflow
