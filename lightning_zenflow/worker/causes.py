@@ -7,9 +7,6 @@ from lightning_zenflow.worker.topology import control_groups, read_file
 
 _ROOT = Path("/")
 
-_COUNTERS = {"v2": "memory.events", "v1": "memory.oom_control"}
-"""Files of control groups with a line ``oom_kill N``; v2 counts the kills of descendants too."""
-
 _OF_THE_PROGRAM = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS)
 """Signals that end a program at its start if it does not suit the machine or is incomplete."""
 
@@ -60,7 +57,8 @@ def threads_refused(output: str) -> str:
 
 def _counts(root: Path) -> dict[str, int]:
     """Kills so far, by the file that says so: the nearest control group first, the machine last."""
-    files = [folder / _COUNTERS[version] for version, folder in control_groups("memory", root)]
+    # With the kills of descendants.
+    files = [folder / "memory.events" for folder in control_groups(root)]
     counts = {}
     for path in (*files, root / "proc/vmstat"):
         for line in read_file(path).splitlines():

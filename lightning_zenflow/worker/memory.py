@@ -21,12 +21,6 @@ HOST_MEMORY = "LIGHTNING_ZENFLOW_HOST_GIB"
 """Environment variable: host memory in GiB that the arenas of this host's ranks may take, whatever the kernel says; ``inf`` checks nothing.
 For virtual machines that get more memory when they use it, where MemAvailable says too little."""
 
-_CGROUP_FILES = {
-    # Limit, usage, and the lines of memory.stat for the page cache, which the kernel reclaims on demand.
-    "v2": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FreeMemory:
@@ -115,15 +109,14 @@ def _free_memory(root: Path) -> Iterator[FreeMemory]:
     machine = _table(root / "proc/meminfo")
     if "MemAvailable:" in machine:
         yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
-    for version, group in control_groups("memory", root):
-        limit_name, usage_name, cache_names = _CGROUP_FILES[version]
-        limit, usage = _number(group / limit_name), _number(group / usage_name)
+    for group in control_groups(root):
+        limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is not None and usage is not None:
             statistics = _table(group / "memory.stat")
-            cache = sum(statistics.get(name, 0) for name in cache_names)
-            yield FreeMemory(
-                n_bytes=max(0, limit - max(0, usage - cache)), limit=f"control group limit {group / limit_name}"
-            )
+            # The page cache, which the kernel reclaims on demand.
+            cache = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
+            n_bytes = max(0, limit - max(0, usage - cache))
+            yield FreeMemory(n_bytes=n_bytes, limit=f"control group limit {group / 'memory.max'}")
 
 
 def _number(path: Path) -> int | None:

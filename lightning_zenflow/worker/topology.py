@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -125,12 +124,9 @@ def numa_nodes(cores: Sequence[int], root: Path = _ROOT) -> list[int]:
 def cpu_quotas(root: Path = _ROOT) -> tuple[Quota, ...]:
     """CPU time limits of this process' control groups."""
     quotas = []
-    for version, folder in control_groups("cpu", root):
-        if version == "v2":
-            quota, _, period = read_file(folder / "cpu.max").partition(" ")
-        else:
-            quota, period = read_file(folder / "cpu.cfs_quota_us"), read_file(folder / "cpu.cfs_period_us")
-        # "max" or -1 stands for no limit.
+    for folder in control_groups(root):
+        quota, _, period = read_file(folder / "cpu.max").partition(" ")
+        # "max" stands for no limit.
         if quota.isdigit() and period.isdigit():
             quotas.append(Quota(cpus=int(quota) / int(period), group=folder.stat().st_ino))
     return tuple(quotas)
@@ -153,35 +149,19 @@ def read_file(path: Path) -> str:
         return ""
 
 
-def control_groups(controller: str, root: Path) -> Iterator[tuple[Literal["v1", "v2"], Path]]:
-    """Folders of this process' control groups, each group before its ancestors.
+def control_groups(root: Path) -> Iterator[Path]:
+    """Folders of this process' control groups (version 2; limits of version 1 are unknown), each group before its ancestors.
 
     In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
 
     Args:
-        controller: "memory" or "cpu".
         root: folder with ``proc`` and ``sys``.
-
-    Yields:
-        Version of the control group, which determines the names of its files, and its folder.
     """
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        groups = []
-    for line in groups:
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            for folder in _with_ancestors(root / "sys/fs/cgroup", path):
-                yield "v2", folder
-        elif controller in controllers.split(","):
-            for folder in _with_ancestors(root / "sys/fs/cgroup" / controller, path):
-                yield "v1", folder
-
-
-def _with_ancestors(mount: Path, path: str) -> Iterator[Path]:
-    folder = mount / path.strip("/")
-    for group in [folder, *folder.parents]:
-        yield group
-        if group == mount:
-            return
+    mount = root / "sys/fs/cgroup"
+    for line in read_file(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            folder = mount / line[3:].strip("/")
+            while folder != mount:
+                yield folder
+                folder = folder.parent
+            yield mount

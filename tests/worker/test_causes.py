@@ -132,16 +132,15 @@ def test_threads_that_the_system_refuses(arena: Arena, tmp_path: Path, monkeypat
         Worker(arena, cores=allowed_cores()[:2], timeout_s=30)
 
 
-V2 = ({"proc/self/cgroup": "0::/job\n"}, "sys/fs/cgroup/job/memory.events", "low 0\noom 3\noom_kill {}\n")
-V1 = (
-    {"proc/self/cgroup": "4:memory:/job\n"},
-    "sys/fs/cgroup/memory/job/memory.oom_control",
-    "under_oom 0\noom_kill {}\n",
+GROUP = (
+    {"proc/self/cgroup": "0::/job\n"},
+    "sys/fs/cgroup/job/memory.events",
+    "low 0\noom 3\noom_kill {}\n",
 )
 MACHINE = ({}, "proc/vmstat", "nr_free_pages 5\noom_kill {}\n")
 
 
-@pytest.mark.parametrize(("files", "counter", "text"), [V2, V1, MACHINE], ids=["v2", "v1", "machine"])
+@pytest.mark.parametrize(("files", "counter", "text"), [GROUP, MACHINE], ids=["control group", "machine"])
 def test_the_out_of_memory_killer_is_named(
     files: dict[str, str],
     counter: str,

@@ -12,7 +12,7 @@ from machine_files import write
 GIB = 2**30
 
 MACHINE = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {64 * GIB // 1024} kB\n"}
-V2 = {
+GROUPS = {
     **MACHINE,
     "proc/self/cgroup": "0::/user/job\n",
     "sys/fs/cgroup/user/job/memory.max": "max\n",
@@ -22,19 +22,11 @@ V2 = {
     # Shared memory counts as "file" but cannot be taken back.
     "sys/fs/cgroup/user/memory.stat": f"anon 5\nfile {3 * GIB}\nshmem {2 * GIB}\ninactive_file {GIB}\nactive_file 0\n",
 }
-V1 = {
-    **MACHINE,
-    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/docker/abc\n0::/\n",
-    # In a container the group's own path does not exist.
-    "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
-    "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{2 * GIB}\n",
-    "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 2}\ntotal_active_file {GIB // 2}\n",
-}
 
 
 @pytest.mark.parametrize(
     ("files", "n_bytes", "limit"),
-    [(MACHINE, 64 * GIB, "MemAvailable"), (V2, 3 * GIB, "user/memory.max"), (V1, 3 * GIB, "memory.limit_in_bytes")],
+    [(MACHINE, 64 * GIB, "MemAvailable"), (GROUPS, 3 * GIB, "user/memory.max")],
 )
 def test_the_least_limit_counts(files: dict[str, str], n_bytes: int, limit: str, tmp_path: Path) -> None:
     free = free_host_memory(write(tmp_path, files))
@@ -55,7 +47,7 @@ def test_this_machine() -> None:
 
 
 def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = write(tmp_path, V2)
+    root = write(tmp_path, GROUPS)
     with caplog.at_level(logging.WARNING):
         assert check_host_memory(first=GIB, largest=3 * GIB // 2, ranks=2, keys="", root=root) is None
         assert not caplog.records

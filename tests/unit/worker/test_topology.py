@@ -82,25 +82,10 @@ def test_numa_nodes(tmp_path: Path) -> None:
             },
             {"pod/job": 2.5, "pod": 8.0},
         ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n0::/\n",
-                # In a container the group's own path does not exist.
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "50000\n",
-            },
-            {"cpu": 3.0},
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:cpu,cpuacct:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            {},
-        ),
+        # In a container the group's own path does not exist.
+        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, {".": 3.0}),
     ],
-    ids=["nothing", "v2 without limit", "v2", "v1", "v1 without limit"],
+    ids=["nothing", "without limit", "two limits", "in a container"],
 )
 def test_quotas(files: dict[str, str], cpus: dict[str, float], tmp_path: Path) -> None:
     write(tmp_path, files)
