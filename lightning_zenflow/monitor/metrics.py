@@ -5,10 +5,11 @@ docs/metrics.md repeats `METRICS`; a test compares both with what a training log
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from lightning_zenflow.deferred.publish import EXPOSED_COPIES
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.telemetry.stalls import CAUSES, Cause
+from lightning_zenflow.telemetry.tracing import StepTrace
 
 _WAITS: dict[str, tuple[Cause, ...]] = {
     "worker": ("publish_wait", "slot"),
@@ -51,29 +52,19 @@ METRICS: dict[str, str] = {
 """Metric -> meaning. Milliseconds, percent, 1e9 bytes (GB), steps; a metric without a unit is a count."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopySample:
-    """Copies of one step: (bytes, seconds) in each direction."""
-
-    d2h: tuple[int, float]
-    h2d: tuple[int, float]
-    exposed_h2d_s: float
-    """Part of the seconds of `h2d` that no computation hides."""
-
-
 def difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """Seconds between two readings, for every cause."""
     return {cause: now.get(cause, 0.0) - before.get(cause, 0.0) for cause in CAUSES}
 
 
-def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: CopySample | None) -> dict[str, float]:
+def interval_metrics(before: Reading, now: Reading, *, seconds: float, trace: StepTrace | None) -> dict[str, float]:
     """Computes the metrics of the steps between two readings.
 
     Args:
         before: first reading.
         now: second reading, at least one step later.
         seconds: duration of these steps, > 0.
-        copies: copies of a recent step; None if unknown.
+        trace: a recent step, complete, whose copies are shown; None: none has been recorded.
 
     Returns:
         Values by name in `METRICS`. Metrics that are not known yet are missing.
@@ -89,7 +80,7 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
         "stall/device_percent": 100 * sum(device.values()) / seconds,
         "stall/host_percent": 100 * sum(host.values()) / seconds,
         **{f"stall/{name}_percent": 100 * sum(device[c] for c in of) / seconds for name, of in _WAITS.items()},
-        "stall/device_copy_ms": 1e3 * copies.exposed_h2d_s if copies else None,
+        "stall/device_copy_ms": 1e3 * trace.copied("h2d copies", EXPOSED_COPIES)[1] if trace else None,
         "stall/skipped_steps": now.skipped_steps,
         "stall/worker_restarts": now.worker_restarts,
         "overlap/step_ms": 1e3 * seconds / steps,
@@ -102,8 +93,8 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, copies: C
         "overlap/staleness_steps": (now.age_steps - before.age_steps) / gradients if gradients else None,
         "traffic/d2h_model_sizes": (now.d2h_bytes - before.d2h_bytes) / model_bytes,
         "traffic/h2d_model_sizes": (now.h2d_bytes - before.h2d_bytes) / model_bytes,
-        "traffic/d2h_GB_per_s": _gb_per_s(*copies.d2h) if copies else None,
-        "traffic/h2d_GB_per_s": _gb_per_s(*copies.h2d) if copies else None,
+        "traffic/d2h_GB_per_s": _gb_per_s(*trace.copied("d2h copies")) if trace else None,
+        "traffic/h2d_GB_per_s": _gb_per_s(*trace.copied("h2d copies")) if trace else None,
         "selection/device_owned_percent": 100 * now.owned_share,
         "selection/device_squared_norm_percent": _percent(now.owned_norm_share),
         "memory/arena_GB": now.arena_bytes / 1e9,

@@ -5,10 +5,9 @@ from array import array
 from typing import TYPE_CHECKING
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.deferred.publish import EXPOSED_COPIES
-from lightning_zenflow.monitor.metrics import CopySample, interval_metrics
+from lightning_zenflow.monitor.metrics import interval_metrics
 from lightning_zenflow.monitor.summary import summary
-from lightning_zenflow.telemetry.tracing import Recording
+from lightning_zenflow.telemetry.tracing import Recording, StepTrace
 
 if TYPE_CHECKING:
     from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -32,7 +31,7 @@ class StepMeter:
         self._n_read = 0
         self._last_read = self._before = optimizer.counters.read()
         self.recording: Recording | None = None
-        self._copies: CopySample | None = None
+        self._trace: StepTrace | None = None
         self._pause_ns: int | None = None
         self._waited_s = 0.0
         self.end_ns = time.perf_counter_ns()
@@ -67,16 +66,11 @@ class StepMeter:
             return {}
         before, self._last_read = self._last_read, self._optimizer.counters.read()
         if self.recording is not None and self.recording.complete:
-            trace = self.recording.steps[0]
-            self._copies = CopySample(
-                d2h=trace.copied("d2h copies"),
-                h2d=trace.copied("h2d copies"),
-                exposed_h2d_s=trace.copied("h2d copies", EXPOSED_COPIES)[1],
-            )
+            (self._trace,) = self.recording.steps
             self.recording = None
         seconds = sum(self.step_s[self._n_read :])
         self._n_read = len(self.step_s)
-        return interval_metrics(before, self._last_read, seconds=seconds, copies=self._copies)
+        return interval_metrics(before, self._last_read, seconds=seconds, trace=self._trace)
 
     def sample_copies(self, *, skip: int) -> None:
         """Requests a recording of a step's copies for the next metrics, unless the last recording is incomplete.

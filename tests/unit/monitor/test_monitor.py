@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from lightning_zenflow import ZenFlowConfig
-from lightning_zenflow.monitor.metrics import METRICS, CopySample, interval_metrics
+from lightning_zenflow.monitor.metrics import METRICS, interval_metrics
 from lightning_zenflow.monitor.summary import Situation, advice, quantile, summary
 from lightning_zenflow.monitor.timeline import STEP_LANE, chrome_trace
 from lightning_zenflow.schedule.auto_policy import relative_cost
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.telemetry.counters import Completion, Reading
-from lightning_zenflow.telemetry.tracing import Tracer
+from lightning_zenflow.telemetry.tracing import Span, StepTrace, Tracer
 
 FIXED = ZenFlowConfig(update_interval=4, publish_lag=1, select_interval=50)
 
@@ -47,8 +47,9 @@ def test_metrics_by_hand() -> None:
         owned_norm_share=float("nan"),
         arena_bytes=3_000_000_000,
     )
-    copies = CopySample(d2h=(2_000_000_000, 0.5), h2d=(0, 0.0), exposed_h2d_s=0.0)
-    metrics = interval_metrics(before, now, seconds=8.0, copies=copies)
+    span = Span(lane="d2h copies", name="gradient", begin_ns=0, end_ns=500_000_000, n_bytes=2_000_000_000)
+    trace = StepTrace(step=13, begin_ns=0, end_ns=2_000_000_000, host_spans=[span])
+    metrics = interval_metrics(before, now, seconds=8.0, trace=trace)
     expected = {
         "stall/device_percent": 6,
         "stall/host_percent": 2.5,
