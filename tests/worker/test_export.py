@@ -125,6 +125,8 @@ def test_the_state_after_the_blocks_last_job(n_blocks: int, n_threads: int, shar
         assert_same(columns._states, expected_state(setting.rank, block, chosen))
         shown = torch.cat(columns._staging)
         assert torch.equal(shown, torch.cat([state[0] for state in columns._states]))
+    numel = sum(columns.numel for columns in every)
+    assert setting.rank.telemetry.traffic == Traffic(d2h_bytes=0, h2d_bytes=12 * numel)
     setting.close()
 
 
@@ -166,12 +168,6 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     assert stalls.seconds["flush"] > 0.1
 
 
-def test_an_error_is_passed_on(setting: Setting) -> None:
-    request = setting.worker.enqueue_export(tiles_offset=0, n_tiles=1)
-    with pytest.raises(WorkerError, match="failed: export: tiles must lie in the export section"):
-        setting.worker.wait_for(request)
-
-
 def test_a_region_has_room_for_any_choice() -> None:
     for ratio in (0.01, RATIO, 1.0):
         partition = make_partition(7)
@@ -183,19 +179,12 @@ def test_a_region_has_room_for_any_choice() -> None:
     assert export_bytes(partition, 0.0) == 0
 
 
-def test_the_worker_allocates_what_it_is_asked_to(setting: Setting) -> None:
+def test_the_worker_allocates_what_it_is_asked_to_and_passes_errors_on(setting: Setting) -> None:
     fd, offset = setting.rank.arena.fd, setting.rank.arena.export_offset
     before = os.fstat(fd).st_blocks * 512
     setting.worker.touch(offset, 1, setting.rank.arena.export.numel())
     assert os.fstat(fd).st_blocks * 512 - before == -(-setting.rank.arena.export.numel() // 4096) * 4096
     assert not setting.rank.arena.export.any()
-
-
-def test_bytes_are_counted_once() -> None:
-    setting = Setting(1)
-    traffic: Traffic = setting.rank.telemetry.traffic
-    columns = setting.columns(0, random_columns(setting.partition, 1))
-    columns.request("select")
-    columns.load("select")
-    assert traffic == Traffic(d2h_bytes=0, h2d_bytes=12 * columns.numel)
-    setting.close()
+    request = setting.worker.enqueue_export(tiles_offset=0, n_tiles=1)
+    with pytest.raises(WorkerError, match="failed: export: tiles must lie in the export section"):
+        setting.worker.wait_for(request)
