@@ -1,45 +1,132 @@
-"""Update jobs from their submission until their weights are in the model, and the publish buffers that they take."""
+"""Update jobs, from the end of a window until its weights are in the model."""
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.publish import Publisher
-from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.deferred.window import JobCounts, UpdateJob, Window
+from lightning_zenflow.deferred.publish import EXPOSED_COPIES, Publisher
+from lightning_zenflow.deferred.slots import SCRATCH_BUFFER, PublishBuffers, SlotPool
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
-UNREAD_BUFFER = 0
-"""Publish buffer of the jobs whose weights are not copied to the model, where blocks are submitted in backward; no other job uses it."""
+
+@dataclass(kw_only=True)
+class Window:
+    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
+
+    first_step: int
+    slots: list[int] = field(default_factory=list)
+    shown_until: int
+    """Last step whose gradient the published weights have. `first_step`, where the job before applied that step tentatively; earlier than
+    the step before it, where steps were committed by a job whose weights were not shown."""
+
+    @property
+    def last_step(self) -> int:
+        """Last step whose gradient the window holds; the one before `first_step` where it holds none."""
+        return self.first_step + len(self.slots) - 1
+
+
+class JobState(Enum):
+    """Life of a job."""
+
+    SUBMITTED = auto()
+    """The worker has it, and owns the state of its block, its slots and its publish buffer."""
+    ANSWERED = auto()
+    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight."""
+    PARTLY_PUBLISHED = auto()
+    """Copies of some of its weights into the model have been enqueued in backward."""
+    PUBLISHED = auto()
+    """The model has its weights, or never will; slots and buffer are free."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A closed window on its way through the worker. Nothing but `JobsInFlight` changes it."""
+
+    block: int
+    window: Window
+    has_tentative: bool
+    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
+    due_step: int
+    """Step at whose end the weights are published."""
+    buffer: int | None
+    """Publish buffer; None: the weights are discarded."""
+    submission: Submission
+    """The job's message to the worker, and its answer."""
+    state: JobState = JobState.SUBMITTED
+    held_slots: Sequence[int]
+    """Slots that become free with the job."""
+    holds_buffer: bool
+    """Whether the buffer is still to be given back."""
+    read: set[int]
+    """Slices that are to be published and that kernels of the due step may still read or update."""
+    overwritable: list[tuple[Event, Set[int]]]
+    """Slices that are to be published and that may be overwritten once the event completes."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the weights are copied into the model."""
+        return self.buffer is not None
+
+
+@dataclass(kw_only=True)
+class JobCounts:
+    """Counters of published jobs since the start."""
+
+    bytes_in_backward: int = 0
+    """Bytes of published weights that were copied during backward; part of `Traffic.h2d_bytes`."""
+    in_backward: int = 0
+    """Jobs that were submitted in backward."""
+    late: int = 0
+    """Those of them that were not done when the training thread ended their step; a CUDA device may have ended it later."""
+    gradients: int = 0
+    """Gradients (of one step and one block) that have become visible in the model's weights."""
+    age_steps: int = 0
+    """Sum, over these gradients, of the steps between the gradient's own step and the one at whose end it became visible."""
+
+    def add(self, job: Job, step: int) -> None:
+        """Adds a job that has been published at the end of `step`."""
+        self.in_backward += job.has_tentative
+        if job.is_shown:
+            n = job.window.last_step - job.window.shown_until
+            self.gradients += n
+            self.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
 
 
 class JobsInFlight:
-    """Owner of the jobs that the worker has, or has done, in the order of their submission: phases *replay* and *publish* of `JobQueue`.
+    """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
+    *publish* of `JobQueue`. It alone changes a job's state.
 
     Args:
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
         slots: takes back the slots that jobs have committed.
         publisher: copies new weights into the model.
+        has_scratch: see `PublishBuffers`.
 
     Attributes:
+        buffers: publish buffers that no job uses.
         counts: counters of published jobs.
     """
 
-    def __init__(self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, publisher: Publisher) -> None:
+    def __init__(
+        self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, publisher: Publisher, *, has_scratch: bool
+    ) -> None:
         self._rank = rank
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
+        self.buffers = PublishBuffers(has_scratch=has_scratch)
         self.counts = JobCounts()
-        self._jobs: deque[UpdateJob] = deque()
-        self._of_block: list[deque[UpdateJob]] = [deque() for _ in rank.partition.blocks]  # the same jobs, by block
+        self._jobs: deque[Job] = deque()
+        # The same jobs: those without an answer, which are the last ones, and those of each block.
+        self._unanswered: deque[Job] = deque()
+        self._of_block: list[deque[Job]] = [deque() for _ in rank.partition.blocks]
         self._job_ids = itertools.count(1)
-        # Free publish buffers, each with the event behind the device's last copies from it; None: the last sealed word is behind them.
-        self._free_buffers: dict[int, Event | None] = {}
         self._published: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -49,12 +136,7 @@ class JobsInFlight:
     @property
     def awaits_answer(self) -> bool:
         """Whether the worker has a job."""
-        return any(job.completion is None for job in self._jobs)
-
-    @property
-    def n_free_buffers(self) -> int:
-        """Publish buffers that no job uses."""
-        return len(self._free_buffers)
+        return bool(self._unanswered)
 
     def last_due_step(self, at_least: int) -> int:
         """Step at whose end the last of the jobs is due, or `at_least`."""
@@ -68,98 +150,86 @@ class JobsInFlight:
         """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
         return any(job.is_shown and job.window.last_step < step for job in self._of_block[block])
 
-    def add_buffers(self, buffers: Iterable[int]) -> None:
-        """Allows jobs to use publish buffers that they have not used so far."""
-        self._free_buffers.update(dict.fromkeys(buffers))
-
-    def next_buffer(self) -> tuple[int, Event | None]:
-        """The publish buffer that has been free longest, which `enqueue` takes, and the event behind the device's last copies from it."""
-        return next(iter(self._free_buffers.items()))
-
-    def buffer_events(self) -> list[Event]:
-        """Events behind the copies from all free buffers, which the caller orders the next sealed word behind."""
-        return [event for event in self._free_buffers.values() if event is not None]
-
-    def forget_buffer_events(self) -> None:
-        """Notes that a sealed word is ordered behind `buffer_events`."""
-        self._free_buffers = dict.fromkeys(self._free_buffers)
-
     def enqueue(
         self,
         block: int,
         window: Window,
-        buffer: int,
+        buffer: int | None,
         *,
         due_step: int,
         prediction_steps: float = 0.0,
-        has_tentative: bool = False,
-        is_shown: bool = True,
-    ) -> UpdateJob:
-        """Makes a window a job, which `send` sends to the worker; within `books`, together with the change of the block's window."""
-        job_id = next(self._job_ids)
+        overwritable: Event | None = None,
+    ) -> None:
+        """Makes a window a job, which `send` sends to the worker; within `books`, together with the change of the block's window.
+
+        Args:
+            block: index into `Partition.blocks`.
+            window: of the block.
+            buffer: a free publish buffer; None: the weights are discarded.
+            due_step: step at whose end the weights are published.
+            prediction_steps: steps along the momentum by which they are ahead of the exact weights.
+            overwritable: of a job in backward, whose last gradient is tentative: the event from which on no kernel of the step reads or
+                updates the block's weights.
+        """
+        has_tentative = overwritable is not None
         submission = self._worker.enqueue(
             JobMessage(
-                job_id=job_id,
+                job_id=next(self._job_ids),
                 block=block,
                 first_step=window.first_step,
                 slots=window.slots,
-                publish_buffer=buffer,
+                publish_buffer=SCRATCH_BUFFER if buffer is None else buffer,
                 prediction_steps=prediction_steps,
                 has_tentative=has_tentative,
             )
         )
-        job = UpdateJob(
-            job_id=job_id,
-            submission=submission,
+        slices = set() if buffer is None else set(self._publisher.trained_slices(block))
+        job = Job(
             block=block,
             window=window,
             has_tentative=has_tentative,
             due_step=due_step,
-            publish_buffer=buffer,
-            is_shown=is_shown,
+            buffer=buffer,
+            submission=submission,
             held_slots=window.slots[: len(window.slots) - has_tentative],
-            holds_buffer=is_shown,
+            holds_buffer=buffer is not None,
+            read=slices if overwritable is None else set(),
+            overwritable=[] if overwritable is None else [(overwritable, slices)],
         )
-        if is_shown:
-            del self._free_buffers[buffer]
-        self._jobs.append(job)
-        self._of_block[block].append(job)
-        return job
+        if buffer is not None:
+            self.buffers.take(buffer)
+        for jobs in (self._jobs, self._unanswered, self._of_block[block]):
+            jobs.append(job)
 
     def send(self) -> None:
         """Sends the jobs that are enqueued."""
         self._worker.send()
 
-    def upload(self, new: Set[int], step: int, *, except_blocks: Set[int]) -> None:
-        """Copies weights of jobs that are done and due at the end of the step; in backward. Never waits.
+    def poll(self, step: int, new: Set[int]) -> None:
+        """Reads the answers that are there, and copies weights of jobs that are done and due at the end of the step; in backward. Never
+        waits.
 
         Args:
-            new: slices whose weights are neither read nor updated any more in this step, since the last call.
             step: step of the backward pass.
-            except_blocks: blocks whose jobs note such slices themselves (`JobQueue.submit_in_backward`).
+            new: slices whose weights are neither read nor updated any more in this step, since the last call.
         """
-        of_job = [
-            (job, slices)
-            for job in self._jobs
-            if job.is_shown and job.due_step <= step and job.block not in except_blocks
-            if (slices := self._publisher.trained_slices(job.block) & new)
-        ]
-        if of_job:
-            unread = runtime_of(self._rank.device).record_event()
-            for job, slices in of_job:
-                job.unread.append((unread, slices))
-        for job in self._jobs:
-            if job.completion is None:
-                if not self._worker.has_answered(job.submission):
-                    return
-                self._take_answer(job)
-            self._upload(job, step)
+        changed: list[Job] = []
+        overwritable: Event | None = None
+        for block in dict.fromkeys(b for index in new for b in self._rank.partition.blocks_of_slice[index]):
+            for job in self._of_block[block]:
+                if job.due_step <= step and (slices := job.read & new):
+                    overwritable = overwritable or runtime_of(self._rank.device).record_event()
+                    job.overwritable.append((overwritable, slices))
+                    job.read -= slices
+                    changed.append(job)
+        while self._unanswered and self._worker.has_answered(self._unanswered[0].submission):
+            changed.append(self._take_answer())
+        for job in changed:
+            self._publish_in_backward(job)
 
-    def read_answer(self, cause: Cause, step: int) -> None:
-        """Waits for the oldest job that has not been answered, in the backward pass of `step`."""
-        job = next(job for job in self._jobs if job.completion is None)
-        self._await(job, cause)
-        self._upload(job, step)
+    def read_answer(self, cause: Cause) -> None:
+        """Waits for the oldest job that has not been answered; in backward."""
+        self._publish_in_backward(self._await(cause))
 
     def publish_due(self, step: int) -> dict[int, int]:
         """Waits for the jobs that are due, and for all before them, and copies their weights into the model.
@@ -182,54 +252,72 @@ class JobsInFlight:
     def publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
         job = self._jobs[0]
-        if job.completion is None:
+        if job.state is JobState.SUBMITTED:
             self.counts.late += job.has_tentative and not self._worker.has_answered(job.submission)
-            self._await(job, cause)
-        assert job.completion is not None
+            self._await(cause)
         copied = None
-        if job.is_shown:
-            self._publisher.finish(job)
+        if job.buffer is not None:
+            self._copy_overwritable(job, job.buffer, EXPOSED_COPIES)
+            joins = job.state is JobState.PARTLY_PUBLISHED
+            self._publisher.finish(job.block, job.buffer, job.read, last_step=job.window.last_step, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.books:
+            job.state = JobState.PUBLISHED
             self._jobs.popleft()
             self._of_block[job.block].popleft()
             self._free_slots(job)
-            if copied is not None:
-                self._free_buffers[job.publish_buffer] = copied
-            if job.is_shown:
+            if job.buffer is not None:
                 self._published[job.block] = job.window.last_step
-        self._rank.telemetry.stalls.add_job(job.block, job.completion)
+                if copied is not None:
+                    self.buffers.give_back(job.buffer, copied)
+        assert job.submission.completion is not None
+        self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
         self.counts.add(job, step)
 
-    def forget_unread(self) -> None:
+    def forget_overwritable(self) -> None:
         """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
         for job in self._jobs:
-            job.unread.clear()
+            job.read.update(*(slices for _, slices in job.overwritable))
+            job.overwritable.clear()
 
-    def _await(self, job: UpdateJob, cause: Cause) -> None:
-        """Waits for the worker's answer to a job, the oldest without one."""
+    def _await(self, cause: Cause) -> Job:
+        """Waits for the worker's answer to the oldest job without one."""
         with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(job.submission)
-        self._take_answer(job)
+            self._worker.wait_for(self._unanswered[0].submission)
+        return self._take_answer()
 
-    def _take_answer(self, job: UpdateJob) -> None:
-        """Takes the worker's answer, and frees slots."""
+    def _take_answer(self) -> Job:
+        """Takes the worker's answer to the oldest job without one, and frees slots."""
         with self._rank.books:
-            job.completion = job.submission.completion
+            job = self._unanswered.popleft()
+            job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
             if self._of_block[job.block][0] is job:
                 self._free_slots(job)
+        return job
 
-    def _free_slots(self, job: UpdateJob) -> None:
+    def _free_slots(self, job: Job) -> None:
         self._slots.free(job.held_slots)
         job.held_slots = ()
 
-    def _upload(self, job: UpdateJob, step: int) -> None:
-        """Copies weights of an answered job in the backward pass of `step`, and frees its buffer behind the last of them."""
-        if job.is_shown and job.due_step <= step:
-            self.counts.bytes_in_backward += self._publisher.upload(job)
-            if job.has_tentative and job.holds_buffer and job.copied is not None:
-                with self._rank.books:
-                    self._free_buffers[job.publish_buffer] = job.copied
-                    job.holds_buffer = False
+    def _publish_in_backward(self, job: Job) -> None:
+        """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
+        if job.state is JobState.SUBMITTED or job.buffer is None:
+            return
+        self.counts.bytes_in_backward += self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
+        if job.has_tentative and job.holds_buffer and not job.read:
+            copied = self._publisher.copied()
+            with self._rank.books:
+                self.buffers.give_back(job.buffer, copied)
+                job.holds_buffer = False
+
+    def _copy_overwritable(self, job: Job, buffer: int, name: str) -> int:
+        """Enqueues copies of the slices that may be overwritten; returns bytes."""
+        n_bytes = 0
+        if job.overwritable:
+            job.state = JobState.PARTLY_PUBLISHED
+        for event, slices in job.overwritable:
+            n_bytes += self._publisher.copy_behind(event, job.block, buffer, slices, name)
+        job.overwritable.clear()
+        return n_bytes

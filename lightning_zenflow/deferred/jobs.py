@@ -8,10 +8,9 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.deferred.in_flight import UNREAD_BUFFER, JobsInFlight
+from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.deferred.window import JobCounts, Window
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.stalls import Cause
@@ -27,7 +26,7 @@ class JobQueue:
 
     1. *open*: the first gradient of the step's last micro-batch arrives.
     2. *fill*: during backward, each reduced gradient is copied to the slots (d2h), in stream order behind the kernels that computed it. A
-       block takes a free slot for step t with its first gradient (`SlotPool`), which may be one of an earlier micro-batch.
+       block acquires a free slot for step t before its first gradient, which may be one of an earlier micro-batch (`acquire`).
     3. *seal*: behind all of these copies, in the same order, the step's word is copied to its record: its factor (clip coefficient over
        loss scale) and its sequence number. The worker polls the word, whose arrival happens after the arrival of everything before it. The
        training thread never waits for the copies.
@@ -65,7 +64,9 @@ class JobQueue:
         in_backward: whether blocks may be submitted in backward.
 
     Attributes:
+        in_flight: the jobs.
         schedule: S and d of all blocks but the tail.
+        staggered: S and d of each block.
         prediction_steps: steps along the momentum by which the jobs submitted last are published ahead of the exact weights.
     """
 
@@ -90,28 +91,17 @@ class JobQueue:
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
         self.prediction_steps = 0.0
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
-        self._in_flight = JobsInFlight(rank, worker, slots, publisher)
-        self._n_buffers = self._longest = self._largest_lag = 0
+        self.in_flight = JobsInFlight(rank, worker, slots, publisher, has_scratch=in_backward)
+        self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
-        self._filling = 0  # the step whose gradients go to slots now or next
+        self._open_step: int | None = None  # the step that is in phase *fill*
         self._submitted_in_backward: set[int] = set()  # blocks, in the present step
-        slots.make_room_by(self._free_a_slot)
         self.set_schedule(schedule)
 
     @property
-    def age(self) -> int:
-        """Steps after which every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
+    def max_publish_delay(self) -> int:
+        """Steps until every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
         return self.schedule.update_interval + max(1, self.schedule.publish_lag)
-
-    @property
-    def counts(self) -> JobCounts:
-        """Counters of published jobs."""
-        return self._in_flight.counts
-
-    @property
-    def staggered(self) -> StaggeredSchedule:
-        """S and d of each block."""
-        return self._staggered
 
     @property
     def submitted_in_backward(self) -> Set[int]:
@@ -125,24 +115,37 @@ class JobQueue:
         """
         self.schedule = schedule
         n_blocks = len(self._windows)
-        self._staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward, tail=tail)
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward, tail=tail)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
-        largest = dataclasses.replace(self._staggered, update_interval=self._longest, publish_lag=self._largest_lag)
-        n_buffers = self._staggered.n_publish_buffers
+        largest = dataclasses.replace(self.staggered, update_interval=self._longest, publish_lag=self._largest_lag)
+        n_slots, n_buffers = largest.n_slots, self.staggered.n_publish_buffers
         # In mid-run this may take seconds; a start is no stall.
-        with self._rank.telemetry.stalls.measure("reserve") if self._n_buffers else nullcontext():
-            self._rank.arena.reserve(n_slots=largest.n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
-        self._slots.grow(largest.n_slots)
-        first = max(self._n_buffers, UNREAD_BUFFER + 1 if self._in_backward else 0)
-        self._in_flight.add_buffers(range(first, n_buffers))
-        self._n_buffers = max(self._n_buffers, n_buffers)
+        with self._rank.telemetry.stalls.measure("reserve") if self._slots.n_slots else nullcontext():
+            self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
+        self._slots.grow(n_slots)
+        self.in_flight.buffers.grow(n_buffers)
 
     def open(self, step: int) -> None:
         """Phase *open*."""
-        self._filling = step
-        self._slots.open()
+        self._open_step = step
+
+    def acquire(self, blocks: Iterable[int], step: int) -> None:
+        """Phase *fill*, before a gradient of these blocks is written to the slots: those without a slot for the step acquire one.
+
+        Waits where none is free (backpressure). The awaited jobs need nothing that the device has not been given before. Several ranks
+        cannot wait for each other here: all enqueue the same collectives in the same order, and a job's gradients depend only on those
+        before its submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
+        """
+        for block in blocks:
+            if not self._slots.has_acquired(block):
+                while not self._slots.n_free:
+                    if self.in_flight.awaits_answer:
+                        self.in_flight.read_answer("slot")
+                    else:
+                        self._commit_early(step)
+                self._slots.acquire(block)
 
     def seal(self, step: int, factor: Tensor) -> None:
         """Phase *seal*.
@@ -151,12 +154,12 @@ class JobQueue:
             step: number of the step.
             factor: 0-D float32 on the device; NaN if the step changes nothing.
         """
-        copied = self._in_flight.buffer_events()
-        self._write_word(self._rank.arena.step_words, step, step, factor, behind=copied)
-        self._in_flight.forget_buffer_events()
+        buffers = self.in_flight.buffers
+        self._write_word(self._rank.arena.step_words, step, step, factor, behind=buffers.events())
+        buffers.forget_events()
 
     def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], unread: Set[int] = frozenset()
+        self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], not_shown: Set[int] = frozenset()
     ) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
@@ -166,31 +169,30 @@ class JobQueue:
             synchronous: whether the jobs are due in this step already.
             drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
                 would have; their jobs, and with them all earlier ones, are then due in this step.
-            unread: blocks whose weights in the model the device owns, so that those of the job are not copied there.
+            not_shown: blocks whose weights in the model the device owns, so that those of the job are not copied there.
 
         Returns:
             Blocks whose windows closed.
         """
-        self._end_fill()
-        closing = range(len(self._windows)) if synchronous else self._staggered.closing_blocks(step)
+        self._end_fill(step)
+        closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
         self.prediction_steps = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
         # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
-        for block in sorted(closing, key=lambda block: block in self._staggered.tail):
+        for block in sorted(closing, key=lambda block: block in self.staggered.tail):
             if block not in self._submitted_in_backward:
-                of_block = self._staggered.of_block(block)
+                of_block = self.staggered.of_block(block)
                 overlapping = of_block.publish_lag >= of_block.update_interval
                 at_once = synchronous or (overlapping and block in drain)
-                due_step = step if at_once else self._staggered.publish_step(step, block)
+                due_step = step if at_once else self.staggered.publish_step(step, block)
                 ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
-                is_shown = block not in unread
-                self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=is_shown)
+                self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=block not in not_shown)
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
-        at_once = self._staggered.lag_of(block) == 0
+        at_once = self.staggered.lag_of(block) == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
-        return at_once and block in self._staggered.closing_blocks(step) and self.next_due(block) is None
+        return at_once and block in self.staggered.closing_blocks(step) and self.in_flight.next_due(block) is None
 
     def submit_in_backward(self, block: int, step: int, factor: Tensor, *, beta1: float) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
@@ -201,40 +203,28 @@ class JobQueue:
             factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
             beta1: see `submit_closing`.
         """
-        while not self._in_flight.n_free_buffers:
+        while not self.in_flight.buffers.n_free:
             # Every job that was submitted in this backward pass gives its own back.
-            self._in_flight.read_answer("slot", step)
-        self._slots.take(block)
+            self.in_flight.read_answer("slot")
         self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
-        buffer, copied = self._in_flight.next_buffer()
+        buffer, copied = self.in_flight.buffers.next()
         behind = [] if copied is None else [copied]
         self._write_word(self._rank.arena.block_words, block, step, factor, behind=behind)
+        # No kernel of the step reads or updates the block's weights any more.
+        overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.books:
-            window = self._fill_window(block)
+            window = self._fill_window(block, step)
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
-            job = self._in_flight.enqueue(
-                block, window, buffer, due_step=step, prediction_steps=self.prediction_steps, has_tentative=True
+            self.in_flight.enqueue(
+                block,
+                window,
+                buffer,
+                due_step=step,
+                prediction_steps=self.prediction_steps,
+                overwritable=overwritable,
             )
             self._submitted_in_backward.add(block)
-        self._in_flight.send()
-        job.unread.append((runtime_of(self._rank.device).record_event(), self._publisher.trained_slices(block)))
-
-    def next_due(self, block: int) -> int | None:
-        """See `JobsInFlight.next_due`."""
-        return self._in_flight.next_due(block)
-
-    def overwrites(self, block: int, step: int) -> bool:
-        """See `JobsInFlight.overwrites`."""
-        return self._in_flight.overwrites(block, step)
-
-    def upload(self, new: Set[int], step: int) -> None:
-        """Phase *publish* during backward, for jobs that are due at the end of the step; never waits.
-
-        Args:
-            new: slices whose gradients have arrived since the last call; their weights are neither read nor updated any more in this step.
-            step: step of the backward pass.
-        """
-        self._in_flight.upload(new, step, except_blocks=self._submitted_in_backward)
+        self.in_flight.send()
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*.
@@ -242,7 +232,7 @@ class JobQueue:
         Returns:
             See `JobsInFlight.publish_due`.
         """
-        published = self._in_flight.publish_due(step)
+        published = self.in_flight.publish_due(step)
         self._submitted_in_backward.clear()
         return published
 
@@ -251,12 +241,15 @@ class JobQueue:
 
         May be called again after an exception has interrupted it, or the step.
         """
-        if self._slots.is_open and self._filling == step:
-            self._end_fill()
-        self._drop_open_step(step)
+        if self._open_step == step:
+            # Interrupted behind phase *seal*.
+            self._end_fill(step)
+        elif self._open_step is not None:
+            self._drop_open_step(step)
+        self.in_flight.forget_overwritable()
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
-        self._in_flight.publish_all(step)
+        self.in_flight.publish_all(step)
         with self._rank.books:
             self._slots.free(self._dropped)
             self._dropped.clear()
@@ -279,7 +272,7 @@ class JobQueue:
         Args:
             partition: `RankState.partition` with other ranges.
         """
-        assert not self._in_flight, "flush comes before"
+        assert not self.in_flight, "flush comes before"
         self._rank.arena.write_ranges(partition.ranges)
         self._worker.restart()
         self._publisher.use(partition)
@@ -291,64 +284,49 @@ class JobQueue:
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
 
-    def _fill_window(self, block: int) -> Window:
+    def _fill_window(self, block: int, step: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""
         window = self._windows[block]
         if window is None:
-            window = self._windows[block] = Window(first_step=self._filling, shown_until=self._filling - 1)
-        window.slots.append(self._slots.hand_over(block))
+            window = self._windows[block] = Window(first_step=step, shown_until=step - 1)
+        window.slots.append(self._slots.of_block(block))
         return window
 
-    def _end_fill(self) -> None:
+    def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
-        rest = [block for block in range(len(self._windows)) if block not in self._submitted_in_backward]
-        for block in rest:
-            self._slots.take(block)
         with self._rank.books:
-            for block in rest:
-                self._fill_window(block)
-            self._slots.close()
-            self._filling += 1
+            for block in range(len(self._windows)):
+                if block not in self._submitted_in_backward:
+                    self._fill_window(block, step)
+            self._slots.end_step()
+            self._open_step = None
 
-    def _free_a_slot(self) -> None:
-        """Backpressure of phase *fill*: returns when a slot is free.
-
-        The awaited jobs need nothing that the device has not been given before. Several ranks cannot wait for each other here: all enqueue
-        the same collectives in the same order, and a job's gradients depend only on those before its submission. So of the collectives
-        that jobs wait for, the first is enqueued on every rank.
-        """
-        while not self._slots.n_free:
-            if self._in_flight.awaits_answer:
-                self._in_flight.read_answer("slot", self._filling)
-            else:
-                self._commit_early()
-
-    def _commit_early(self) -> None:
-        """Commits what the windows hold that the step being filled closes, or if there are none, what all windows hold."""
-        held = [b for b, w in enumerate(self._windows) if w and w.slots and w.last_step < self._filling]
-        closing = [b for b in held if b in self._staggered.closing_blocks(self._filling)]
+    def _commit_early(self, step: int) -> None:
+        """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
+        held = [b for b, w in enumerate(self._windows) if w and w.slots and w.last_step < step]
+        closing = [b for b in held if b in self.staggered.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
-        due_step = self._in_flight.last_due_step(at_least=self._filling)
+        due_step = self.in_flight.last_due_step(at_least=step)
         for block in closing or held:
             window = self._windows[block]
             assert window is not None
             with self._rank.books:
-                self._windows[block] = Window(first_step=self._filling, shown_until=window.shown_until)
-                self._in_flight.enqueue(block, window, UNREAD_BUFFER, due_step=due_step, is_shown=False)
-            self._in_flight.send()
+                self._windows[block] = Window(first_step=step, shown_until=window.shown_until)
+                self.in_flight.enqueue(block, window, None, due_step=due_step)
+            self.in_flight.send()
 
     def _drop_open_step(self, step: int) -> None:
-        """Drops the gradients of a step after `step`, whose backward pass was interrupted by an error.
+        """Drops the gradients of the step after `step`, whose backward pass was interrupted by an error.
 
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
-        self._in_flight.forget_unread()
         with self._rank.books:
-            self._dropped += self._slots.drop_open()
+            self._dropped += self._slots.drop_step(in_windows=self._submitted_in_backward)
             for block, window in enumerate(self._windows):
                 if window is not None and window.last_step > step:
                     self._dropped += window.slots
                     self._windows[block] = Window(first_step=step + 1, shown_until=step)
+            self._open_step = None
 
     def _submit(
         self,
@@ -365,20 +343,18 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step, shown_until=due_step - 1)
-        buffer = self._free_buffer(due_step, cause) if is_shown else UNREAD_BUFFER
+        buffer = self._free_buffer(due_step, cause) if is_shown else None
         with self._rank.books:
             self._windows[block] = None
-            self._in_flight.enqueue(
-                block, window, buffer, due_step=due_step, prediction_steps=prediction_steps, is_shown=is_shown
-            )
-        self._in_flight.send()
+            self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
+        self.in_flight.send()
 
     def _free_buffer(self, due_step: int, cause: Cause) -> int:
         """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""
-        while not self._in_flight.n_free_buffers:
+        while not self.in_flight.buffers.n_free:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
-            self._in_flight.publish_oldest(due_step, cause)
-        buffer, copied = self._in_flight.next_buffer()
+            self.in_flight.publish_oldest(due_step, cause)
+        buffer, copied = self.in_flight.buffers.next()
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 copied.synchronize()

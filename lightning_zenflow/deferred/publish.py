@@ -5,9 +5,8 @@ from collections.abc import Iterable, Set
 
 import torch
 
-from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.device import Event, SideStream
 from lightning_zenflow.core.partition import Partition, Range, merge_ranges, ranges_of_block
-from lightning_zenflow.deferred.window import UpdateJob
 from lightning_zenflow.worker.rank_state import RankState
 
 EXPOSED_COPIES = "h2d copies"
@@ -15,11 +14,10 @@ EXPOSED_COPIES = "h2d copies"
 
 
 class Publisher:
-    """Copies the weights of finished jobs into the model: during backward, slice by slice, or at the end of the step.
+    """Copies new weights of blocks from publish buffers into the model: during backward, slice by slice, or at the end of the step.
 
-    Copies run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. A slice's copy is ordered behind the
-    event in backward from which on no kernel of the step reads its weights (`UpdateJob.unread`), so a device that runs behind the host
-    makes it there, even where the host enqueues it at the end of the step.
+    Copies in backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind
+    an event, so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
     """
 
     def __init__(self, rank: RankState) -> None:
@@ -45,9 +43,8 @@ class Publisher:
         """Slices that have a trained part in a block."""
         return self._ranges[block].keys()
 
-    def age(self, tile_index: int, step: int) -> int:
-        """Gradients that a tile's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
-        block = self._rank.partition.block_of_tile[tile_index]
+    def age(self, block: int, step: int) -> int:
+        """Gradients that a block's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
         exact_for = self._exact_for[block]
         if exact_for is None:
             exact_for = self._exact_for[block] = step - 1
@@ -57,46 +54,46 @@ class Publisher:
         """After a flush: all weights are exact."""
         self._exact_for = [None] * len(self._exact_for)
 
-    def upload(self, job: UpdateJob) -> int:
-        """Copies the weights of the slices that the step does not read any more; in backward.
+    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> int:
+        """Copies the weights of some slices of a block on the stream of the copies, behind an event.
 
         Args:
-            job: answered by the worker. Its `copied` is set with the last slices.
+            event: from which on no kernel of the step reads or updates these weights.
+            block: index into `Partition.blocks`.
+            buffer: publish buffer with the block's new weights.
+            slices: of `trained_slices`.
+            name: of the span.
 
         Returns:
             Bytes copied.
         """
-        n_bytes = self._copy_unread(job, "h2d copies, in backward")
-        if job.copied is None and job.uploaded >= self.trained_slices(job.block):
-            job.copied = self._copies.record_event()
-        return n_bytes
+        with self._copies.behind(event):
+            return self._copy(block, buffer, slices, name)
 
-    def finish(self, job: UpdateJob) -> None:
-        """Copies what `upload` has left of an answered job, and orders the current stream behind all of its copies.
+    def copied(self) -> Event:
+        """An event behind all copies of `copy_behind`."""
+        return self._copies.record_event()
 
-        Afterwards its publish buffer and slots may be reused in the order of the current stream.
+    def finish(self, block: int, buffer: int, rest: Iterable[int], *, last_step: int, joins: bool) -> None:
+        """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
+
+        Args:
+            block: index into `Partition.blocks`.
+            buffer: publish buffer with the block's new weights. It may be reused afterwards, in the order of the current stream.
+            rest: slices that are left.
+            last_step: the last step that the new weights are exact for.
+            joins: whether `copy_behind` has copied any.
         """
-        self._copy_unread(job, EXPOSED_COPIES)
-        if job.uploaded:
+        if joins:
             self._copies.join()
-        rest = self._ranges[job.block].keys() - job.uploaded
-        self._copy(job, (r for index in sorted(rest) for r in self._ranges[job.block][index]), EXPOSED_COPIES)
-        self._exact_for[job.block] = job.window.last_step
+        self._copy(block, buffer, rest, EXPOSED_COPIES)
+        self._exact_for[block] = last_step
 
-    def _copy_unread(self, job: UpdateJob, name: str) -> int:
-        n_bytes = 0
-        for event, slices in job.unread:
-            with self._copies.behind(event):
-                n_bytes += self._copy(job, (r for i in sorted(slices) for r in self._ranges[job.block][i]), name)
-            job.uploaded |= slices
-        job.unread.clear()
-        return n_bytes
-
-    def _copy(self, job: UpdateJob, ranges: Iterable[Range], name: str) -> int:
-        first = self._rank.partition.blocks[job.block].begin
-        new_weights = self._rank.arena.publish[job.publish_buffer]
+    def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> int:
+        first = self._rank.partition.blocks[block].begin
+        new_weights = self._rank.arena.publish[buffer]
         targets, sources, numel = [], [], 0
-        for r in merge_ranges(ranges):
+        for r in merge_ranges(r for index in sorted(slices) for r in self._ranges[block][index]):
             targets.append(self._rank.weights_at(r.param_group, r.begin, r.numel))
             sources.append(new_weights.narrow(0, r.begin - first, r.numel))
             numel += r.numel

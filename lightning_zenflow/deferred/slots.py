@@ -1,19 +1,20 @@
-"""Gradient slots: host memory for one gradient of one block."""
+"""Memory of the arena that goes back and forth between the training thread and the worker: gradient slots and publish buffers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
+from lightning_zenflow.core.device import Event
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.worker.arena import Arena
 
 
 class SlotPool:
-    """Owner of the arena's gradient slots. A block takes a slot for a step when its first gradient is about to be written there.
+    """Owner of the arena's gradient slots: host memory for one gradient of one block.
 
-    A slot belongs to the training thread from then until the job that applies its gradient is submitted, then to the worker, and is free
-    again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
+    A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
+    free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
 
     Args:
         books: see `RankState`. Entered by the callers of all methods that change more than one record with theirs.
@@ -25,10 +26,7 @@ class SlotPool:
         self._books = books
         self._n_slots = 0
         self._free: list[int] = []
-        self._of_step: dict[int, int] = {}  # for each block that has taken one, the slot of the present or next step
-        self._handed_over: set[int] = set()  # blocks; their slots of the open step can still be read
-        self._is_open = False
-        self._make_room: Callable[[], None] | None = None
+        self._of_step: dict[int, int] = {}  # for each block that has acquired one, the slot of the present or next step
         self._views: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -38,13 +36,8 @@ class SlotPool:
 
     @property
     def n_free(self) -> int:
-        """Slots that can be taken."""
+        """Slots that can be acquired."""
         return len(self._free)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients of a step's last micro-batch are being written."""
-        return self._is_open
 
     def grow(self, n_slots: int) -> None:
         """Allows the pool to use the first `n_slots` slots of the arena."""
@@ -52,51 +45,35 @@ class SlotPool:
             self._free[:0] = reversed(range(self._n_slots, n_slots))
             self._n_slots = max(self._n_slots, n_slots)
 
-    def make_room_by(self, make_room: Callable[[], None]) -> None:
-        """Sets what is called when a slot is to be taken and none is free; it frees one."""
-        self._make_room = make_room
+    def has_acquired(self, block: int) -> bool:
+        """Whether a block has a slot for the present or next step."""
+        return block in self._of_step
 
-    def open(self) -> None:
-        """Phase *open*. Slots that are taken before, for sums of micro-batches in host memory, are the step's as well."""
-        self._is_open = True
+    def acquire(self, block: int) -> None:
+        """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
+        with self._books:
+            self._of_step[block] = self._free.pop()
 
-    def close(self) -> None:
-        """Ends phase *fill*, after every block's slot has been handed over."""
-        assert self._handed_over == self._of_step.keys()
-        self._end_step()
-
-    def take(self, block: int) -> int:
-        """The slot of a block in the open step, or in the next one; takes a free one first, if the block has none.
-
-        Where none is free, it waits until one is.
-        """
-        slot = self._of_step.get(block)
-        if slot is None:
-            if not self._free and self._make_room is not None:
-                self._make_room()
-            with self._books:
-                slot = self._of_step[block] = self._free.pop()
-        return slot
-
-    def hand_over(self, block: int) -> int:
-        """The slot that a block has taken in the open step, which from now on belongs to the block's window."""
-        self._handed_over.add(block)
+    def of_block(self, block: int) -> int:
+        """The slot that a block has acquired."""
         return self._of_step[block]
 
-    def drop_open(self) -> list[int]:
-        """Ends an open step that was interrupted; returns its slots that are no window's. Sums of micro-batches before a step stay."""
-        if not self._is_open:
-            return []
-        dropped = [slot for block, slot in self._of_step.items() if block not in self._handed_over]
-        self._end_step()
+    def end_step(self) -> None:
+        """Ends phase *fill*: all slots of the step belong to windows."""
+        self._of_step.clear()
+
+    def drop_step(self, *, in_windows: Collection[int]) -> list[int]:
+        """Ends a step that was interrupted in phase *fill*; returns its slots but for those of the blocks `in_windows`."""
+        dropped = [slot for block, slot in self._of_step.items() if block not in in_windows]
+        self._of_step.clear()
         return dropped
 
     def free(self, slots: Sequence[int]) -> None:
         """Takes back slots whose gradients have been applied or dropped."""
         self._free.extend(slots)
 
-    def of_tile(self, tile_index: int) -> Tensor:
-        """Destination of a tile's gradient in the open step, or in the next one.
+    def view(self, tile_index: int) -> Tensor:
+        """Destination of a tile's gradient in the slot that its block has acquired.
 
         Args:
             tile_index: index into `Partition.tiles`.
@@ -106,7 +83,7 @@ class SlotPool:
         """
         # Views are cached: every step asks for as many as there are tiles.
         block = self._partition.block_of_tile[tile_index]
-        slot = self.take(block)
+        slot = self._of_step[block]
         view = self._views.get((tile_index, slot))
         if view is None:
             tile = self._partition.tiles[tile_index]
@@ -114,15 +91,57 @@ class SlotPool:
             view = self._views[tile_index, slot] = whole.view(tile.rows, tile.width)
         return view
 
-    def of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:
+    def views_of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:
         """Destinations of a slice's gradient: for each tile its first element in the slice, and its part of the slot, flat."""
         begin = self._partition.slices[slice_index].begin
         return [
-            (self._partition.tiles[tile].begin - begin, self.of_tile(tile).view(-1))
+            (self._partition.tiles[tile].begin - begin, self.view(tile).view(-1))
             for tile in self._partition.tiles_by_slice[slice_index]
         ]
 
-    def _end_step(self) -> None:
-        self._of_step.clear()
-        self._handed_over.clear()
-        self._is_open = False
+
+SCRATCH_BUFFER = 0
+"""Output of jobs whose weights are discarded, where blocks are submitted in backward; no other job uses it."""
+
+
+class PublishBuffers:
+    """Owner of the publish buffers that no job uses, each with the event behind the device's last copies from it.
+
+    Args:
+        has_scratch: whether `SCRATCH_BUFFER` is set aside.
+    """
+
+    def __init__(self, *, has_scratch: bool) -> None:
+        self._n_buffers = SCRATCH_BUFFER + 1 if has_scratch else 0
+        # None instead of an event: the last sealed word is ordered behind the copies.
+        self._free: dict[int, Event | None] = {}
+
+    @property
+    def n_free(self) -> int:
+        """Buffers that can be taken."""
+        return len(self._free)
+
+    def grow(self, n_buffers: int) -> None:
+        """Allows jobs to use the first `n_buffers` buffers of the arena."""
+        self._free.update(dict.fromkeys(range(self._n_buffers, n_buffers)))
+        self._n_buffers = max(self._n_buffers, n_buffers)
+
+    def next(self) -> tuple[int, Event | None]:
+        """The buffer that has been free longest, and the event behind the device's last copies from it."""
+        return next(iter(self._free.items()))
+
+    def take(self, buffer: int) -> None:
+        """Gives a free buffer to a job."""
+        del self._free[buffer]
+
+    def give_back(self, buffer: int, copied: Event) -> None:
+        """Takes back a job's buffer, from which all copies are enqueued; `copied` is behind them."""
+        self._free[buffer] = copied
+
+    def events(self) -> list[Event]:
+        """Events behind the copies from all free buffers, which the caller orders the next sealed word behind."""
+        return [event for event in self._free.values() if event is not None]
+
+    def forget_events(self) -> None:
+        """Notes that a sealed word is ordered behind `events`."""
+        self._free = dict.fromkeys(self._free)

@@ -1,85 +1,65 @@
 """Accumulation of gradients over a step's micro-batches, on the device or in the host memory of the step's slots."""
 
 import logging
-from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_zenflow.core.device import has_room
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.worker.rank_state import RankState
 
 _log = logging.getLogger(__name__)
 
 
-class Sums(ABC):
-    """Running sums of the slices' gradients, rounded to the model's type after each micro-batch: the same bits wherever they are."""
-
-    @abstractmethod
-    def store(self, slice_index: int, gradient: Tensor) -> None:
-        """Overwrites a sum.
-
-        Args:
-            slice_index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device.
-        """
-
-    @abstractmethod
-    def load(self, slice_index: int) -> Tensor:
-        """The sum: [slice.numel], model dtype, on the device."""
-
-    def add(self, slice_index: int, gradient: Tensor) -> None:
-        """Adds to a sum; `gradient` may be changed in place."""
-        self.store(slice_index, gradient.add_(self.load(slice_index)))
-
-
-class DeviceSums(Sums):
+class DeviceSums:
     """Sums in device memory, as much as the rank's part of the gradients."""
 
     def __init__(self, rank: RankState) -> None:
         self._slices = rank.partition.slices
         self._sums = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
 
-    @override
     def store(self, slice_index: int, gradient: Tensor) -> None:
+        """Overwrites a sum with [slice.numel], model dtype, on the device."""
         self.load(slice_index).copy_(gradient)
 
-    @override
     def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to a sum."""
         self.load(slice_index).add_(gradient)
 
-    @override
     def load(self, slice_index: int) -> Tensor:
+        """The sum: [slice.numel], model dtype, on the device."""
         s = self._slices[slice_index]
         return self._sums.narrow(0, s.begin, s.numel)
 
 
-class HostSums(Sums):
-    """Sums in the slots that the step's gradients go to in the end.
+class HostSums:
+    """Sums in the slots that the step's gradients go to in the end, which the slices' blocks have acquired.
 
     The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
-
-    A block takes its slot at the first micro-batch then, before phase *open* of `JobQueue`.
     """
 
     def __init__(self, rank: RankState, slots: SlotPool) -> None:
         self._rank = rank
         self._slots = slots
 
-    @override
     def store(self, slice_index: int, gradient: Tensor) -> None:
-        for begin, slot in self._slots.of_slice(slice_index):
+        """As `DeviceSums.store`."""
+        for begin, slot in self._slots.views_of_slice(slice_index):
             slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
             self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
 
-    @override
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to a sum; `gradient` is changed in place."""
+        self.store(slice_index, gradient.add_(self.load(slice_index)))
+
     def load(self, slice_index: int) -> Tensor:
+        """As `DeviceSums.load`."""
         numel = self._rank.partition.slices[slice_index].numel
         total = torch.empty(numel, dtype=self._rank.dtype, device=self._rank.device)
-        for begin, slot in self._slots.of_slice(slice_index):
+        for begin, slot in self._slots.views_of_slice(slice_index):
             total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
             self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
         return total
@@ -88,16 +68,22 @@ class HostSums(Sums):
 class Accumulation:
     """Owner of the gradients of micro-batches that are not their step's last.
 
+    Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
+
     Args:
+        jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
         where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
             gets.
     """
 
-    def __init__(self, rank: RankState, slots: SlotPool, *, where: Literal["auto", "device", "host"]) -> None:
+    def __init__(
+        self, rank: RankState, slots: SlotPool, jobs: JobQueue, *, where: Literal["auto", "device", "host"]
+    ) -> None:
         self._rank = rank
         self._slots = slots
+        self._jobs = jobs
         self._where = where
-        self._sums: Sums | None = None
+        self._sums: DeviceSums | HostSums | None = None
         self._pending: set[int] = set()
 
     @property
@@ -105,18 +91,21 @@ class Accumulation:
         """Slices with a sum that has not been taken, ascending."""
         return sorted(self._pending)
 
-    def add(self, slice_index: int, gradient: Tensor) -> None:
+    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Adds a gradient of a micro-batch that is not the step's last.
 
         Args:
             slice_index: index into `Partition.slices`.
             gradient: [slice.numel], model dtype, on the device; may be changed in place.
+            step: number of the step.
         """
         if self._sums is None:
             self._sums = self._new_sums()
         if slice_index in self._pending:
             self._sums.add(slice_index, gradient)
         else:
+            if isinstance(self._sums, HostSums):
+                self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], step)
             self._sums.store(slice_index, gradient)
             self._pending.add(slice_index)
 
@@ -141,7 +130,7 @@ class Accumulation:
         """Drops all sums that have not been taken."""
         self._pending.clear()
 
-    def _new_sums(self) -> Sums:
+    def _new_sums(self) -> DeviceSums | HostSums:
         where = self._where
         if where == "auto":
             room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)

@@ -103,7 +103,7 @@ class GradientRouter:
             return self._vectors.gradient(index)
         # The copies to the slots.
         runtime_of(self._rank.device).synchronize()
-        return torch.cat([slot for _, slot in self._slots.of_slice(index)])
+        return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
 
     def finish(self, context: StepContext, accumulation: Accumulation) -> Tensor:
         """Routes the gradients of parameters that the last micro-batch did not use, after backward.
@@ -118,8 +118,9 @@ class GradientRouter:
         for index in accumulation.pending:
             self._route_slice(context, index, accumulation.take(index))
         for index in self.arrivals.missing:
-            self._route_zeros(index)
+            self._route_zeros(context, index)
         self._upload(context)
+        self._jobs.acquire(range(len(self._rank.partition.blocks)), context.number)
         norms = self.arrivals.squared_norms
         norms += self._vectors.finish(self.arrivals.arrived, filled=self._jobs.submitted_in_backward)
         return add_up(norms) if norms else torch.zeros((), dtype=torch.float64, device=self._rank.device)
@@ -129,6 +130,7 @@ class GradientRouter:
         if index in self._vectors:
             self._vectors.keep(index, gradient)
             return self.arrivals.slice_complete(index)
+        self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
         for rectangle in self._rectangles[index]:
             self._route_rectangle(context, index, gradient, rectangle)
         complete = self.arrivals.slice_complete(index)
@@ -167,10 +169,11 @@ class GradientRouter:
             if not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
         ]
 
-    def _route_zeros(self, index: int) -> None:
+    def _route_zeros(self, context: StepContext, index: int) -> None:
         """A slice without any gradient in the step."""
         if index in self._vectors:
             return
+        self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
         for rectangle in self._rectangles[index]:
             for destination in self._destinations(rectangle):
                 # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
@@ -190,7 +193,7 @@ class GradientRouter:
 
     def _destinations(self, rectangle: _Rectangle) -> list[Destination]:
         return [
-            Destination(begin=begin, slot=self._slots.of_tile(part), selections=self._ownership.selections(part))
+            Destination(begin=begin, slot=self._slots.view(part), selections=self._ownership.selections(part))
             for part, begin in zip(rectangle.parts, rectangle.begins, strict=True)
         ]
 
@@ -199,10 +202,10 @@ class GradientRouter:
         return TileGradient(
             block=block,
             destination=destination,
-            age=self._publisher.age(part, step),
-            due_step=self._jobs.next_due(block),
+            age=self._publisher.age(block, step),
+            due_step=self._jobs.in_flight.next_due(block),
         )
 
     def _upload(self, context: StepContext) -> None:
         """Copies finished weights of slices whose gradients are there."""
-        self._jobs.upload(self.arrivals.take_new(), context.number)
+        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())

@@ -59,6 +59,7 @@ class BackwardSubmission:
             submits = self._jobs.can_submit_in_backward(block, context.number) and block not in self._ownership.waiting
             submits = submits and (context.max_norm == 0 or self._norms.knows_last)
             if submits:
+                self._jobs.acquire([block], context.number)
                 self._arrivals.squared_norms += self._vectors.fill(self._arrivals.arrived, block=block)
             squared_norm = self._norms.add(block, self._arrivals.squared_norms[self._n_added :])
             self._n_added = len(self._arrivals.squared_norms)

@@ -107,7 +107,7 @@ class Planner:
 
     def columns_change(self, step: int) -> None:
         """Notes new columns or a new tail in `step`: blocks change from now on, each with its own next window."""
-        self._changing_until = step + self._jobs.age
+        self._changing_until = step + self._jobs.max_publish_delay
 
     def restore_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last, after an exception has interrupted a change; right after a flush only."""

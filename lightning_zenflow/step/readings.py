@@ -38,7 +38,7 @@ class CounterReader:
         """Present values; those of the device are from an earlier step."""
         self._read_device_values()
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
-        counts, schedule, tail = self._jobs.counts, self._jobs.schedule, self._jobs.staggered.tail
+        counts, schedule, tail = self._jobs.in_flight.counts, self._jobs.schedule, self._jobs.staggered.tail
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,

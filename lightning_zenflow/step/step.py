@@ -70,7 +70,7 @@ class ZenFlowStep:
         self._telemetry = rank.telemetry
         self._jobs, self._router, self._ownership = parts.jobs, parts.router, parts.ownership
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
-        self._accumulation = Accumulation(rank, parts.slots, where=config.accumulate_on)
+        self._accumulation = Accumulation(rank, parts.slots, parts.jobs, where=config.accumulate_on)
         self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.skipped = parts.skipped
         self._state = StepState.IDLE
@@ -131,7 +131,7 @@ class ZenFlowStep:
             # A parameter that was unfrozen between two micro-batches is trained from the next step on.
             return
         if not last:
-            self._accumulation.add(slice_index, gradient)
+            self._accumulation.add(slice_index, gradient, self._number + 1)
             return
         context = self._opened()
         self._router.route(context, slice_index, self._accumulation.total(slice_index, gradient))
@@ -213,13 +213,13 @@ class ZenFlowStep:
             beta1=mean_beta1(groups),
             synchronous=plan.synchronous,
             drain=self._ownership.waiting,
-            unread=self._ownership.owned_entirely,
+            not_shown=self._ownership.owned_entirely,
         )
         self._ownership.submitted(closed)
         # publish
         published = self._jobs.publish(number)
         with self._telemetry.tracer.span("provisional update"):
-            self._provisional.reapply.published(published, context.schedule, overwrites=self._jobs.overwrites)
+            self._provisional.reapply.published(published, context.schedule, overwrites=self._jobs.in_flight.overwrites)
         self._ownership.published(published)
         self._ownership.write_weights()
         # gather

@@ -112,7 +112,7 @@ class VectorGradients:
             self._of_slice[index].zero_()
         # A copy to the host is a call of its own, so that neighbours are copied as one.
         runs = [run for block in blocks for run in block.runs]
-        slots = [self._slots.of_tile(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
+        slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
         with self._rank.telemetry.tracer.span("d2h copies", n_bytes=values.nbytes):
             torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += values.nbytes

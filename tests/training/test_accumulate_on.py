@@ -1,13 +1,15 @@
 """Gradients added up in host memory: the same bits as on the device, and no memory of the device for the sums."""
 
 from dataclasses import replace
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 import torch
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, make_trainer, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step import accumulation
 from lightning_zenflow.step.accumulation import Accumulation
@@ -90,10 +92,11 @@ def test_sums(
     rank = make_rank_state(partition, [torch.zeros(30, dtype=torch.bfloat16)])
     slots = SlotPool(partition, rank.arena, rank.books)
     slots.grow(2)
-    sums = Accumulation(rank, slots, where=where)
+    jobs = SimpleNamespace(acquire=lambda blocks, step: [slots.acquire(block) for block in blocks])
+    sums = Accumulation(rank, slots, cast(JobQueue, jobs), where=where)
     gradients = [torch.randn(30, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
     for gradient in gradients[:3]:
-        sums.add(0, gradient.clone())
+        sums.add(0, gradient.clone(), 1)
     assert sums.pending == [0]
     total = sums.total(0, gradients[3].clone())
     assert torch.equal(total, gradients[3] + (gradients[0] + gradients[1] + gradients[2]))

@@ -20,6 +20,7 @@ from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import AsyncHostCopy, SideStream
 from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.deferred.in_flight import JobsInFlight
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.publish import Publisher
 from lightning_zenflow.kernels.torch import TorchKernels
@@ -248,8 +249,7 @@ def no_epilogue(patch: pytest.MonkeyPatch) -> None:
 
 def weights_too_early(patch: pytest.MonkeyPatch) -> None:
     """Copies into the model are not ordered behind the last reader of the weights."""
-    patch.setattr(JobQueue, "upload", lambda *_: None)
-    patch.setattr(Publisher, "_copy_unread", lambda *_: 0)
+    patch.setattr(JobsInFlight, "poll", lambda *_: None)
     copy = Publisher._copy
     stream: list[RecordedStream] = []
 

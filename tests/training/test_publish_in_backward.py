@@ -1,13 +1,15 @@
 """Publishing during backward: the same bits as at the end of the step, whenever the worker is done."""
 
 import functools
+from collections.abc import Set
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
-from lightning_zenflow.deferred.publish import Publisher
-from lightning_zenflow.deferred.window import UpdateJob
+from lightning_zenflow.core.device import Event
+from lightning_zenflow.deferred.publish import EXPOSED_COPIES, Publisher
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from rank_states import seen
 from same_bits import assert_same_run
@@ -42,27 +44,26 @@ CASES = {
 def run_with(name: str, answers: str) -> tuple[Run, int, int]:
     """A run in which the worker is never, always or now and then seen to be done in time; and how many copies were early and late."""
     early = late = asked = 0
-    upload, finish = Publisher.upload, Publisher.finish
+    copy_behind, finish = Publisher.copy_behind, Publisher.finish
 
     def has_answered(self: SupervisedWorker, submission: Submission) -> bool:
         nonlocal asked
         asked += 1
         return seen(self, submission, answers == "always" or (answers == "sometimes" and asked % 3 == 0))
 
-    def counted_upload(self: Publisher, job: UpdateJob) -> int:
+    def counted_copy(self: Publisher, event: Event, block: int, buffer: int, slices: Set[int], name: str) -> int:
         nonlocal early
-        n_bytes = upload(self, job)
-        early += n_bytes > 0
-        return n_bytes
+        early += name != EXPOSED_COPIES
+        return copy_behind(self, event, block, buffer, slices, name)
 
-    def counted_finish(self: Publisher, job: UpdateJob) -> None:
+    def counted_finish(self: Publisher, block: int, buffer: int, rest: Set[int], **kwargs: Any) -> None:
         nonlocal late
-        late += not self.trained_slices(job.block) <= job.uploaded
-        finish(self, job)
+        late += bool(rest)
+        finish(self, block, buffer, rest, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SupervisedWorker, "has_answered", has_answered)
-        patch.setattr(Publisher, "upload", counted_upload)
+        patch.setattr(Publisher, "copy_behind", counted_copy)
         patch.setattr(Publisher, "finish", counted_finish)
         return run_here(CASES[name]), early, late
 

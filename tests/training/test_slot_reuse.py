@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
-from lightning_zenflow.deferred.in_flight import JobsInFlight
+from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.deferred.slots import SCRATCH_BUFFER, SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from rank_states import seen
@@ -72,37 +72,35 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     """
     most: dict[str, Any] = {"slots": 0, "buffers": 0, "shown_in": set(), "not_shown_in": set()}
     causes: Counter[str] = Counter()
-    queues: dict[JobsInFlight, JobQueue] = {}
+    schedules: list[StaggeredSchedule] = []
     set_schedule = JobQueue.set_schedule
-    take, send, commit = SlotPool.take, JobsInFlight.enqueue, JobQueue._commit_early
+    acquire, enqueue, commit = SlotPool.acquire, JobsInFlight.enqueue, JobQueue._commit_early
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
     assert n_slots is not None and n_buffers is not None
 
-    def watched_take(self: SlotPool, block: int) -> int:
-        slot = take(self, block)
+    def watched_acquire(self: SlotPool, block: int) -> None:
+        acquire(self, block)
         most["slots"] = max(most["slots"], self.n_slots - self.n_free)
-        return slot
 
     def watched_set(self: JobQueue, *args: Any) -> None:
         set_schedule(self, *args)
-        queues[self._in_flight] = self
+        schedules.append(self.staggered)
 
-    def watched_send(self: JobsInFlight, *args: Any, **kwargs: Any) -> Any:
-        queue, job = queues[self], send(self, *args, **kwargs)
-        most["schedule"] = queue.staggered
-        most["buffers"] = max(most["buffers"], queue._n_buffers - self.n_free_buffers)
-        most["shown_in" if job.is_shown else "not_shown_in"].add(job.publish_buffer)
+    def watched_enqueue(self: JobsInFlight, block: int, window: Window, buffer: int | None, **kwargs: Any) -> None:
+        enqueue(self, block, window, buffer, **kwargs)
+        most["schedule"] = schedules[-1]
+        most["buffers"] = max(most["buffers"], schedules[-1].n_publish_buffers - self.buffers.n_free)
+        most["not_shown_in" if buffer is None else "shown_in"].add(SCRATCH_BUFFER if buffer is None else buffer)
         causes["job"] += 1
-        return job
 
-    def watched_commit(self: JobQueue) -> None:
+    def watched_commit(self: JobQueue, step: int) -> None:
         causes["early commit"] += 1
-        commit(self)
+        commit(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotPool, "take", watched_take)
+        patch.setattr(SlotPool, "acquire", watched_acquire)
         patch.setattr(JobQueue, "set_schedule", watched_set)
-        patch.setattr(JobsInFlight, "enqueue", watched_send)
+        patch.setattr(JobsInFlight, "enqueue", watched_enqueue)
         patch.setattr(JobQueue, "_commit_early", watched_commit)
         patch.setattr(StaggeredSchedule, "n_slots", property(lambda s: n_slots(s) + more))
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))

@@ -8,33 +8,47 @@ from small_arena import COUNTS, make_partition
 
 
 def test_an_interrupted_step_gives_its_slots_back() -> None:
-    """But for those that belong to windows; sums of micro-batches before a step stay."""
+    """But for those that belong to windows."""
     partition = make_partition()
     blocks = range(len(partition.blocks))
     rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
     slots = SlotPool(partition, rank.arena, rank.books)
     slots.grow(2 * len(blocks))
-    assert not slots.is_open and slots.n_free == slots.n_slots
-    first_tiles = [block.tiles[0] for block in partition.blocks]
+    assert slots.n_free == slots.n_slots
 
-    slots.open()
-    for tile in first_tiles:
-        slots.of_tile(tile)
-    of_step = [slots.hand_over(block) for block in blocks]
-    slots.close()
+    for block in blocks:
+        slots.acquire(block)
+    of_step = [slots.of_block(block) for block in blocks]
+    slots.end_step()
     assert sorted(of_step) == list(range(slots.n_slots - slots.n_free))
 
-    slots.of_tile(first_tiles[0])
-    assert slots.drop_open() == [] and not slots.is_open
-    slots.open()
-    of_window = slots.hand_over(0)
-    slots.of_tile(first_tiles[1])
-    (dropped,) = slots.drop_open()
-    assert not slots.is_open and dropped not in (*of_step, of_window)
+    for block in (0, 1):
+        slots.acquire(block)
+    of_window = slots.of_block(0)
+    (dropped,) = slots.drop_step(in_windows={0})
+    assert not any(map(slots.has_acquired, blocks)) and dropped not in (*of_step, of_window)
 
     slots.free([*of_step, of_window, dropped])
     assert slots.n_free == slots.n_slots
     # The slot freed last is taken first.
-    slots.of_tile(first_tiles[2])
-    assert slots.hand_over(2) == dropped
+    slots.acquire(2)
+    assert slots.of_block(2) == dropped
+    rank.arena.close(keep_state=False)
+
+
+def test_views_of_a_step_are_in_the_blocks_slots() -> None:
+    partition = make_partition()
+    rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
+    slots = SlotPool(partition, rank.arena, rank.books)
+    slots.grow(len(partition.blocks))
+    for block in range(len(partition.blocks)):
+        slots.acquire(block)
+    for index in range(len(partition.slices)):
+        for begin, view in slots.views_of_slice(index):
+            view.copy_(partition.slices[index].begin + begin + torch.arange(float(view.numel())))
+    for tile in partition.tiles:
+        block = partition.block_of_tile[partition.tiles.index(tile)]
+        first = tile.begin - partition.blocks[block].begin
+        written = rank.arena.slots[slots.of_block(block)][first : first + tile.numel]
+        assert torch.equal(written, torch.arange(float(tile.begin), float(tile.begin + tile.numel)))
     rank.arena.close(keep_state=False)
