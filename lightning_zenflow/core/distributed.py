@@ -1,19 +1,12 @@
-"""Sums over ranks, and their agreement: on errors, so that none waits for a rank that has left, and on what is possible."""
+"""Agreement of the ranks: on errors, so that none waits for a rank that has left, and on what is possible."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
-
-
-def add_over_ranks(values: Tensor, group: dist.ProcessGroup) -> None:
-    """Adds a tensor over the ranks of a group, in place; no collective where there is one rank."""
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
 
 
 def in_common(values: Sequence[T]) -> list[T]:

@@ -68,6 +68,15 @@ class StepScale:
         return known
 
 
+def add_up(parts: Sequence[Tensor]) -> Tensor:
+    """Squared norm of several gradients: 0-D float64.
+
+    Args:
+        parts: float32 or float64 [n] each, sums of squares of parts of the gradients; at least one.
+    """
+    return torch.cat(list(parts)).sum(dtype=torch.float64)
+
+
 def predicted_squared_norm(partial: Tensor, ratio: Tensor, last: Tensor) -> Tensor:
     """Predicts the squared norm of a step's whole gradient from the part of it that has arrived.
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.publish import EXPOSED_COPIES, Publisher
-from lightning_zenflow.deferred.slots import SCRATCH_BUFFER, PublishBuffers, SlotPool
+from lightning_zenflow.deferred.memory import EXPOSED_COPIES, SCRATCH_BUFFER, PublishBuffers, Publisher, SlotPool
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState

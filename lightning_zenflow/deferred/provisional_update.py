@@ -1,6 +1,6 @@
 """Provisional updates of host-owned weights: applied during backward, replaced by the next publish."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.deferred.in_flight import JobsInFlight
+from lightning_zenflow.deferred.memory import Publisher
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.schedule.compensation import StalenessCompensation
@@ -49,17 +51,26 @@ class ProvisionalFactors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TileGradient:
-    """A tile's gradient in backward, and the job that concerns the tile."""
+class LateTile:
+    """A tile whose weights will lack its gradient in some forward pass."""
 
     block: int
     """Index into `Partition.blocks`."""
     destination: Destination
-    """Position in the slice's rectangle, and the gradient's slot in host memory."""
-    age: int
-    """See `Publisher.age`."""
-    due_step: int | None
-    """See `JobQueue.next_due`."""
+    """Position in the slice's full rows, and the gradient's slot in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateGradient:
+    """Gradient of a slice's full rows, of which some tiles are late."""
+
+    slice: int
+    """Index into `Partition.slices`; one that `ProvisionalUpdate.applies_to`."""
+    gradient: Tensor
+    """[rows, columns], model dtype, on the device."""
+    squared_norms: SquaredNorms
+    """With those of rows and columns."""
+    tiles: Sequence[LateTile]
 
 
 class ProvisionalUpdate:
@@ -73,12 +84,24 @@ class ProvisionalUpdate:
     such a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
 
     Args:
+        in_flight: jobs that will overwrite the weights.
+        publisher: knows the age of the weights.
         compensation: size of the updates.
         rank_number: number of the rank; ranks use different rounding noise.
     """
 
-    def __init__(self, rank: RankState, compensation: StalenessCompensation, *, rank_number: int) -> None:
+    def __init__(
+        self,
+        rank: RankState,
+        in_flight: JobsInFlight,
+        publisher: Publisher,
+        compensation: StalenessCompensation,
+        *,
+        rank_number: int,
+    ) -> None:
         self._rank = rank
+        self._in_flight = in_flight
+        self._publisher = publisher
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._clip = torch.full((), torch.nan, device=rank.device)
@@ -88,7 +111,7 @@ class ProvisionalUpdate:
             _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.updates_provisionally else None
             for s in rank.partition.slices
         ]
-        self.reapply = ReapplyAfterPublish(self, rank)
+        self.reapply = ReapplyAfterPublish(self, rank, in_flight)
         """Updates that a publish would undo."""
 
     def open(self, loss_scale: float) -> None:
@@ -99,34 +122,33 @@ class ProvisionalUpdate:
         """Whether a slice has rows to update."""
         return self._bodies[slice_index] is not None
 
-    def gradient(
-        self,
-        step: int,
-        factors: ProvisionalFactors,
-        gradient: Tensor,
-        tiles: Sequence[TileGradient],
-        schedule: StaggeredSchedule,
+    def apply_gradient(
+        self, step: int, late: LateGradient, hyperparameters: GroupHyperparameters, schedule: StaggeredSchedule
     ) -> None:
-        """Updates weights of a slice's full rows that are late: now, once more after the publish of a job in flight, or only then.
+        """Updates the weights of late tiles: now, once more after the publish of a job in flight, or only then.
 
         Args:
             step: number of the step.
-            factors: result of `measure` for the step.
-            gradient: [rows, columns], model dtype; the slice's full rows.
-            tiles: tiles of `gradient` that are late. Those whose job is due in this step are updated only after its publish.
+            late: gradient of the step; its memory may be reused after the work that this call enqueues.
+            hyperparameters: of the slice's parameter group.
             schedule: present S and d.
         """
-        of_tiles = [schedule.of_block(tile.block) for tile in tiles]
-        all_late = sum(tile.destination.slot.numel() for tile in tiles) == gradient.numel()
-        alike = len({(tile.age, of_tile) for tile, of_tile in zip(tiles, of_tiles, strict=True)}) == 1
-        if all_late and alike and all(tile.due_step is None for tile in tiles):
-            self.apply(factors, 0, gradient, age=tiles[0].age, schedule=of_tiles[0])
+        factors = self.measure(late.slice, late.squared_norms, hyperparameters)
+        of_tiles = [
+            (self._publisher.age(tile.block, step), self._in_flight.next_due(tile.block), schedule.of_block(tile.block))
+            for tile in late.tiles
+        ]
+        all_late = sum(tile.destination.slot.numel() for tile in late.tiles) == late.gradient.numel()
+        if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
+            age, _, of_tile = of_tiles[0]
+            self.apply(factors, 0, late.gradient, age=age, schedule=of_tile)
             return
-        for tile, of_tile in zip(tiles, of_tiles, strict=True):
-            part = tile.destination.part_of(gradient)
-            if tile.due_step is None or tile.due_step > step:
-                self.apply(factors, tile.destination.begin, part, age=tile.age, schedule=of_tile)
-            if tile.due_step is not None:
+        for tile, (age, due_step, of_tile) in zip(late.tiles, of_tiles, strict=True):
+            part = tile.destination.part_of(late.gradient)
+            # A job that is due in this step overwrites the weights before any forward pass.
+            if due_step is None or due_step > step:
+                self.apply(factors, tile.destination.begin, part, age=age, schedule=of_tile)
+            if due_step is not None:
                 self.reapply.keep(step, factors, part, tile, schedule)
 
     def measure(
@@ -224,8 +246,9 @@ class ReapplyAfterPublish:
     they are copied back from their slots in host memory.
     """
 
-    def __init__(self, updates: ProvisionalUpdate, rank: RankState) -> None:
+    def __init__(self, updates: ProvisionalUpdate, rank: RankState, in_flight: JobsInFlight) -> None:
         self._updates = updates
+        self._in_flight = in_flight
         self._n_bytes = rank.partition.numel * rank.dtype.itemsize
         self._traffic = rank.telemetry.traffic
         self._runtime = runtime_of(rank.device)
@@ -237,7 +260,7 @@ class ReapplyAfterPublish:
         step: int,
         factors: ProvisionalFactors,
         gradient: Tensor,
-        tile: TileGradient,
+        tile: LateTile,
         schedule: StaggeredSchedule,
     ) -> None:
         """Keeps an update of a tile whose block has a job in flight; in backward.
@@ -260,15 +283,12 @@ class ReapplyAfterPublish:
         entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept, in_slot=in_slot)
         self._kept.setdefault(tile.block, []).append(entry)
 
-    def published(
-        self, last_steps: Mapping[int, int], schedule: StaggeredSchedule, *, overwrites: Callable[[int, int], bool]
-    ) -> None:
+    def published(self, last_steps: Mapping[int, int], schedule: StaggeredSchedule) -> None:
         """Applies updates again, and drops those that no other job in flight will overwrite.
 
         Args:
             last_steps: for each published block the last step that its weights are exact for.
             schedule: present S and d.
-            overwrites: see `JobQueue.overwrites`.
         """
         for block, last in last_steps.items():
             later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
@@ -279,7 +299,7 @@ class ReapplyAfterPublish:
                     self._traffic.h2d_bytes += gradient.nbytes
                 age, of_block = kept.step - last, schedule.of_block(block)
                 self._updates.apply(kept.factors, kept.begin, gradient, age=age, schedule=of_block)
-            if needed := [kept for kept in later if overwrites(block, kept.step)]:
+            if needed := [kept for kept in later if self._in_flight.overwrites(block, kept.step)]:
                 self._kept[block] = needed
 
     def clear(self) -> None:

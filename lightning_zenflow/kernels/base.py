@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale, add_up
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, factored_step_
 
 
@@ -50,15 +50,6 @@ class SquaredNorms:
         """`row_parts` and `column_parts`; with `per_axis` only."""
         assert self.row_parts is not None and self.column_parts is not None
         return self.row_parts, self.column_parts
-
-
-def add_up(parts: Sequence[Tensor]) -> Tensor:
-    """Squared norm of several gradients: 0-D float64.
-
-    Args:
-        parts: `SquaredNorms.parts` of each; at least one.
-    """
-    return torch.cat(list(parts)).sum(dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

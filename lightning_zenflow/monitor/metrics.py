@@ -6,7 +6,7 @@ docs/metrics.md repeats `METRICS`; a test compares both with what a training log
 import math
 from collections.abc import Mapping
 
-from lightning_zenflow.deferred.publish import EXPOSED_COPIES
+from lightning_zenflow.deferred.memory import EXPOSED_COPIES
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.telemetry.stalls import CAUSES, Cause
 from lightning_zenflow.telemetry.tracing import StepTrace

@@ -1,34 +1,55 @@
-"""Arrival of a step's gradients: slices, blocks and their squared norms."""
+"""Arrival of a step's gradients: complete slices and blocks, squared norms so far, and the submission of complete blocks in backward.
 
-from collections.abc import Collection, Sequence, Set
+In backward the worker's update hides behind the backward pass, where d = 0.
+"""
 
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.core.step_inputs import (
+    StepScale,
+    add_up,
+    mean_beta1,
+    predicted_squared_norm,
+    smoothed_ratio,
+    step_scale,
+)
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.step.context import StepContext
+from lightning_zenflow.step.gradient_router import VectorGradients
+from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.worker.rank_state import RankState
 
 
 class Arrivals:
     """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it."""
 
     def __init__(self, partition: Partition) -> None:
-        blocks: list[set[int]] = [{partition.tiles[tile].slice for tile in block.tiles} for block in partition.blocks]
-        self._slices_of_block = blocks
+        self._blocks_of_slice = partition.blocks_of_slice
+        self._slices_of_block: list[set[int]] = [set() for _ in partition.blocks]
+        for index, blocks in enumerate(partition.blocks_of_slice):
+            for block in blocks:
+                self._slices_of_block[block].add(index)
         self._trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: set[int] = set()
         self._new: set[int] = set()
         self._missing: list[set[int]] = []
-        self._blocks_of_slice: list[list[int]] = [[] for _ in partition.slices]
-        for number, slices in enumerate(blocks):
-            for index in slices:
-                self._blocks_of_slice[index].append(number)
         self._complete: list[int] = []
-        self.squared_norms: list[Tensor] = []
-        """`SquaredNorms.parts` of the rank's gradients so far."""
 
     @property
     def arrived(self) -> Set[int]:
         """Slices whose gradient of the whole step has been routed."""
         return self._arrived
+
+    @property
+    def trained(self) -> Set[int]:
+        """Slices whose gradients are expected."""
+        return self._trained
 
     @property
     def n_blocks(self) -> int:
@@ -53,7 +74,6 @@ class Arrivals:
         self._arrived.clear()
         self._new.clear()
         self._complete.clear()
-        self.squared_norms.clear()
         self._missing = [slices & self._trained for slices in self._slices_of_block]
 
     def slice_complete(self, index: int) -> list[int]:
@@ -76,3 +96,140 @@ class Arrivals:
         """Slices that have been completed since the last call."""
         new, self._new = self._new, set()
         return new
+
+
+class GradientNorms:
+    """Squared norms of a step's gradients, in order of arrival: their sum, which is predicted in backward from its part so far.
+
+    The prediction is the sum up to a block's arrival times its ratio to the whole in the steps before whose norm was finite. It is a
+    function of the gradients alone, so that runs repeat; ranks predict from their own parts. Nothing here is read by the host.
+
+    Args:
+        n_blocks: number of blocks.
+        device: of the gradients.
+    """
+
+    def __init__(self, n_blocks: int, device: torch.device) -> None:
+        self._parts: list[Tensor] = []
+        self._n_in_sum = 0  # of the parts
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._partial = torch.zeros(n_blocks, dtype=torch.float64, device=device)
+        self._ratio = torch.full((n_blocks,), torch.nan, dtype=torch.float64, device=device)
+        self._last = torch.zeros((), dtype=torch.float64, device=device)
+        self.knows_last = False
+        """Whether there has been a step to predict from."""
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._parts.clear()
+        self._n_in_sum = 0
+        self._sum.zero_()
+        self._partial.zero_()
+
+    def add(self, parts: Iterable[Tensor]) -> None:
+        """Adds gradients that have arrived: their `SquaredNorms.parts`."""
+        self._parts += parts
+
+    def whole(self) -> Tensor:
+        """Sum of all that has been added in the step: 0-D float64, not finite if any gradient is not."""
+        return add_up(self._parts) if self._parts else torch.zeros_like(self._sum)
+
+    def up_to(self, block: int) -> Tensor:
+        """Sum of what has been added when a block is complete: 0-D float64, not finite if any gradient so far is not."""
+        if len(self._parts) > self._n_in_sum:
+            self._sum.add_(add_up(self._parts[self._n_in_sum :]))
+            self._n_in_sum = len(self._parts)
+        self._partial[block] = self._sum
+        return self._partial[block]
+
+    def predict(self, block: int, *, loss_scale: float) -> Tensor:
+        """Squared norm of the step's whole gradient, of all ranks and with loss scale: 0-D float64; after `up_to`."""
+        return predicted_squared_norm(self._partial[block], self._ratio[block], self._last * loss_scale**2)
+
+    def end_step(self, squared_norm: Tensor, *, finite: Tensor, loss_scale: float) -> None:
+        """Takes the step's own squared norm, 0-D float64; one that is not finite is not predicted from."""
+        ratio = smoothed_ratio(self._ratio, squared_norm, self._partial)
+        self._ratio.copy_(torch.where(finite, ratio, self._ratio))
+        self._last.copy_(torch.where(finite, squared_norm / loss_scale**2, self._last))
+        self.knows_last = True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Ratio and norm that the next step is predicted from, on the CPU; None: nothing yet."""
+        return {"ratio": self._ratio.cpu(), "last": self._last.cpu()} if self.knows_last else None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Inverse of `state_dict`, for the same blocks."""
+        self.knows_last = state is not None
+        if state is not None:
+            self._ratio.copy_(state["ratio"])
+            self._last.copy_(state["last"])
+
+
+class BackwardSubmission:
+    """Phase *submit* of `JobQueue` for single blocks, as soon as the gradients of all of their trained slices have arrived.
+
+    The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a predicted
+    factor that decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the
+    block's next job. They differ by at most (1 - beta1) of one normalised update times the factor's error, once. Without clipping the
+    prediction is the factor, and the weights have the bits of a submission at the end of the step.
+
+    From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
+    block is submitted.)
+    """
+
+    def __init__(
+        self, rank: RankState, jobs: JobQueue, norms: GradientNorms, vectors: VectorGradients, ownership: Ownership
+    ) -> None:
+        self._rank = rank
+        self._jobs = jobs
+        self._norms = norms
+        self._vectors = vectors
+        self._ownership = ownership
+        self._count = torch.zeros((), dtype=torch.float64, device=rank.device)
+        self._factors: list[Tensor] = []
+        self._error: AsyncHostCopy | None = None
+
+    def open(self) -> None:
+        """Begins a step."""
+        self._factors.clear()
+
+    def submit(self, blocks: Iterable[int], arrived: Set[int], context: StepContext) -> None:
+        """Submits complete blocks whose windows close.
+
+        Args:
+            blocks: result of `Arrivals.slice_complete`.
+            arrived: slices whose gradients have been routed.
+            context: inputs of the step, which submits in backward.
+        """
+        inputs = context.inputs
+        for block in blocks:
+            # A block that changes its columns needs its exact state at the end of the step.
+            submits = self._jobs.can_submit_in_backward(block, context.number) and block not in self._ownership.waiting
+            submits = submits and (inputs.max_norm == 0 or self._norms.knows_last)
+            if submits:
+                self._jobs.acquire([block], context.number)
+                self._norms.add(self._vectors.fill(arrived, block=block))
+            squared_norm = self._norms.up_to(block)
+            if not submits:
+                continue
+            if inputs.max_norm > 0:
+                squared_norm = self._norms.predict(block, loss_scale=inputs.loss_scale)
+            if not self._jobs.submitted_in_backward:
+                self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
+            scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale, count=self._count)
+            self._factors.append(scale.factor)
+            self._jobs.submit_in_backward(block, context.number, scale.factor, beta1=mean_beta1(inputs.groups))
+
+    def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
+        """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
+        if context.plan.submits_in_backward and context.inputs.max_norm > 0:
+            self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
+            if self._factors and self._error is None:
+                self._error = AsyncHostCopy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
+
+    def take_error(self) -> float | None:
+        """Mean relative error of the predicted factors in a step since the last call; None if it is not known yet. Never waits."""
+        if self._error is None or not self._error.arrived:
+            return None
+        error, self._error = float(self._error.read()), None
+        return error

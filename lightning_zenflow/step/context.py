@@ -1,11 +1,10 @@
-"""State of the step that is next, and its inputs, which are fixed when the first gradient of its last micro-batch arrives."""
+"""State of the step that is next, and its inputs, which are fixed when the backward pass of its last micro-batch begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.topk.column_norms import ColumnSquaredNorms
 
@@ -18,11 +17,11 @@ class StepState(Enum):
     ACCUMULATING = auto()
     """The last micro-batch's backward pass has not begun."""
     OPEN = auto()
-    """It has begun, or is over."""
+    """It has begun, or is over; the step's `StepContext` is fixed."""
     REDUCED = auto()
     """The gradient norm is known, and no more gradients are received."""
     UNDER_WAY = auto()
-    """The phases from *reduce* on. If it is found by a later call, an exception has interrupted them."""
+    """A change between these, or the phases behind *reduce*. If it is found by a later call, an exception has interrupted them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,40 +48,27 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """What the optimizer around a step decides."""
+
+    groups: Sequence[GroupHyperparameters]
+    """Hyperparameters of each parameter group."""
+    loss_scale: float
+    """Factor that the loss is multiplied by before backward."""
+    max_norm: float
+    """Largest norm of the whole gradient after clipping; 0: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Inputs of one optimizer step, passed along with its gradients."""
+    """One optimizer step, passed along with its gradients."""
 
     number: int
     """Counted from 1."""
     plan: StepPlan
-    groups: Sequence[GroupHyperparameters]
-    """Hyperparameters of each parameter group, read during backward; `ZenFlowStep.step` reads them again."""
+    inputs: StepInputs
+    """Read as backward begins; `ZenFlowStep.step` reads hyperparameters and largest norm again."""
     schedule: StaggeredSchedule
     """S and d of each block."""
-    loss_scale: float
-    """Factor that the loss was multiplied by before backward."""
-    max_norm: float
-    """Largest norm of the whole gradient after clipping; 0: no clipping."""
     column_norms: ColumnSquaredNorms | None
     """Sums for the column proxies; None in steps that do not measure them."""
-
-
-class StepEnvironment(Protocol):
-    """Interface of the optimizer around the step, such as DeepSpeed's."""
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor that the loss is multiplied by before backward."""
-
-    @property
-    def max_norm(self) -> float:
-        """Largest norm of the whole gradient after clipping; 0: no clipping."""
-
-    def read_hyperparameters(self) -> list[GroupHyperparameters]:
-        """Present hyperparameters of each parameter group; never waits for a device."""
-
-    def scaled(self, scale: StepScale) -> None:
-        """Takes the result of phase *clip*, before the rest of the step is enqueued."""
-
-    def gather_weights(self) -> None:
-        """Exchanges the ranks' updated weights."""

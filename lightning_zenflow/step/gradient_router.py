@@ -1,6 +1,6 @@
-"""Routes a reduced gradient to its destinations before DeepSpeed reuses its buffer."""
+"""Routes the reduced gradients of a step to the slots and to device-owned columns, before DeepSpeed reuses their buffer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,18 +9,22 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, Tile, tiles_of_slice
-from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
-from lightning_zenflow.deferred.publish import Publisher
-from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.kernels.base import Destination, add_up
-from lightning_zenflow.step.accumulation import Accumulation
-from lightning_zenflow.step.arrivals import Arrivals
+from lightning_zenflow.deferred.memory import SlotPool
+from lightning_zenflow.deferred.provisional_update import LateGradient, LateTile, ProvisionalUpdate
+from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.step.context import StepContext
-from lightning_zenflow.step.in_backward import BackwardSubmission
-from lightning_zenflow.step.vectors import VectorGradients
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedSlice:
+    """A slice's gradient of the whole step that is on its way to its destinations."""
+
+    squared_norms: Sequence[Tensor]
+    """`SquaredNorms.parts` of it."""
+    late: LateGradient | None
+    """What of it some forward pass will lack; None: nothing, or nothing that is updated provisionally."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,122 +45,75 @@ class _Rectangle:
 
 
 class GradientRouter:
-    """Routes this rank's slices of reduced gradients, one optimizer step at a time.
+    """Routes this rank's slices of reduced gradients, but for those of `VectorGradients`.
 
-    A parameter without a gradient in a step has the gradient zero, as under ZeRO-2 without offload: its moments decay.
+    The blocks of a slice have acquired their slots before. A parameter without a gradient in a step has the gradient zero, as under ZeRO-2
+    without offload: its moments decay.
     """
 
-    def __init__(
-        self,
-        rank: RankState,
-        slots: SlotPool,
-        jobs: JobQueue,
-        publisher: Publisher,
-        ownership: Ownership,
-        provisional: ProvisionalUpdate,
-    ) -> None:
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate) -> None:
         self._rank = rank
         self._slots = slots
-        self._jobs = jobs
-        self._publisher = publisher
         self._ownership = ownership
         self._provisional = provisional
-        self.arrivals = Arrivals(rank.partition)
-        self._vectors = VectorGradients(rank, slots, ownership)
-        self.in_backward = BackwardSubmission(rank, jobs, self.arrivals, self._vectors, ownership)
         partition = rank.partition
-        self._zeros = torch.zeros((), dtype=rank.dtype, device=rank.device)
+        self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
         # Not the partition's tiles: these end where blocks end, and squared norms must not depend on blocks.
         self._rectangles = [
             [_Rectangle.of(tile, partition, partition.tiles_by_slice[i]) for tile in tiles_of_slice(i, s)]
             for i, s in enumerate(partition.slices)
         ]
 
-    def open(self, context: StepContext) -> None:
-        """Begins a step; before its first gradient is routed."""
-        self._jobs.open(context.number)
-        self.arrivals.open()
-        self.in_backward.open()
-        self._provisional.open(context.loss_scale)
-
-    def route(self, context: StepContext, index: int, gradient: Tensor) -> None:
-        """Routes one slice's gradient; called in backward, in stream order behind its reduction.
+    def route(self, context: StepContext, index: int, gradient: Tensor) -> RoutedSlice:
+        """Copies one slice's gradient to its destinations and measures it; in stream order behind its reduction.
 
         Args:
-            context: inputs of the step.
+            context: inputs of the step; squared norms of columns are added to it.
             index: index into `Partition.slices`.
-            gradient: [slice.numel], model dtype, on the device; of the whole step. It is not read after the work that this call enqueues.
+            gradient: [slice.numel], model dtype, on the device; of the whole step.
         """
-        complete = self._route_slice(context, index, gradient)
-        if context.plan.submits_in_backward:
-            self.in_backward.submit(complete, context)
+        s = self._rank.partition.slices[index]
+        column_norms = context.column_norms if s.is_matrix else None
+        squared_norms, late_gradient = [], None
+        for rectangle in self._rectangles[index]:
+            tile = rectangle.tile
+            late = self._late_parts(context, rectangle) if tile.rows > 1 and self._provisional.applies_to(index) else []
+            # Most slices are one rectangle.
+            part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
+            matrix = part.view(tile.rows, tile.width)
+            destinations = self._destinations(rectangle)
+            per_axis = column_norms is not None or bool(late)
+            norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
+            self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
+            squared_norms.append(norms.parts)
+            if column_norms is not None:
+                column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
+            if late:
+                blocks = self._rank.partition.block_of_tile
+                tiles = [LateTile(block=blocks[rectangle.parts[i]], destination=destinations[i]) for i in late]
+                late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=tiles)
+        return RoutedSlice(squared_norms=squared_norms, late=late_gradient)
 
-    def gradient(self, index: int) -> Tensor:
+    def route_zeros(self, index: int) -> None:
+        """Routes a slice without any gradient in the step."""
+        for rectangle in self._rectangles[index]:
+            for destination in self._destinations(rectangle):
+                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
+                destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
+                for selection in destination.selections:
+                    selection.target.zero_()
+
+    def gradient(self, index: int, *, is_routed: bool) -> Tensor:
         """A slice's gradient of the open step, zero if none has been routed; waits for the device.
 
         Returns:
             [slice.numel], model dtype, on the device or the host.
         """
-        if index not in self.arrivals.arrived:
-            return self._zeros.expand(self._rank.partition.slices[index].numel)
-        if index in self._vectors:
-            return self._vectors.gradient(index)
+        if not is_routed:
+            return self._zero.expand(self._rank.partition.slices[index].numel)
         # The copies to the slots.
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
-
-    def finish(self, context: StepContext, accumulation: Accumulation) -> Tensor:
-        """Routes the gradients of parameters that the last micro-batch did not use, after backward.
-
-        Args:
-            context: inputs of the step.
-            accumulation: sums of earlier micro-batches.
-
-        Returns:
-            Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
-        """
-        for index in accumulation.pending:
-            self._route_slice(context, index, accumulation.take(index))
-        for index in self.arrivals.missing:
-            self._route_zeros(context, index)
-        self._upload(context)
-        self._jobs.acquire(range(len(self._rank.partition.blocks)), context.number)
-        norms = self.arrivals.squared_norms
-        norms += self._vectors.finish(self.arrivals.arrived, filled=self._jobs.submitted_in_backward)
-        return add_up(norms) if norms else torch.zeros((), dtype=torch.float64, device=self._rank.device)
-
-    def _route_slice(self, context: StepContext, index: int, gradient: Tensor) -> list[int]:
-        """Routes a slice's gradient of the whole step; returns the blocks that are complete with it."""
-        if index in self._vectors:
-            self._vectors.keep(index, gradient)
-            return self.arrivals.slice_complete(index)
-        self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
-        for rectangle in self._rectangles[index]:
-            self._route_rectangle(context, index, gradient, rectangle)
-        complete = self.arrivals.slice_complete(index)
-        self._upload(context)
-        return complete
-
-    def _route_rectangle(self, context: StepContext, index: int, gradient: Tensor, rectangle: _Rectangle) -> None:
-        """Copies one rectangle to its destinations, measures it and updates its weights provisionally."""
-        s, tile = self._rank.partition.slices[index], rectangle.tile
-        column_norms = context.column_norms if s.is_matrix else None
-        late = self._late_parts(context, rectangle) if tile.rows > 1 and self._provisional.applies_to(index) else []
-        # Most slices are one rectangle.
-        part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
-        matrix = part.view(tile.rows, tile.width)
-        destinations = self._destinations(rectangle)
-        per_axis = column_norms is not None or bool(late)
-        norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
-        self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
-        self.arrivals.squared_norms.append(norms.parts)
-        if column_norms is not None:
-            column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
-        if late:
-            factors = self._provisional.measure(index, norms, context.groups[s.param_group])
-            tiles = [self._tile_gradient(rectangle.parts[i], destinations[i], context.number) for i in late]
-            with self._rank.telemetry.tracer.span("provisional update"):
-                self._provisional.gradient(context.number, factors, matrix, tiles, context.schedule)
 
     def _late_parts(self, context: StepContext, rectangle: _Rectangle) -> list[int]:
         """Parts of a rectangle whose weights will lack a gradient in some forward pass, as indexes into `rectangle.parts`."""
@@ -168,19 +125,6 @@ class GradientRouter:
             for index, block in enumerate(blocks)
             if not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
         ]
-
-    def _route_zeros(self, context: StepContext, index: int) -> None:
-        """A slice without any gradient in the step."""
-        if index in self._vectors:
-            return
-        self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
-        for rectangle in self._rectangles[index]:
-            for destination in self._destinations(rectangle):
-                # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
-                destination.slot.copy_(self._zeros.expand_as(destination.slot), non_blocking=True)
-                for selection in destination.selections:
-                    selection.target.zero_()
-        self.arrivals.slice_complete(index)
 
     @contextmanager
     def _d2h(self, gradient: Tensor) -> Iterator[None]:
@@ -197,15 +141,132 @@ class GradientRouter:
             for part, begin in zip(rectangle.parts, rectangle.begins, strict=True)
         ]
 
-    def _tile_gradient(self, part: int, destination: Destination, step: int) -> TileGradient:
-        block = self._rank.partition.block_of_tile[part]
-        return TileGradient(
-            block=block,
-            destination=destination,
-            age=self._publisher.age(block, step),
-            due_step=self._jobs.in_flight.next_due(block),
-        )
 
-    def _upload(self, context: StepContext) -> None:
-        """Copies finished weights of slices whose gradients are there."""
-        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+_LARGEST_NUMEL = 1 << 16
+"""Elements of a slice that is handled here. Kept gradients take device memory, and larger ones are worth a pass of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Vectors of one block."""
+
+    values: Tensor
+    """[n], a contiguous view, because blocks and slices ascend alike."""
+    tiles: list[int]
+    """Indexes into `Partition.tiles`."""
+    of_tiles: list[Tensor]
+    """Gradients of the tiles, [rows, width], views."""
+    runs: list[tuple[int, Tensor]]
+    """First tile of each run of tiles that are adjacent in the partition, and the gradients of the run, flat."""
+    slices: set[int]
+
+
+class VectorGradients:
+    """Owner of one step's gradients of small vectors, concatenated in one tensor on the device.
+
+    A transformer has two to three vectors for every matrix, and the cost of a vector is the calls that are made for it. Here one call is
+    made when its gradient arrives; all others serve many vectors at once, at the end of backward or when their block is submitted. Vectors
+    have no columns to choose from, hence no proxies and no provisional update. A slice without gradient has the gradient zero.
+    """
+
+    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership) -> None:
+        self._rank = rank
+        self._slots = slots
+        self._ownership = ownership
+        partition = rank.partition
+        small = {i: s for i, s in enumerate(partition.slices) if not s.is_matrix and s.numel <= _LARGEST_NUMEL}
+        numels = [s.numel for s in small.values()]
+        self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
+        self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
+        self._blocks: list[_Block] = []
+        end = 0
+        for block in partition.blocks:
+            begin, views = end, []
+            tiles = [tile for tile in block.tiles if partition.tiles[tile].slice in small]
+            for tile in (partition.tiles[index] for index in tiles):
+                views.append(self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width))
+                end += tile.numel
+            slices = {partition.tiles[tile].slice for tile in tiles}
+            values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, tiles)
+            of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
+            self._blocks.append(_Block(values=values, tiles=tiles, of_tiles=views, runs=list(of_runs), slices=slices))
+        assert end == self._values.numel(), "blocks and slices ascend alike"
+
+    def __contains__(self, slice_index: int) -> bool:
+        return slice_index in self._of_slice
+
+    def keep(self, slice_index: int, gradient: Tensor) -> None:
+        """Keeps one slice's gradient of the whole step.
+
+        Args:
+            slice_index: a contained slice.
+            gradient: [slice.numel], model dtype, on the device.
+        """
+        self._of_slice[slice_index].copy_(gradient)
+
+    def gradient(self, slice_index: int) -> Tensor:
+        """The gradient that `keep` was called with for a contained slice."""
+        return self._of_slice[slice_index]
+
+    def fill(self, arrived: Set[int], *, block: int) -> Sequence[Tensor]:
+        """Phase *fill* of one block, which is submitted next.
+
+        Args:
+            arrived: slices whose gradients have been kept in this step.
+            block: index into `Partition.blocks`.
+
+        Returns:
+            `SquaredNorms.parts`; empty where the block has no vectors.
+        """
+        return self._fill([self._blocks[block]], self._blocks[block].values, arrived)
+
+    def finish(self, arrived: Set[int], *, filled: Set[int]) -> Sequence[Tensor]:
+        """Phase *fill* of all blocks, at the end of backward.
+
+        Args:
+            arrived: slices whose gradients have been kept in this step.
+            filled: blocks that `fill` has been called for.
+
+        Returns:
+            `SquaredNorms.parts`.
+        """
+        if not filled:
+            return self._fill(self._blocks, self._values, arrived)
+        rest = (block for number, block in enumerate(self._blocks) if number not in filled)
+        return [norm for block in rest for norm in self._fill([block], block.values, arrived)]
+
+    def _fill(self, blocks: Sequence[_Block], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+        """Fills some blocks; `values` is the concatenation of theirs."""
+        if not values.numel():
+            return ()
+        for index in set().union(*(block.slices for block in blocks)) - arrived:
+            self._of_slice[index].zero_()
+        # A copy to the host is a call of its own, so that neighbours are copied as one.
+        runs = [run for block in blocks for run in block.runs]
+        slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
+        with self._rank.telemetry.tracer.span("d2h copies", n_bytes=values.nbytes):
+            torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
+        self._rank.telemetry.traffic.d2h_bytes += values.nbytes
+        targets, sources = [], []
+        for block in blocks:
+            for tile, gradient in zip(block.tiles, block.of_tiles, strict=True):
+                for selection in self._ownership.selections(tile):
+                    targets.append(selection.target)
+                    sources.append(gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        # In float64, so that the sum does not depend on which vectors are measured together.
+        return [torch.linalg.vector_norm(values, dim=0, keepdim=True, dtype=torch.float64).square_()]
+
+
+def _runs(partition: Partition, tiles: Iterable[int]) -> dict[int, int]:
+    """First tile of each run of tiles that are adjacent in the partition, and the elements of the run."""
+    runs: dict[int, int] = {}
+    first = end = -1
+    for index in tiles:
+        tile = partition.tiles[index]
+        if tile.begin != end:
+            first = index
+        runs[first] = runs.get(first, 0) + tile.numel
+        end = tile.end
+    return runs

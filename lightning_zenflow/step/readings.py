@@ -4,6 +4,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.step.arrivals import BackwardSubmission
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
@@ -12,15 +13,23 @@ from lightning_zenflow.worker.rank_state import RankState
 class CounterReader:
     """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call."""
 
-    def __init__(self, rank: RankState, jobs: JobQueue, ownership: Ownership, *, skipped: Tensor) -> None:
+    def __init__(
+        self,
+        rank: RankState,
+        jobs: JobQueue,
+        in_backward: BackwardSubmission,
+        ownership: Ownership,
+        *,
+        skipped: Tensor,
+    ) -> None:
         self._rank = rank
         self._numel = sum(s.numel for s in rank.partition.slices)
         self._jobs = jobs
+        self._in_backward = in_backward
         self._ownership = ownership
         self._skipped = skipped
         self._skipped_copy: AsyncHostCopy | None = None
         self._owned_share_copy: AsyncHostCopy | None = None
-        self._factor_error_copy: AsyncHostCopy | None = None
         self._factor_error: float | None = None
         self._n_skipped = 0
         self._owned_share: float | None = None
@@ -28,11 +37,6 @@ class CounterReader:
     def note_owned_share(self, share: Tensor) -> None:
         """Takes the share of the squared norm of the gradient that lies in device-owned columns: 0-D float32 on the device."""
         self._owned_share_copy = AsyncHostCopy(share)
-
-    def note_factor_error(self, error: Tensor) -> None:
-        """Takes the mean relative error of a step's predicted clip factors: 0-D on the device."""
-        if self._factor_error_copy is None:
-            self._factor_error_copy = AsyncHostCopy(error)
 
     def read(self) -> Reading:
         """Present values; those of the device are from an earlier step."""
@@ -66,8 +70,8 @@ class CounterReader:
     def _read_device_values(self) -> None:
         if self._owned_share_copy is not None and self._owned_share_copy.arrived:
             self._owned_share, self._owned_share_copy = float(self._owned_share_copy.read()), None
-        if self._factor_error_copy is not None and self._factor_error_copy.arrived:
-            self._factor_error, self._factor_error_copy = float(self._factor_error_copy.read()), None
+        error = self._in_backward.take_error()
+        self._factor_error = self._factor_error if error is None else error
         before, self._skipped_copy = self._skipped_copy, AsyncHostCopy(self._skipped)
         for copy in (before, self._skipped_copy):
             if copy is not None and copy.arrived:

@@ -1,4 +1,4 @@
-"""State of a run besides AdamW's, with which a resumed run continues bit for bit.
+"""Components of an optimizer step, and the state of a run besides AdamW's, with which a resumed run continues bit for bit.
 
 Layout 4, of plain numbers, lists and CPU tensors::
 
@@ -28,15 +28,22 @@ Layout 4, of plain numbers, lists and CPU tensors::
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.memory import SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.step.in_backward import BackwardSubmission
+from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.plan import Planner
+from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.topk.selector import Selector
+from lightning_zenflow.worker.rank_state import RankState
 
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
@@ -45,28 +52,35 @@ VERSION = 4
 """Number of the layout; a checkpoint of another one is refused."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Components of the step of one rank, built together; each is documented where it is defined."""
+
+    rank: RankState
+    slots: SlotPool
+    jobs: JobQueue
+    ownership: Ownership
+    provisional: ProvisionalUpdate
+    fill: Fill
+    selector: Selector
+    planner: Planner
+    counters: CounterReader
+    write_count: Callable[[int], None]
+    """Writes the number of applied steps to the user's optimizer, as checkpoints hold it."""
+    skipped: Tensor
+    """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
+
+
 class RunState:
     """Collects the state of the components right after a flush, and restores it."""
 
-    def __init__(
-        self,
-        config: ZenFlowConfig,
-        partition: Partition,
-        world_size: int,
-        ownership: Ownership,
-        planner: Planner,
-        provisional: ProvisionalUpdate,
-        in_backward: BackwardSubmission,
-    ) -> None:
+    def __init__(self, config: ZenFlowConfig, world_size: int, parts: StepParts) -> None:
+        self._parts = parts
         self._layout: dict[str, Any] = {
             "config": config.numeric_values(),
             "world_size": world_size,
-            "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
+            "slices": [(s.begin, s.start, s.numel, s.columns) for s in parts.rank.partition.slices],
         }
-        self._ownership = ownership
-        self._planner = planner
-        self._provisional = provisional
-        self._in_backward = in_backward
 
     def state_dict(self, *, step: int, skipped: int, trained: Sequence[bool]) -> dict[str, Any]:
         """State after `step` steps, of which `skipped` changed nothing; `trained` is of `Freezing`."""
@@ -76,10 +90,10 @@ class RunState:
             "step": step,
             "skipped": skipped,
             "trained": trained,
-            "ownership": self._ownership.state_dict(),
-            "planner": self._planner.state_dict(),
-            "provisional": self._provisional.state_dict(),
-            "in_backward": self._in_backward.state_dict(),
+            "ownership": self._parts.ownership.state_dict(),
+            "planner": self._parts.planner.state_dict(),
+            "provisional": self._parts.provisional.state_dict(),
+            "in_backward": self._parts.fill.norms.state_dict(),
         }
 
     def difference(self, state: Mapping[str, Any]) -> str:
@@ -97,7 +111,7 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; AdamW's state has been loaded into the arena."""
-        self._planner.load_state_dict(state["planner"])
-        self._ownership.load_state_dict(state["ownership"], self._planner.tail)
-        self._provisional.load_state_dict(state["provisional"])
-        self._in_backward.load_state_dict(state["in_backward"])
+        self._parts.planner.load_state_dict(state["planner"])
+        self._parts.ownership.load_state_dict(state["ownership"], self._parts.planner.tail)
+        self._parts.provisional.load_state_dict(state["provisional"])
+        self._parts.fill.norms.load_state_dict(state["in_backward"])

@@ -1,6 +1,6 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,15 +9,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.distributed import add_over_ranks
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
-from lightning_zenflow.core.under_way import UnderWay
-from lightning_zenflow.step.accumulation import Accumulation
-from lightning_zenflow.step.components import StepParts
-from lightning_zenflow.step.context import StepContext, StepEnvironment, StepState
+from lightning_zenflow.step.context import StepContext, StepInputs, StepState
 from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.topk.state_export import Columns
+from lightning_zenflow.step.run_state import RunState, StepParts
 from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.rank_state import UnderWay
 
 
 class ZenFlowStep:
@@ -43,9 +41,10 @@ class ZenFlowStep:
 
     Args:
         parts: components of the step.
-        environment: optimizer around the step.
         freezing: parameters that are trained.
         group: data-parallel ranks.
+        read_inputs: present inputs from the optimizer around the step; never waits for a device.
+        gather_weights: exchanges the ranks' updated weights.
 
     Attributes:
         count: 0-D float64 on the device: number of applied steps.
@@ -56,29 +55,32 @@ class ZenFlowStep:
         self,
         config: ZenFlowConfig,
         parts: StepParts,
-        environment: StepEnvironment,
         freezing: Freezing,
         group: dist.ProcessGroup,
+        *,
+        read_inputs: Callable[[], StepInputs],
+        gather_weights: Callable[[], None],
     ) -> None:
         self._config = config
         self._parts = parts
-        self._environment = environment
+        self._run_state = RunState(config, dist.get_world_size(group), parts)
         self._freezing = freezing
         self._group = group
+        self._read_inputs = read_inputs
+        self._gather_weights = gather_weights
         rank = parts.rank
         self._rank = rank
         self._telemetry = rank.telemetry
-        self._jobs, self._router, self._ownership = parts.jobs, parts.router, parts.ownership
+        self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
-        self._accumulation = Accumulation(rank, parts.slots, parts.jobs, where=config.accumulate_on)
         self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.skipped = parts.skipped
         self._state = StepState.IDLE
+        self._context: StepContext | None = None  # from OPEN on
+        self._squared_norm: Tensor | None = None  # from REDUCED on
         self._micro_batches = 0
-        self._squared_norm: Tensor | None = None
         self._number = self._flushed_number = 0
         self._flushing = UnderWay()
-        self._context: StepContext | None = None
         self._state_written = False
         self.start_over(count=0)
 
@@ -100,7 +102,7 @@ class ZenFlowStep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether only `step` is missing: the last micro-batch's backward pass has begun, or `gradient_norm` was called."""
+        """Whether only `step` is missing: the last micro-batch's backward pass has begun."""
         return self._state not in (StepState.IDLE, StepState.ACCUMULATING)
 
     @property
@@ -116,7 +118,10 @@ class ZenFlowStep:
         """
         self._refuse_interrupted()
         self._micro_batches += 1
-        self._state = StepState.OPEN if last else StepState.ACCUMULATING
+        if last:
+            self._opened()
+        elif self._state is StepState.IDLE:
+            self._state = StepState.ACCUMULATING
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
@@ -127,23 +132,15 @@ class ZenFlowStep:
                 enqueues.
             last: whether this is the step's last micro-batch.
         """
-        if self._freezing.is_frozen(slice_index):
-            # A parameter that was unfrozen between two micro-batches is trained from the next step on.
-            return
-        if not last:
-            self._accumulation.add(slice_index, gradient, self._number + 1)
-            return
-        context = self._opened()
-        self._router.route(context, slice_index, self._accumulation.total(slice_index, gradient))
-
-    def end_backward(self) -> None:
-        """Ends the backward pass of the step's last micro-batch, which may have had no gradient on this rank."""
-        self._opened()
+        if last:
+            self._fill.receive(self._opened(), slice_index, gradient)
+        else:
+            self._fill.accumulate(slice_index, gradient, self._number + 1)
 
     @property
     def has_gradients(self) -> bool:
         """Whether the last micro-batch of a step is over, or under way, and the step is not."""
-        return self._context is not None and not self.was_interrupted
+        return self._state in (StepState.OPEN, StepState.REDUCED) and not self.was_interrupted
 
     def gradient(self, slice_index: int) -> Tensor:
         """Gradient of one slice in the step that is next, where `has_gradients`; waits for the device.
@@ -154,13 +151,11 @@ class ZenFlowStep:
         Returns:
             [slice.numel], model dtype, on the device or the host; to be read before the step.
         """
-        pending = self._accumulation.peek(slice_index)
-        return self._router.gradient(slice_index) if pending is None else pending
+        return self._fill.gradient(slice_index)
 
     def unused_parameters(self) -> list[Tensor]:
         """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
-        unused = set(self._router.arrivals.missing) - set(self._accumulation.pending)
-        return [self._freezing.parameter_of(index) for index in sorted(unused)]
+        return [self._freezing.parameter_of(index) for index in self._fill.unused()]
 
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
@@ -173,28 +168,34 @@ class ZenFlowStep:
         Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
         """
         context = self._opened()
-        return step_scale(self._reduce(context), max_norm=0, loss_scale=context.loss_scale, count=self.count).norm
+        return step_scale(
+            self._reduce(context), max_norm=0, loss_scale=context.inputs.loss_scale, count=self.count
+        ).norm
 
     @torch.no_grad()
-    def step(self) -> StepScale:
-        """One optimizer step; the phases are those of the class docstring."""
+    def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
+        """One optimizer step; the phases are those of the class docstring.
+
+        Args:
+            copies_finite: whether the host will ask if the step was applied.
+
+        Returns:
+            Its scale; and the copy of `StepScale.finite`, which has begun before the rest of the step was enqueued, if it is asked for.
+        """
         context = self._opened()
         number, plan = context.number, context.plan
         # reduce
         squared_norm = self._reduce(context)
         self._state = StepState.UNDER_WAY
         # Read again: a hook may have changed them after backward.
-        groups = self._environment.read_hyperparameters()
-        self._rank.arena.write_hyperparameters(number, groups)
+        inputs, loss_scale = self._read_inputs(), context.inputs.loss_scale
+        groups = inputs.groups
+        self._rank.arena.write_hyperparameters(number, list(groups))
 
         # clip
-        scale = step_scale(
-            squared_norm, max_norm=self._environment.max_norm, loss_scale=context.loss_scale, count=self.count
-        )
-        error = self._router.in_backward.end_step(squared_norm, scale, context)
-        if error is not None:
-            self._parts.counters.note_factor_error(error)
-        self._environment.scaled(scale)
+        scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=loss_scale, count=self.count)
+        self._fill.in_backward.end_step(squared_norm, scale, context)
+        finite = AsyncHostCopy(scale.finite) if copies_finite else None
         # seal
         self._jobs.seal(number, scale.factor)
         with self._rank.books:
@@ -204,7 +205,7 @@ class ZenFlowStep:
         # update
         with self._telemetry.tracer.span("exact step"):
             self._ownership.step(groups, scale)
-        self._provisional.end_step(scale, context.loss_scale)
+        self._provisional.end_step(scale, loss_scale)
         # select
         max_interval = self._select(context)
         # submit
@@ -219,18 +220,18 @@ class ZenFlowStep:
         # publish
         published = self._jobs.publish(number)
         with self._telemetry.tracer.span("provisional update"):
-            self._provisional.reapply.published(published, context.schedule, overwrites=self._jobs.in_flight.overwrites)
+            self._provisional.reapply.published(published, context.schedule)
         self._ownership.published(published)
         self._ownership.write_weights()
         # gather
-        self._environment.gather_weights()
+        self._gather_weights()
 
         self._telemetry.stalls.steps += 1
         if self._planner.end_step(number, plan, max_interval):
             self._own_tail()
-        self._telemetry.begin_step(self._number + 1)
+        self._telemetry.stalls.begin_step(self._number + 1)
         self._end_micro_batches()
-        return scale
+        return scale, finite
 
     def start_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next step belongs to; counts where `select_strategy` is "epoch"."""
@@ -261,7 +262,7 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
-        self._accumulation.clear()
+        self._fill.drop_sums()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
@@ -285,9 +286,9 @@ class ZenFlowStep:
             self._provisional.reapply.clear()
             self._ownership.reload()
             self._ownership.write_weights()
-            self._environment.gather_weights()
+            self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
-            self._parts.host_state.write_count(int(self.count))
+            self._parts.write_count(int(self.count))
             self._planner.interrupt()
             self._flushed_number = self._number
         self._flushing.mended()
@@ -297,11 +298,11 @@ class ZenFlowStep:
         self._planner.start_over(self._number, count)
         self._ownership.clear()
         self._own_tail()
-        self._telemetry.begin_step(self._number + 1)
+        self._telemetry.stalls.begin_step(self._number + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
-        return self._parts.run_state.state_dict(
+        return self._run_state.state_dict(
             step=self._number, skipped=int(self.skipped), trained=self._freezing.state_dict()
         )
 
@@ -316,7 +317,7 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else self._parts.run_state.difference(saved)
+        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference(saved)
         if saved is not None:
             self._number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])
@@ -329,22 +330,28 @@ class ZenFlowStep:
             self._change_ranges()
             self._freezing.followed()
         self.start_over(count)
-        self._parts.run_state.load_state_dict(saved)
+        self._run_state.load_state_dict(saved)
         return ""
 
     def _change_ranges(self) -> None:
         """Updates the parameters that are trained from now on; right after a flush only."""
         self._jobs.change_ranges(self._freezing.trained_part())
-        self._router.arrivals.train(self._freezing.trained_slices())
+        self._fill.arrivals.train(self._freezing.trained_slices())
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""
-        if self._squared_norm is None:
+        if self._state is not StepState.REDUCED:
             self._state = StepState.UNDER_WAY
-            squared_norm = self._router.finish(context, self._accumulation)
-            add_over_ranks(squared_norm, self._group)
+            squared_norm = self._fill.finish(context)
+            self._add_over_ranks(squared_norm)
             self._squared_norm, self._state = squared_norm, StepState.REDUCED
+        assert self._squared_norm is not None
         return self._squared_norm
+
+    def _add_over_ranks(self, values: Tensor) -> None:
+        """Adds a tensor over the ranks, in place; no collective where there is one rank."""
+        if dist.get_world_size(self._group) > 1:
+            dist.all_reduce(values, group=self._group)
 
     def _refuse_interrupted(self) -> None:
         if self.was_interrupted:
@@ -353,27 +360,27 @@ class ZenFlowStep:
             )
 
     def _opened(self) -> StepContext:
-        """Inputs of the step that is next, which are fixed when the first gradient of its last micro-batch arrives."""
+        """Inputs of the step that is next; the first call begins it."""
         self._refuse_interrupted()
-        if self._context is not None:
-            return self._context
-        self._state = StepState.OPEN
-        if self._state_written:
-            self._state_written = False
-            with torch.no_grad():
-                self._ownership.reload()
-        number = self._number + 1
-        plan = self._planner.plan(number)
-        self._context = StepContext(
-            number=number,
-            plan=plan,
-            groups=self._environment.read_hyperparameters(),
-            schedule=self._jobs.staggered,
-            loss_scale=self._environment.loss_scale,
-            max_norm=self._environment.max_norm,
-            column_norms=self._selector.new_column_norms() if plan.measures else None,
-        )
-        self._router.open(self._context)
+        if not self.is_complete:
+            inputs = self._read_inputs()
+            self._state = StepState.UNDER_WAY
+            if self._state_written:
+                self._state_written = False
+                with torch.no_grad():
+                    self._ownership.reload()
+            number = self._number + 1
+            plan = self._planner.plan(number)
+            self._context = StepContext(
+                number=number,
+                plan=plan,
+                inputs=inputs,
+                schedule=self._jobs.staggered,
+                column_norms=self._selector.new_column_norms() if plan.measures else None,
+            )
+            self._fill.open(self._context)
+            self._state = StepState.OPEN
+        assert self._context is not None
         return self._context
 
     def _own_tail(self) -> None:
@@ -384,28 +391,25 @@ class ZenFlowStep:
     def _select(self, context: StepContext) -> Tensor | None:
         """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""
         norms, selector = context.column_norms, self._selector
+        columns, max_interval = None, None
         if context.plan.releases:
             selector.start_over()
-            self._change_columns(self._freezing.no_columns(), context)
-        if norms is None:
-            return None
-        add_over_ranks(norms.flat, self._group)
-        max_interval = None
-        if self._planner.changes_schedule:
-            max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
-        knows_columns = selector.n_selections > 0
-        if knows_columns:
-            self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
-        if context.plan.selects:
-            # The host waits for the proxies; counted as stall.
-            with self._telemetry.stalls.measure("select"):
-                columns = selector.select(norms, context.number)
-            if columns is not None:
-                self._change_columns(self._freezing.of_slices(columns), context)
-            if not knows_columns:
+            columns = self._freezing.no_columns()
+        if norms is not None:
+            self._add_over_ranks(norms.flat)
+            if self._planner.changes_schedule:
+                max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
+            knows_columns = selector.n_selections > 0
+            if knows_columns:
                 self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+            if context.plan.selects:
+                # The host waits for the proxies; counted as stall.
+                with self._telemetry.stalls.measure("select"):
+                    selected = selector.select(norms, context.number)
+                columns = None if selected is None else self._freezing.of_slices(selected)
+                if not knows_columns:
+                    self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+        if columns is not None:
+            self._ownership.select(columns)
+            self._planner.columns_change(context.number)
         return max_interval
-
-    def _change_columns(self, of_slices: Sequence[Columns | None], context: StepContext) -> None:
-        self._ownership.select(of_slices)
-        self._planner.columns_change(context.number)

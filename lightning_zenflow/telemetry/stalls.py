@@ -99,6 +99,13 @@ class StallClock:
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
 
+    def begin_step(self, step: int) -> None:
+        """Begins to record a step, where that is asked for; a wait for the alignment of clocks is a stall."""
+        if self._tracer.needs_alignment:
+            with self.measure("timeline"):
+                self._tracer.align()
+        self._tracer.begin_step(step)
+
     def add_job(self, block: int, completion: Completion) -> None:
         """Adds the worker's acknowledgement of a job."""
         self.worker_busy_s += 1e-9 * completion.busy_ns

@@ -29,10 +29,3 @@ class Telemetry:
         """Builds the telemetry of a rank; on a CUDA device, times are measured with events on the current stream."""
         tracer = Tracer(device)
         return cls(stalls=StallClock(device, tracer), tracer=tracer)
-
-    def begin_step(self, step: int) -> None:
-        """Begins to record a step, where that is asked for; a wait for the alignment of clocks is a stall."""
-        if self.tracer.needs_alignment:
-            with self.stalls.measure("timeline"):
-                self.tracer.align()
-        self.tracer.begin_step(step)

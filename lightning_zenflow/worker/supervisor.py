@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from lightning_zenflow.core.under_way import UnderWay
 from lightning_zenflow.native.protocol import Export, MessageType, Touch
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
 from lightning_zenflow.worker.process import JobMessage, Request, Worker, WorkerError, WorkerKilled
+from lightning_zenflow.worker.rank_state import UnderWay
 
 _log = logging.getLogger(__name__)
 

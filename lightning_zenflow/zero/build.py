@@ -19,19 +19,17 @@ from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import all_agree, in_common, raise_together, raising_together
 from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.deferred.publish import Publisher
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.candidates import candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.step.auto_control import ScheduleControl
-from lightning_zenflow.step.components import StepParts
-from lightning_zenflow.step.gradient_router import GradientRouter
+from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader
-from lightning_zenflow.step.run_state import RunState
+from lightning_zenflow.step.run_state import StepParts
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
@@ -158,11 +156,13 @@ def _build_step(
         device=rank.device,
     )
     ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
-    router = GradientRouter(rank, slots, jobs, publisher, ownership, provisional)
+    provisional = ProvisionalUpdate(
+        rank, jobs.in_flight, publisher, config.compensation, rank_number=dist.get_rank(zero.group)
+    )
+    fill = Fill(rank, slots, jobs, ownership, provisional, accumulate_on=config.accumulate_on)
     control = None
     if config.measures:
-        control = ScheduleControl(policy, config, rank, router.arrivals, group=zero.group)
+        control = ScheduleControl(policy, config, rank, fill.arrivals, group=zero.group)
     planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     return StepParts(
@@ -171,20 +171,11 @@ def _build_step(
         jobs=jobs,
         ownership=ownership,
         provisional=provisional,
-        router=router,
+        fill=fill,
         selector=selector,
         planner=planner,
-        run_state=RunState(
-            config,
-            rank.partition,
-            dist.get_world_size(zero.group),
-            ownership,
-            planner,
-            provisional,
-            router.in_backward,
-        ),
-        counters=CounterReader(rank, jobs, ownership, skipped=skipped),
-        host_state=host_state,
+        counters=CounterReader(rank, jobs, fill.in_backward, ownership, skipped=skipped),
+        write_count=host_state.write_count,
         skipped=skipped,
     )
 

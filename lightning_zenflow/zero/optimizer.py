@@ -14,10 +14,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import row_length
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.schedule.staggered import UpdateSchedule
+from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -29,7 +29,7 @@ from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
 from lightning_zenflow.zero.full_state import FullState
 from lightning_zenflow.zero.slices import parameters_in_order, read_slices
-from lightning_zenflow.zero.supported import WeightAddresses, refuse_unsupported, refuse_unused
+from lightning_zenflow.zero.supported import refuse_moved, refuse_unsupported, refuse_unused
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 
 
@@ -38,7 +38,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
     partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
-    Gradients and steps go to `ZenFlowStep`, whose environment this class is.
+    Gradients and steps go to `ZenFlowStep`.
 
     Args:
         *args: as `DeepSpeedZeroOptimizer`.
@@ -69,7 +69,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             raise
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
-        self._addresses = WeightAddresses(self)
+        self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
 
     @override
     def initialize_optimizer_states(self) -> None:
@@ -79,7 +79,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
-        parameters = parameters_in_order(self)
+        self._trained_parameters = parameters = parameters_in_order(self)
         zero = ZeroPartition(
             optimizer=self.optimizer,
             fp32_groups=self.single_partition_of_fp32_groups,
@@ -102,7 +102,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.parts = parts.step
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
         freezing = Freezing(self._rank.partition, parameters)
-        self.zenflow_step = ZenFlowStep(self._config, parts.step, self, freezing, self.dp_process_group)
+        self.zenflow_step = ZenFlowStep(
+            self._config,
+            parts.step,
+            freezing,
+            self.dp_process_group,
+            read_inputs=self._read_inputs,
+            gather_weights=self._gather_weights,
+        )
         self._full_state = FullState(
             self.zenflow_step,
             self._rank.arena,
@@ -163,8 +170,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             super().independent_gradient_partition_epilogue()
         finally:
             self.overlap_comm = overlap_comm
-        if self.is_gradient_accumulation_boundary():
-            self.zenflow_step.end_backward()
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -180,16 +185,18 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
-        self._addresses.check()
+        if self._addresses != (addresses := [parameter.data_ptr() for parameter in self._trained_parameters]):
+            places = zip(self._trained_parameters, addresses, self._addresses, strict=True)
+            refuse_moved(self.param_names[parameter] for parameter, now, before in places if now != before)
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
-        scale = self.zenflow_step.step()
+        scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
         # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
         self._global_grad_norm = scale.norm
-        if self.loss_scaler.dynamic:
+        if finite is not None:
             # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
             with self.telemetry.stalls.measure("loss_scale"):
-                self.overflow = not bool(self._finite.read())
+                self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
@@ -226,16 +233,11 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
 
-    def read_hyperparameters(self) -> list[GroupHyperparameters]:
-        """Present hyperparameters of each parameter group."""
-        return read_hyperparameters(self.optimizer)
+    def _read_inputs(self) -> StepInputs:
+        groups = read_hyperparameters(self.optimizer)
+        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=self.max_norm)
 
-    def scaled(self, scale: StepScale) -> None:
-        """Starts the copy that `step` waits for with a dynamic loss scale; the device then still has the end of the step to do."""
-        if self.loss_scaler.dynamic:
-            self._finite = AsyncHostCopy(scale.finite)
-
-    def gather_weights(self) -> None:
+    def _gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, as ZeRO-2."""
         all_gather_dp_groups(
             groups_flat=self.bit16_groups_flat,

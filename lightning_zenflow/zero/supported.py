@@ -12,7 +12,6 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_zenflow.core.distributed import raise_together
-from lightning_zenflow.zero.slices import parameters_in_order
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
@@ -154,29 +153,18 @@ def _shared_memory(name: str, parameter: Tensor, first_at: dict[int, tuple[str, 
     return "", ""
 
 
-class WeightAddresses:
-    """Addresses of the model's weights; updates reach them there and nowhere else.
+def refuse_moved(names: Iterable[str]) -> None:
+    """Refuses weights whose memory was replaced: updates reach them at their addresses, and nowhere else.
 
     Args:
-        zero_optimizer: DeepSpeed's, with the model's weights in its flat buffers.
+        names: of the parameters; the first one is named.
+
+    Raises:
+        MisconfigurationException: says what to do.
     """
-
-    def __init__(self, zero_optimizer: Any) -> None:
-        self._parameters = parameters_in_order(zero_optimizer)
-        self._names = zero_optimizer.param_names
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-
-    def check(self) -> None:
-        """Refuses weights whose memory was replaced.
-
-        Raises:
-            MisconfigurationException: names the first parameter, and what to do.
-        """
-        if [parameter.data_ptr() for parameter in self._parameters] == self._addresses:
-            return
-        moved = next(p for p, old in zip(self._parameters, self._addresses, strict=True) if p.data_ptr() != old)
+    for name in names:
         raise MisconfigurationException(
-            f"ZenFlowStrategy: {self._names[moved]} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
+            f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
             " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
             " deepspeed.utils.safe_set_full_fp32_param"
         )

@@ -16,8 +16,9 @@ from typing_extensions import override
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.publish import Publisher
+from lightning_zenflow.deferred.memory import Publisher
 from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.gradient_router import GradientRouter
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.arena import StepWords
@@ -105,7 +106,7 @@ DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None] | type[pl.Callback]] = {
     "worker": SlowWorker,
     "reduced gradients": late(GradientRouter, "route"),
     "copies to the host": late(Kernels, "route"),
-    "sums of gradients": late(GradientRouter, "finish"),
+    "sums of gradients": late(Fill, "finish"),
     "the step's number": late(JobQueue, "seal"),
     "the device's update": late(Ownership, "step"),
     "copies from the host": late(JobQueue, "publish"),

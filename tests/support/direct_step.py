@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores
@@ -20,19 +21,14 @@ ADAMW = GroupHyperparameters(lr=0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_de
 
 
 class Environment:
-    """The interface that DeepSpeed's optimizer has for the step."""
+    """What DeepSpeed's optimizer decides for the step."""
 
     loss_scale = 4.0
     max_norm = 3.0
 
-    def read_hyperparameters(self) -> list[GroupHyperparameters]:
-        return [ADAMW]
-
-    def scaled(self, scale: StepScale) -> None:
-        pass
-
-    def gather_weights(self) -> None:
-        pass
+    @classmethod
+    def inputs(cls) -> StepInputs:
+        return StepInputs(groups=[ADAMW], loss_scale=cls.loss_scale, max_norm=cls.max_norm)
 
 
 class DirectStep:
@@ -71,7 +67,14 @@ class DirectStep:
         resources = RankResources(cores=WorkerCores(cores=(0,), reason="test", trainer_threads=1), ranks_on_host=1)
         self.parts = build(config, zero, resources)
         freezing = Freezing(self.parts.step.rank.partition, list(weights))
-        self.step = ZenFlowStep(config, self.parts.step, Environment(), freezing, dist.group.WORLD)
+        self.step = ZenFlowStep(
+            config,
+            self.parts.step,
+            freezing,
+            dist.group.WORLD,
+            read_inputs=Environment.inputs,
+            gather_weights=lambda: None,
+        )
 
     def backward(self, gradients: Sequence[Tensor], *, last: bool = True) -> None:
         """A micro-batch whose gradients arrive from the last parameter to the first."""

@@ -104,7 +104,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
         patch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: triton.TritonKernels())
         for name in _KERNELS:
             patch.setattr(triton.device, name, _NotRun(name, counter))
-        for method in (ZenFlowStep.receive, ZenFlowStep.step):
+        for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):
             patch.setattr(ZenFlowStep, method.__name__, counting(method))
         patch.setattr(ReapplyAfterPublish, "keep", keep_on_device)
         yield counter

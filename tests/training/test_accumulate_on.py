@@ -10,9 +10,9 @@ import torch
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, make_trainer, run_here
 from lightning_zenflow.core.partition import Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.slots import SlotPool
-from lightning_zenflow.step import accumulation
-from lightning_zenflow.step.accumulation import Accumulation
+from lightning_zenflow.deferred.memory import SlotPool
+from lightning_zenflow.step import fill
+from lightning_zenflow.step.fill import Accumulation
 from rank_processes import run_on_ranks
 from rank_states import make_rank_state
 from same_bits import assert_same_run, assert_same_tensors
@@ -86,7 +86,7 @@ def test_sums(
 ) -> None:
     """Of one slice that blocks cut; "auto" takes the device where that has room for them."""
     asked = []
-    monkeypatch.setattr(accumulation, "has_room", lambda n_bytes, _: asked.append(n_bytes) or room)
+    monkeypatch.setattr(fill, "has_room", lambda n_bytes, _: asked.append(n_bytes) or room)
     piece = Slice(parameter=0, param_group=0, begin=0, start=0, numel=30, columns=3, is_matrix=True)
     partition = build_partition([piece], [30], 2)
     rank = make_rank_state(partition, [torch.zeros(30, dtype=torch.bfloat16)])

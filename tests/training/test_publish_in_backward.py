@@ -9,7 +9,7 @@ import pytest
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, run_here
 from lightning_zenflow.core.device import Event
-from lightning_zenflow.deferred.publish import EXPOSED_COPIES, Publisher
+from lightning_zenflow.deferred.memory import EXPOSED_COPIES, Publisher
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from rank_states import seen
 from same_bits import assert_same_run

@@ -11,7 +11,7 @@ import pytest
 from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
 from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.slots import SCRATCH_BUFFER, SlotPool
+from lightning_zenflow.deferred.memory import SCRATCH_BUFFER, SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from rank_states import seen

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import predicted_squared_norm, smoothed_ratio
-from lightning_zenflow.step.norm_prediction import NormPrediction
+from lightning_zenflow.step.arrivals import GradientNorms
 
 
 def scalar(value: float) -> Tensor:
@@ -36,21 +36,22 @@ def squared_norms(n_steps: int) -> Tensor:
     return (scale + 0.3 * noise).exp()
 
 
-def arrive(prediction: NormPrediction, squared_norm: Tensor) -> None:
+def arrive(prediction: GradientNorms, squared_norm: Tensor) -> None:
     """Begins a step, in which the first block's gradient arrives: 0-D float64."""
     prediction.open()
-    prediction.add(0, [squared_norm.reshape(1)])
+    prediction.add([squared_norm.reshape(1)])
+    prediction.up_to(0)
 
 
-def end_step(prediction: NormPrediction, squared_norm: Tensor, loss_scale: float = 1.0) -> None:
+def end_step(prediction: GradientNorms, squared_norm: Tensor, loss_scale: float = 1.0) -> None:
     """The second block's gradient arrives."""
-    whole = prediction.add(1, [squared_norm.reshape(1)])
-    prediction.end_step(whole, finite=torch.tensor(True), loss_scale=loss_scale)
+    prediction.add([squared_norm.reshape(1)])
+    prediction.end_step(prediction.up_to(1), finite=torch.tensor(True), loss_scale=loss_scale)
 
 
 def predictions(norms: Tensor, *, loss_scale: float = 1.0) -> Tensor:
     """Of each step but the first, when the first block's gradient has arrived."""
-    norm = NormPrediction(2, torch.device("cpu"))
+    norm = GradientNorms(2, torch.device("cpu"))
     result = []
     for step, (first, second) in enumerate(norms * loss_scale**2):
         arrive(norm, first)
@@ -72,21 +73,20 @@ def test_predictions_follow_the_scale_and_average_the_noise() -> None:
 
 
 def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
-    norm = NormPrediction(1, torch.device("cpu"))
+    norm = GradientNorms(1, torch.device("cpu"))
     for squared_norm, finite in ((4.0, True), (math.inf, False), (math.nan, False)):
         norm.open()
-        norm.end_step(
-            norm.add(0, [scalar(squared_norm / 2).reshape(1)]) * 2, finite=torch.tensor(finite), loss_scale=1.0
-        )
+        norm.add([scalar(squared_norm / 2).reshape(1)])
+        norm.end_step(norm.up_to(0) * 2, finite=torch.tensor(finite), loss_scale=1.0)
     arrive(norm, scalar(3.0))
     assert norm.predict(0, loss_scale=1.0).item() == pytest.approx(6.0)
 
 
 def test_predictions_continue_from_a_checkpoint() -> None:
     norms = squared_norms(20)
-    whole, first, rest = (NormPrediction(2, torch.device("cpu")) for _ in range(3))
+    whole, first, rest = (GradientNorms(2, torch.device("cpu")) for _ in range(3))
 
-    def train(prediction: NormPrediction, part: Tensor) -> None:
+    def train(prediction: GradientNorms, part: Tensor) -> None:
         for of_first, of_second in part:
             arrive(prediction, of_first)
             end_step(prediction, of_second)

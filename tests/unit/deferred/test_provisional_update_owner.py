@@ -1,6 +1,7 @@
 """The provisional update's owner: slices that ZeRO cut anywhere, and updates that are applied again after a publish."""
 
 import copy
+from typing import cast
 
 import pytest
 import torch
@@ -8,18 +9,35 @@ import torch
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate, TileGradient
+from lightning_zenflow.deferred.in_flight import JobsInFlight
+from lightning_zenflow.deferred.memory import Publisher
+from lightning_zenflow.deferred.provisional_update import LateTile, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.kernels.torch import TorchKernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.worker.rank_state import RankState
 from rank_states import make_rank_state
 
 HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
 SCHEDULE = UpdateSchedule(update_interval=4, publish_lag=1)
 OF_BLOCKS = StaggeredSchedule.of(SCHEDULE, n_blocks=4)
 COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
+
+
+class InFlight:
+    """In the place of `JobsInFlight`."""
+
+    overwriting = False
+
+    def overwrites(self, block: int, step: int) -> bool:
+        return self.overwriting
+
+
+def make_update(rank: RankState, in_flight: InFlight | None = None) -> ProvisionalUpdate:
+    jobs = cast(JobsInFlight, in_flight or InFlight())
+    return ProvisionalUpdate(rank, jobs, Publisher(rank), COMPENSATION, rank_number=0)
 
 
 class OneSlice:
@@ -38,7 +56,7 @@ class OneSlice:
         s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
         self._rank = make_rank_state(build_partition([s], [numel], 3), [weights])
         self._tiles = tiles_of_slice(0, s)
-        self._update = ProvisionalUpdate(self._rank, COMPENSATION, rank_number=0)
+        self._update = make_update(self._rank)
         if clip is not None:
             self.end_step(clip)
 
@@ -172,19 +190,20 @@ def test_gradients_that_come_back_are_counted(
     partition = build_partition([whole], [24], 1)
     weights = torch.zeros(24, dtype=torch.bfloat16)
     rank = make_rank_state(partition, [weights], kernels=TorchKernels())
-    provisional = ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
+    in_flight = InFlight()
+    provisional = make_update(rank, in_flight)
     one = torch.ones(())
     provisional.end_step(StepScale(factor=one, finite=one > 0, norm=one, count=one), 1.0)
     provisional.open(1.0)
     slot = torch.randn(6, 4).bfloat16()
     factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
-    tile = TileGradient(block=0, destination=Destination(begin=0, slot=slot), age=1, due_step=6)
+    tile = LateTile(block=0, destination=Destination(begin=0, slot=slot))
     provisional.reapply.keep(5, factors, gradient := slot.clone(), tile, OF_BLOCKS)
     gradient.zero_()  # its memory is reused
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
-    for in_flight in (True, False, True):
-        provisional.reapply.published({0: 4}, OF_BLOCKS, overwrites=lambda *_, answer=in_flight: answer)
+    for in_flight.overwriting in (True, False, True):
+        provisional.reapply.published({0: 4}, OF_BLOCKS)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
     assert torch.equal(weights.view(6, 4).sign(), -slot.sign())

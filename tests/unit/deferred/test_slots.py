@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.deferred.memory import SlotPool
 from rank_states import make_rank_state
 from small_arena import COUNTS, make_partition
 

@@ -9,7 +9,7 @@ def test_each_step_begins_with_nothing() -> None:
     arrivals = Arrivals(make_partition())
     for order, complete in (((0, 1), [[0], [1, 2]]), ((1, 0), [[2], [0, 1]])):
         arrivals.open()
-        assert (arrivals.missing, arrivals.take_new(), arrivals.squared_norms) == ([0, 1], set(), [])
+        assert (arrivals.missing, arrivals.take_new()) == ([0, 1], set())
         assert [arrivals.slice_complete(index) for index in order] == complete
         assert arrivals.in_order_of_arrival() == [block for blocks in complete for block in blocks]
         assert (arrivals.missing, arrivals.arrived, arrivals.take_new()) == ([], {0, 1}, {0, 1})

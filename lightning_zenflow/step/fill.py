@@ -1,0 +1,250 @@
+"""A step's gradients on their way to the slots: sums over micro-batches, on the device or in the slots, and phase *fill*."""
+
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_zenflow.core.device import has_room
+from lightning_zenflow.deferred.jobs import JobQueue
+from lightning_zenflow.deferred.memory import SlotPool
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
+from lightning_zenflow.step.arrivals import Arrivals, BackwardSubmission, GradientNorms
+from lightning_zenflow.step.context import StepContext
+from lightning_zenflow.step.gradient_router import GradientRouter, VectorGradients
+from lightning_zenflow.topk.ownership import Ownership
+from lightning_zenflow.worker.rank_state import RankState
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceSums:
+    """Sums in device memory, as much as the rank's part of the gradients."""
+
+    def __init__(self, rank: RankState) -> None:
+        self._slices = rank.partition.slices
+        self._sums = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
+
+    def store(self, slice_index: int, gradient: Tensor) -> None:
+        """Overwrites a sum with [slice.numel], model dtype, on the device."""
+        self.load(slice_index).copy_(gradient)
+
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to a sum."""
+        self.load(slice_index).add_(gradient)
+
+    def load(self, slice_index: int) -> Tensor:
+        """The sum: [slice.numel], model dtype, on the device."""
+        s = self._slices[slice_index]
+        return self._sums.narrow(0, s.begin, s.numel)
+
+
+class HostSums:
+    """Sums in the slots that the step's gradients go to in the end, which the slices' blocks have acquired.
+
+    The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
+    """
+
+    def __init__(self, rank: RankState, slots: SlotPool) -> None:
+        self._rank = rank
+        self._slots = slots
+
+    def store(self, slice_index: int, gradient: Tensor) -> None:
+        """As `DeviceSums.store`."""
+        for begin, slot in self._slots.views_of_slice(slice_index):
+            slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
+            self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
+
+    def add(self, slice_index: int, gradient: Tensor) -> None:
+        """Adds to a sum; `gradient` is changed in place."""
+        self.store(slice_index, gradient.add_(self.load(slice_index)))
+
+    def load(self, slice_index: int) -> Tensor:
+        """As `DeviceSums.load`."""
+        numel = self._rank.partition.slices[slice_index].numel
+        total = torch.empty(numel, dtype=self._rank.dtype, device=self._rank.device)
+        for begin, slot in self._slots.views_of_slice(slice_index):
+            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
+            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
+        return total
+
+
+class Accumulation:
+    """Owner of the gradients of micro-batches that are not their step's last.
+
+    Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
+
+    Args:
+        jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
+        where: `ZenFlowConfig.accumulate_on`. "auto" is decided at the first micro-batch, when the device's memory has been as full as it
+            gets.
+    """
+
+    def __init__(
+        self, rank: RankState, slots: SlotPool, jobs: JobQueue, *, where: Literal["auto", "device", "host"]
+    ) -> None:
+        self._rank = rank
+        self._slots = slots
+        self._jobs = jobs
+        self._where = where
+        self._sums: DeviceSums | HostSums | None = None
+        self._pending: set[int] = set()
+
+    @property
+    def pending(self) -> list[int]:
+        """Slices with a sum that has not been taken, ascending."""
+        return sorted(self._pending)
+
+    def add(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Adds a gradient of a micro-batch that is not the step's last.
+
+        Args:
+            slice_index: index into `Partition.slices`.
+            gradient: [slice.numel], model dtype, on the device; may be changed in place.
+            step: number of the step.
+        """
+        if self._sums is None:
+            self._sums = self._new_sums()
+        if slice_index in self._pending:
+            self._sums.add(slice_index, gradient)
+        else:
+            if isinstance(self._sums, HostSums):
+                self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], step)
+            self._sums.store(slice_index, gradient)
+            self._pending.add(slice_index)
+
+    def peek(self, slice_index: int) -> Tensor | None:
+        """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
+        if slice_index not in self._pending:
+            return None
+        assert self._sums is not None
+        return self._sums.load(slice_index)
+
+    def total(self, slice_index: int, gradient: Tensor) -> Tensor:
+        """Gradient of the whole step: that of the last micro-batch, changed in place, plus the sum of those before it."""
+        return gradient.add_(self.take(slice_index)) if slice_index in self._pending else gradient
+
+    def take(self, slice_index: int) -> Tensor:
+        """Removes a pending sum and returns it: [slice.numel], model dtype, on the device."""
+        assert self._sums is not None
+        self._pending.discard(slice_index)
+        return self._sums.load(slice_index)
+
+    def clear(self) -> None:
+        """Drops all sums that have not been taken."""
+        self._pending.clear()
+
+    def _new_sums(self) -> DeviceSums | HostSums:
+        where = self._where
+        if where == "auto":
+            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
+            where = "device" if room else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", where)
+        return HostSums(self._rank, self._slots) if where == "host" else DeviceSums(self._rank)
+
+
+class Fill:
+    """Phase *fill* of `JobQueue`: the gradients of a step, from their reduction to the slots, and all that is done when one arrives.
+
+    Args:
+        accumulate_on: `ZenFlowConfig.accumulate_on`.
+
+    Attributes:
+        arrivals: what has arrived.
+        norms: squared norms of it.
+        in_backward: submission of complete blocks.
+    """
+
+    def __init__(
+        self,
+        rank: RankState,
+        slots: SlotPool,
+        jobs: JobQueue,
+        ownership: Ownership,
+        provisional: ProvisionalUpdate,
+        *,
+        accumulate_on: Literal["auto", "device", "host"],
+    ) -> None:
+        self._rank = rank
+        self._jobs = jobs
+        self._provisional = provisional
+        self._accumulation = Accumulation(rank, slots, jobs, where=accumulate_on)
+        self._router = GradientRouter(rank, slots, ownership, provisional)
+        self._vectors = VectorGradients(rank, slots, ownership)
+        self.arrivals = Arrivals(rank.partition)
+        self.norms = GradientNorms(len(rank.partition.blocks), rank.device)
+        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, ownership)
+
+    def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
+        """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
+        if slice_index in self.arrivals.trained:
+            self._accumulation.add(slice_index, gradient, step)
+
+    def open(self, context: StepContext) -> None:
+        """Begins a step; before the first gradient of its last micro-batch."""
+        self._jobs.open(context.number)
+        self.arrivals.open()
+        self.norms.open()
+        self.in_backward.open()
+        self._provisional.open(context.inputs.loss_scale)
+
+    def receive(self, context: StepContext, slice_index: int, gradient: Tensor) -> None:
+        """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
+        # A parameter that was unfrozen between two micro-batches is trained from the next step on.
+        if slice_index in self.arrivals.trained:
+            complete = self._route(context, slice_index, self._accumulation.total(slice_index, gradient))
+            if context.plan.submits_in_backward:
+                self.in_backward.submit(complete, self.arrivals.arrived, context)
+
+    def finish(self, context: StepContext) -> Tensor:
+        """Routes the gradients of parameters that the last micro-batch did not use, after backward.
+
+        Returns:
+            Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
+        """
+        for index in self._accumulation.pending:
+            self._route(context, index, self._accumulation.take(index))
+        for index in self.arrivals.missing:
+            if index not in self._vectors:
+                self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
+                self._router.route_zeros(index)
+                self.arrivals.slice_complete(index)
+        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+        self._jobs.acquire(range(self.arrivals.n_blocks), context.number)
+        self.norms.add(self._vectors.finish(self.arrivals.arrived, filled=self._jobs.submitted_in_backward))
+        return self.norms.whole()
+
+    def gradient(self, slice_index: int) -> Tensor:
+        """As `ZenFlowStep.gradient`."""
+        pending = self._accumulation.peek(slice_index)
+        if pending is not None:
+            return pending
+        is_routed = slice_index in self.arrivals.arrived
+        if is_routed and slice_index in self._vectors:
+            return self._vectors.gradient(slice_index)
+        return self._router.gradient(slice_index, is_routed=is_routed)
+
+    def unused(self) -> list[int]:
+        """Trained slices without a gradient in the step that is next, ascending."""
+        return sorted(set(self.arrivals.missing) - set(self._accumulation.pending))
+
+    def drop_sums(self) -> None:
+        """Drops the sums of earlier micro-batches."""
+        self._accumulation.clear()
+
+    def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[int]:
+        """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
+        if slice_index in self._vectors:
+            self._vectors.keep(slice_index, gradient)
+            return self.arrivals.slice_complete(slice_index)
+        self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], context.number)
+        routed = self._router.route(context, slice_index, gradient)
+        self.norms.add(routed.squared_norms)
+        if routed.late is not None:
+            hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
+            with self._rank.telemetry.tracer.span("provisional update"):
+                self._provisional.apply_gradient(context.number, routed.late, hyperparameters, context.schedule)
+        complete = self.arrivals.slice_complete(slice_index)
+        self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
+        return complete
