@@ -2,7 +2,7 @@
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -74,68 +74,151 @@ class RankParts:
     worker: SupervisedWorker
     host_state: HostState
     step: StepParts
-    description: str
-    """Decisions of the setup, in one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Sizes of a rank's arena, for the schedules that the configuration allows. Pure."""
+
+    config: ZenFlowConfig
+    zero: ZeroPartition
+    partition: Partition
+    n_threads: int
+    """Of the worker."""
+
+    @property
+    def candidates(self) -> list[UpdateSchedule]:
+        """Schedules that the configuration allows, the least stale first."""
+        return candidates_of(self.config.update_intervals, self.config.publish_lags)
+
+    def sizes(self, schedules: Sequence[UpdateSchedule], *, tail: bool) -> ArenaSizes:
+        """Sizes of an arena for any of the schedules and the changes between them, with or without a tail."""
+        config, n_blocks = self.config, len(self.partition.blocks)
+        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
+        late = frozenset(range(n_blocks if tail else 0))
+        staggered = [
+            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=late)
+            for schedule in with_changes(schedules)
+        ]
+        return ArenaSizes(
+            n_param_groups=len(self.zero.optimizer.param_groups),
+            n_step_records=max(s.n_step_records for s in staggered),
+            n_slots=max(s.n_slots for s in staggered),
+            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
+            dtype=self.zero.weights[0].dtype,
+            moments_dtype=getattr(torch, config.moments_dtype),
+            n_threads=self.n_threads,
+            export_bytes=export_bytes(self.partition, config.owned_ratio),
+        )
+
+    def largest(self) -> ArenaSizes:
+        """Sizes for every schedule that the configuration allows; what is not used takes no memory."""
+        return self.sizes(self.candidates, tail=self.config.allows_tail)
+
+    def n_bytes(self, schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
+        """Host memory for a run that may use all of the schedules."""
+        return arena_bytes(self.partition, self.sizes(schedules, tail=tail))
+
+    def bytes_at_start(self, schedule: UpdateSchedule) -> int:
+        """Host memory that a run uses at first."""
+        first = self.sizes([schedule], tail=False)
+        used = dataclasses.replace(self.largest(), n_slots=first.n_slots, n_publish_buffers=first.n_publish_buffers)
+        return arena_bytes(self.partition, used)
 
 
 def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
-    """Builds the components in the order in which one needs another; the caller closes worker and arena.
+    """Plans the memory, checks that all ranks have it, and makes the components; the caller closes worker and arena.
 
     Raises:
         MisconfigurationException: this or another host has too little memory.
         WorkerError: the worker could not be started.
         RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
-    device = zero.weights[0].device
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=config.submits_in_backward, numel=sum(zero.partition_sizes)
     )
     partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
-    sizes, policy = _sizes_and_policy(config, zero, partition, resources)
+    plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
+    policy = _agree(plan, resources.ranks_on_host)
     # Outermost, so that ranks that have built their parts release them if another one has not.
     with ExitStack() as undo:
         with raising_together(RuntimeError):
-            arena = Arena(partition, sizes, device=device, cores=resources.cores.cores)
-            undo.callback(arena.close, keep_state=False)
-            rank = RankState(
-                partition=partition,
-                arena=arena,
-                weights=zero.weights,
-                kernels=kernels_for(device),
-                telemetry=Telemetry.create(device),
-                d2h=SideStream(device),
-            )
-            # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
-            worker = SupervisedWorker(
-                partial(Worker, arena, cores=resources.cores.cores, timeout_s=config.worker_timeout),
-                max_restarts=config.max_worker_restarts,
-                stalls=rank.telemetry.stalls,
-            )
-            undo.callback(worker.kill)
-            host_state = HostState(
-                zero.optimizer,
-                zero.fp32_groups,
-                partition=partition,
-                partition_sizes=zero.partition_sizes,
-                arena=arena,
-            )
-            step = _build_step(config, zero, rank, worker, host_state, policy)
+            parts = _make(plan, policy, resources, undo)
         undo.pop_all()
-    return RankParts(
-        worker=worker,
-        host_state=host_state,
-        step=step,
-        description=_description(config, rank, step.jobs.schedule, resources.cores),
+    rank_zero_info(_description(config, parts.step.rank, policy.schedule, resources.cores))
+    return parts
+
+
+def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
+    """Checks the plan on all ranks; returns a policy for the schedules that every rank has memory for.
+
+    Raises:
+        MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
+    """
+    config, candidates = plan.config, plan.candidates
+    # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
+    gc.collect()
+    available = host_bytes_for(ranks_on_host)
+    fitting = that_fit(candidates, lambda some: plan.n_bytes(some, tail=config.requires_tail) <= available)
+    # The same on all ranks. Without any that fits, the check below says so.
+    kept = in_common(fitting) or candidates
+    allows_tail = config.allows_tail
+    if allows_tail and not config.requires_tail:
+        allows_tail = all_agree(plan.n_bytes(kept, tail=True) <= available)
+    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
+    keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
+    problem = check_host_memory(
+        first=plan.bytes_at_start(policy.schedule),
+        largest=plan.n_bytes(kept, tail=allows_tail),
+        ranks=ranks_on_host,
+        keys=", ".join(f"{key}={getattr(config, key)!r}" for key in keys),
     )
+    # Before any rank has taken its memory.
+    raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
+    left_out = [c for c in candidates if c not in kept]
+    names = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]
+    names += ["a tail"] * (config.allows_tail and not allows_tail)
+    if names:
+        rank_zero_info(f"ZenFlow: skipping schedules that do not fit into host memory: {'; '.join(names)}")
+    return policy
 
 
-def _build_step(
+def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack) -> RankParts:
+    """Makes the components, in the order in which one needs another; `undo` releases them."""
+    config, zero, cores = plan.config, plan.zero, resources.cores.cores
+    device = zero.weights[0].device
+    arena = Arena(plan.partition, plan.largest(), device=device, cores=cores)
+    undo.callback(arena.close, keep_state=False)
+    rank = RankState(
+        partition=plan.partition,
+        arena=arena,
+        weights=zero.weights,
+        kernels=kernels_for(device),
+        telemetry=Telemetry.create(device),
+        d2h=SideStream(device),
+    )
+    # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
+    worker = SupervisedWorker(
+        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout),
+        max_restarts=config.max_worker_restarts,
+        stalls=rank.telemetry.stalls,
+    )
+    undo.callback(worker.kill)
+    sizes = zero.partition_sizes
+    host_state = HostState(
+        zero.optimizer, zero.fp32_groups, partition=plan.partition, partition_sizes=sizes, arena=arena
+    )
+    step = _make_step(config, zero, rank, worker, policy, host_state.write_count)
+    return RankParts(worker=worker, host_state=host_state, step=step)
+
+
+def _make_step(
     config: ZenFlowConfig,
     zero: ZeroPartition,
     rank: RankState,
     worker: SupervisedWorker,
-    host_state: HostState,
     policy: SchedulePolicy,
+    write_count: Callable[[int], None],
 ) -> StepParts:
     slots, publisher = SlotPool(rank.partition, rank.arena, rank.books), Publisher(rank)
     jobs = JobQueue(
@@ -175,77 +258,9 @@ def _build_step(
         selector=selector,
         planner=planner,
         counters=CounterReader(rank, jobs, fill.in_backward, ownership, skipped=skipped),
-        write_count=host_state.write_count,
+        write_count=write_count,
         skipped=skipped,
     )
-
-
-def _sizes_and_policy(
-    config: ZenFlowConfig, zero: ZeroPartition, partition: Partition, resources: RankResources
-) -> tuple[ArenaSizes, SchedulePolicy]:
-    """Sizes of an arena for any schedule that the configuration allows, and a policy for those that the host has memory for.
-
-    Raises:
-        MisconfigurationException: the arenas do not fit the memory of this or another rank's host; the same on all ranks.
-    """
-
-    def sizes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> ArenaSizes:
-        n_blocks = len(partition.blocks)
-        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
-        late = frozenset(range(n_blocks if tail else 0))
-        staggered = [
-            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=late)
-            for schedule in with_changes(schedules)
-        ]
-        return ArenaSizes(
-            n_param_groups=len(zero.optimizer.param_groups),
-            n_step_records=max(s.n_step_records for s in staggered),
-            n_slots=max(s.n_slots for s in staggered),
-            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
-            dtype=zero.weights[0].dtype,
-            moments_dtype=getattr(torch, config.moments_dtype),
-            n_threads=len(resources.cores.cores),
-            export_bytes=export_bytes(partition, config.owned_ratio),
-        )
-
-    def n_bytes(schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
-        return arena_bytes(partition, sizes(schedules, tail=tail))
-
-    # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
-    gc.collect()
-    available = host_bytes_for(resources.ranks_on_host)
-
-    def fits(schedules: Sequence[UpdateSchedule], *, tail: bool = config.requires_tail) -> bool:
-        return n_bytes(schedules, tail=tail) <= available
-
-    candidates = candidates_of(config.update_intervals, config.publish_lags)
-    # The same on all ranks. Without any that fits, the check below says so.
-    kept = in_common(that_fit(candidates, fits)) or candidates
-    allows_tail = config.allows_tail and (config.requires_tail or all_agree(fits(kept, tail=True)))
-    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
-    largest = sizes(candidates, tail=config.allows_tail)
-    at_start = sizes([policy.schedule], tail=False)
-    used = dataclasses.replace(largest, n_slots=at_start.n_slots, n_publish_buffers=at_start.n_publish_buffers)
-    problem = check_host_memory(
-        first=arena_bytes(partition, used),
-        largest=n_bytes(kept, tail=allows_tail),
-        ranks=resources.ranks_on_host,
-        keys=", ".join(
-            f"{key}={getattr(config, key)!r}"
-            for key in ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
-        ),
-    )
-    # Before any rank has taken its memory.
-    raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
-    _log_left_out([c for c in candidates if c not in kept], tail=config.allows_tail and not allows_tail)
-    return largest, policy
-
-
-def _log_left_out(schedules: Sequence[UpdateSchedule], *, tail: bool) -> None:
-    left_out = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in schedules]
-    left_out += ["a tail"] * tail
-    if left_out:
-        rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(left_out)}")
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:
