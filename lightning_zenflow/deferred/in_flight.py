@@ -77,8 +77,6 @@ class Job:
 class JobCounts:
     """Counters of published jobs since the start."""
 
-    bytes_in_backward: int = 0
-    """Bytes of published weights that were copied during backward; part of `Traffic.h2d_bytes`."""
     in_backward: int = 0
     """Jobs that were submitted in backward."""
     late: int = 0
@@ -159,7 +157,7 @@ class JobsInFlight:
         prediction_steps: float = 0.0,
         overwritable: Event | None = None,
     ) -> None:
-        """Makes a window a job, which `send` sends to the worker; within `books`, together with the change of the block's window.
+        """Makes a window a job, which `SupervisedWorker.send` sends; within `books`, together with the change of the block's window.
 
         Args:
             block: index into `Partition.blocks`.
@@ -200,10 +198,6 @@ class JobsInFlight:
         for jobs in (self._jobs, self._unanswered, self._of_block[block]):
             jobs.append(job)
 
-    def send(self) -> None:
-        """Sends the jobs that are enqueued."""
-        self._worker.send()
-
     def poll(self, step: int, new: Set[int]) -> None:
         """Reads the answers that are there, and copies weights of jobs that are done and due at the end of the step; in backward. Never
         waits.
@@ -230,23 +224,17 @@ class JobsInFlight:
         """Waits for the oldest job that has not been answered; in backward."""
         self._publish_in_backward(self._await(cause))
 
-    def publish_due(self, step: int) -> dict[int, int]:
-        """Waits for the jobs that are due, and for all before them, and copies their weights into the model.
+    def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[int, int]:
+        """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
 
         Returns:
             For each block whose weights were overwritten since the last call, the last step that its weights are exact for.
         """
-        due = [index for index, job in enumerate(self._jobs) if job.due_step <= step]
+        due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
-            self.publish_oldest(step, "publish_wait")
+            self.publish_oldest(step, cause)
         published, self._published = self._published, {}
         return published
-
-    def publish_all(self, step: int) -> None:
-        """Publishes every job; the model's weights are then exact."""
-        while self._jobs:
-            self.publish_oldest(step, "flush")
-        self._published.clear()
 
     def publish_oldest(self, step: int, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
@@ -291,7 +279,7 @@ class JobsInFlight:
         with self._rank.books:
             job = self._unanswered.popleft()
             job.state = JobState.ANSWERED
-            # What an earlier publish of the block overwrites may be reapplied from the slots (`ReapplyAfterPublish`).
+            # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`).
             if self._of_block[job.block][0] is job:
                 self._free_slots(job)
         return job
@@ -304,19 +292,17 @@ class JobsInFlight:
         """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
         if job.state is JobState.SUBMITTED or job.buffer is None:
             return
-        self.counts.bytes_in_backward += self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
+        self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
         if job.has_tentative and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
             with self._rank.books:
                 self.buffers.give_back(job.buffer, copied)
                 job.holds_buffer = False
 
-    def _copy_overwritable(self, job: Job, buffer: int, name: str) -> int:
-        """Enqueues copies of the slices that may be overwritten; returns bytes."""
-        n_bytes = 0
+    def _copy_overwritable(self, job: Job, buffer: int, name: str) -> None:
+        """Enqueues copies of the slices that may be overwritten."""
         if job.overwritable:
             job.state = JobState.PARTLY_PUBLISHED
         for event, slices in job.overwritable:
-            n_bytes += self._publisher.copy_behind(event, job.block, buffer, slices, name)
+            self._publisher.copy_behind(event, job.block, buffer, slices, name)
         job.overwritable.clear()
-        return n_bytes

@@ -207,31 +207,26 @@ class JobQueue:
             self.in_flight.read_answer("slot")
         self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
         buffer, copied = self.in_flight.buffers.next()
-        behind = [] if copied is None else [copied]
-        self._write_word(self._rank.arena.block_words, block, step, factor, behind=behind)
+        self._write_word(self._rank.arena.block_words, block, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.books:
             window = self._fill_window(block, step)
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
+            ahead = self.prediction_steps
             self.in_flight.enqueue(
-                block,
-                window,
-                buffer,
-                due_step=step,
-                prediction_steps=self.prediction_steps,
-                overwritable=overwritable,
+                block, window, buffer, due_step=step, prediction_steps=ahead, overwritable=overwritable
             )
             self._submitted_in_backward.add(block)
-        self.in_flight.send()
+        self._worker.send()
 
     def publish(self, step: int) -> dict[int, int]:
         """Phase *publish*.
 
         Returns:
-            See `JobsInFlight.publish_due`.
+            See `JobsInFlight.publish`.
         """
-        published = self.in_flight.publish_due(step)
+        published = self.in_flight.publish(step, "publish_wait", due_only=True)
         self._submitted_in_backward.clear()
         return published
 
@@ -248,7 +243,7 @@ class JobQueue:
         self.in_flight.forget_overwritable()
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
-        self.in_flight.publish_all(step)
+        self.in_flight.publish(step, "flush", due_only=False)
         with self._rank.books:
             self._slots.free(self._dropped)
             self._dropped.clear()
@@ -258,12 +253,11 @@ class JobQueue:
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
-        arena = self._rank.arena
         with self._rank.telemetry.stalls.measure("flush"):
             # One that no job has waited for may still be on its way.
             runtime_of(self._rank.device).synchronize()
-        arena.block_words.reset()
-        arena.step_words[step].zero_()
+        self._rank.arena.block_words.reset()
+        self._rank.arena.step_words[step].zero_()
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -276,9 +270,12 @@ class JobQueue:
         self._worker.restart()
         self._publisher.use(partition)
 
-    def _write_word(self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event]) -> None:
+    def _write_word(
+        self, words: StepWords, index: int, step: int, factor: Tensor, *, behind: Iterable[Event | None]
+    ) -> None:
         for event in behind:
-            self._rank.d2h.wait_for(event)
+            if event is not None:
+                self._rank.d2h.wait_for(event)
         with self._rank.d2h.behind(reads=factor):
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
@@ -312,7 +309,7 @@ class JobQueue:
             with self._rank.books:
                 self._windows[block] = Window(first_step=step, shown_until=window.shown_until)
                 self.in_flight.enqueue(block, window, None, due_step=due_step)
-            self.in_flight.send()
+            self._worker.send()
 
     def _drop_open_step(self, step: int) -> None:
         """Drops the gradients of the step after `step`, whose backward pass was interrupted by an error.
@@ -346,7 +343,7 @@ class JobQueue:
         with self._rank.books:
             self._windows[block] = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
-        self.in_flight.send()
+        self._worker.send()
 
     def _free_buffer(self, due_step: int, cause: Cause) -> int:
         """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""

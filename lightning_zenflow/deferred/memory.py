@@ -140,9 +140,9 @@ class PublishBuffers:
         """Takes back a job's buffer, from which all copies are enqueued; `copied` is behind them."""
         self._free[buffer] = copied
 
-    def events(self) -> list[Event]:
+    def events(self) -> Collection[Event | None]:
         """Events behind the copies from all free buffers, which the caller orders the next sealed word behind."""
-        return [event for event in self._free.values() if event is not None]
+        return self._free.values()
 
     def forget_events(self) -> None:
         """Notes that a sealed word is ordered behind `events`."""
@@ -194,21 +194,18 @@ class Publisher:
         """After a flush: all weights are exact."""
         self._exact_for = [None] * len(self._exact_for)
 
-    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> int:
-        """Copies the weights of some slices of a block on the stream of the copies, behind an event.
+    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
+        """Copies the new weights of some slices from a block's buffer on the stream of the copies.
 
         Args:
             event: from which on no kernel of the step reads or updates these weights.
             block: index into `Partition.blocks`.
-            buffer: publish buffer with the block's new weights.
+            buffer: publish buffer of the block's job.
             slices: of `trained_slices`.
             name: of the span.
-
-        Returns:
-            Bytes copied.
         """
         with self._copies.behind(event):
-            return self._copy(block, buffer, slices, name)
+            self._copy(block, buffer, slices, name)
 
     def copied(self) -> Event:
         """An event behind all copies of `copy_behind`."""
@@ -219,7 +216,7 @@ class Publisher:
 
         Args:
             block: index into `Partition.blocks`.
-            buffer: publish buffer with the block's new weights. It may be reused afterwards, in the order of the current stream.
+            buffer: publish buffer of the block's job. It may be reused afterwards, in the order of the current stream.
             rest: slices that are left.
             last_step: the last step that the new weights are exact for.
             joins: whether `copy_behind` has copied any.
@@ -229,7 +226,7 @@ class Publisher:
         self._copy(block, buffer, rest, EXPOSED_COPIES)
         self._exact_for[block] = last_step
 
-    def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> int:
+    def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
         first = self._rank.partition.blocks[block].begin
         new_weights = self._rank.arena.publish[buffer]
         targets, sources, numel = [], [], 0
@@ -242,4 +239,3 @@ class Publisher:
             with self._rank.telemetry.tracer.span("h2d copies", name, n_bytes=n_bytes):
                 torch._foreach_copy_(targets, sources, non_blocking=True)
         self._rank.telemetry.traffic.h2d_bytes += n_bytes
-        return n_bytes

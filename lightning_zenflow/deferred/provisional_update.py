@@ -73,8 +73,26 @@ class LateGradient:
     tiles: Sequence[LateTile]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kept:
+    """One update of a part of a slice."""
+
+    step: int
+    factors: ProvisionalFactors
+    begin: int
+    gradient: Tensor
+    """[rows, width]; on the device, or in the slot of the step."""
+    in_slot: bool
+    """Whether it must be copied to the device first."""
+
+
 class ProvisionalUpdate:
     """Updates the host-owned weights of a rank during backward, with a factored second moment (`kernels.factored`).
+
+    A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
+    updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
+    blocks with a job in flight are concerned (`UpdateSchedule.kept_share`). Their gradients stay on the device where it has room; otherwise
+    they are copied back from their slots in host memory.
 
     Matrices only, and of them full rows: the at most two rows of a slice that ZeRO's partition cuts wait for their publish. Device-owned
     entries are updated as well, and overwritten by their exact values in the same step.
@@ -111,8 +129,8 @@ class ProvisionalUpdate:
             _body(s, rank.weights_at(s.param_group, s.begin, s.numel)) if compensation.updates_provisionally else None
             for s in rank.partition.slices
         ]
-        self.reapply = ReapplyAfterPublish(self, rank, in_flight)
-        """Updates that a publish would undo."""
+        self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
+        self._kept: dict[int, list[_Kept]] = {}  # by block
 
     def open(self, loss_scale: float) -> None:
         """Begins a step, before its first gradient."""
@@ -149,7 +167,7 @@ class ProvisionalUpdate:
             if due_step is None or due_step > step:
                 self.apply(factors, tile.destination.begin, part, age=age, schedule=of_tile)
             if due_step is not None:
-                self.reapply.keep(step, factors, part, tile, schedule)
+                self.keep(step, factors, part, tile, schedule)
 
     def measure(
         self, slice_index: int, squared_norms: SquaredNorms, hyperparameters: GroupHyperparameters
@@ -197,6 +215,52 @@ class ProvisionalUpdate:
         """Keeps the clip coefficient of a step that was applied."""
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
+    def keep(
+        self, step: int, factors: ProvisionalFactors, gradient: Tensor, tile: LateTile, schedule: StaggeredSchedule
+    ) -> None:
+        """Keeps an update of a tile whose block has a job in flight, to apply it again after the publish; in backward.
+
+        Args:
+            step: step of the gradient.
+            factors: see `apply`.
+            gradient: [rows, width], model dtype, on the weights' device; its memory is reused after this call.
+            tile: the tile. Its slot keeps the gradient until a job with `step` is published.
+            schedule: present S and d.
+        """
+        # The memory of a CPU device is the slots'.
+        in_slot, kept = runtime_of(self._rank.device).runs_behind, tile.destination.slot
+        if in_slot:
+            if schedule not in self._keeps_on_device:
+                n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
+                self._keeps_on_device[schedule] = has_room(n_bytes, gradient.device)
+            if self._keeps_on_device[schedule]:
+                in_slot, kept = False, gradient.clone()
+        entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept, in_slot=in_slot)
+        self._kept.setdefault(tile.block, []).append(entry)
+
+    def published(self, last_steps: Mapping[int, int], schedule: StaggeredSchedule) -> None:
+        """Applies kept updates again, and drops those that no other job in flight will overwrite.
+
+        Args:
+            last_steps: for each published block the last step that its weights are exact for.
+            schedule: present S and d.
+        """
+        for block, last in last_steps.items():
+            later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
+            for kept in later:
+                gradient = kept.gradient
+                if kept.in_slot:
+                    gradient = runtime_of(self._rank.device).to_device(gradient)
+                    self._rank.telemetry.traffic.h2d_bytes += gradient.nbytes
+                age, of_block = kept.step - last, schedule.of_block(block)
+                self.apply(kept.factors, kept.begin, gradient, age=age, schedule=of_block)
+            if needed := [kept for kept in later if self._in_flight.overwrites(block, kept.step)]:
+                self._kept[block] = needed
+
+    def drop_kept(self) -> None:
+        """Drops all kept updates, after a flush."""
+        self._kept.clear()
+
     def state_dict(self) -> dict[str, Any] | None:
         """Second moments, last clip coefficient and position in the rounding noise, on the CPU; None without provisional updates."""
         if not self._compensation.updates_provisionally:
@@ -222,89 +286,6 @@ class ProvisionalUpdate:
                         ours.copy_(theirs)
         self._clip.copy_(state["clip"])
         self._noise.set_state(state["noise"])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """One update of a part of a slice."""
-
-    step: int
-    factors: ProvisionalFactors
-    begin: int
-    gradient: Tensor
-    """[rows, width]; on the device, or in the slot of the step."""
-    in_slot: bool
-    """Whether it must be copied to the device first."""
-
-
-class ReapplyAfterPublish:
-    """Repeats provisional updates that a publish has overwritten.
-
-    A job that is published d steps after its window closed overwrites the weights with the exact state of its own steps. The provisional
-    updates of the d steps since then would be lost until the next publish, S steps later, so they are applied again, in their order. Only
-    blocks with a job in flight are concerned (`UpdateSchedule.kept_share`). Kept gradients stay on the device where it has room; otherwise
-    they are copied back from their slots in host memory.
-    """
-
-    def __init__(self, updates: ProvisionalUpdate, rank: RankState, in_flight: JobsInFlight) -> None:
-        self._updates = updates
-        self._in_flight = in_flight
-        self._n_bytes = rank.partition.numel * rank.dtype.itemsize
-        self._traffic = rank.telemetry.traffic
-        self._runtime = runtime_of(rank.device)
-        self._on_device: dict[StaggeredSchedule, bool] = {}
-        self._kept: dict[int, list[_Kept]] = {}
-
-    def keep(
-        self,
-        step: int,
-        factors: ProvisionalFactors,
-        gradient: Tensor,
-        tile: LateTile,
-        schedule: StaggeredSchedule,
-    ) -> None:
-        """Keeps an update of a tile whose block has a job in flight; in backward.
-
-        Args:
-            step: step of the gradient.
-            factors: see `ProvisionalUpdate.apply`.
-            gradient: [rows, width], model dtype, on the weights' device; its memory is reused after this call.
-            tile: the tile. Its slot keeps the gradient until a job with `step` is published.
-            schedule: present S and d.
-        """
-        # The memory of a CPU device is the slots'.
-        in_slot, kept = self._runtime.runs_behind, tile.destination.slot
-        if in_slot:
-            if schedule not in self._on_device:
-                n_bytes = self._n_bytes * schedule.kept_share
-                self._on_device[schedule] = has_room(n_bytes, gradient.device)
-            if self._on_device[schedule]:
-                in_slot, kept = False, gradient.clone()
-        entry = _Kept(step=step, factors=factors, begin=tile.destination.begin, gradient=kept, in_slot=in_slot)
-        self._kept.setdefault(tile.block, []).append(entry)
-
-    def published(self, last_steps: Mapping[int, int], schedule: StaggeredSchedule) -> None:
-        """Applies updates again, and drops those that no other job in flight will overwrite.
-
-        Args:
-            last_steps: for each published block the last step that its weights are exact for.
-            schedule: present S and d.
-        """
-        for block, last in last_steps.items():
-            later = [kept for kept in self._kept.pop(block, ()) if kept.step > last]
-            for kept in later:
-                gradient = kept.gradient
-                if kept.in_slot:
-                    gradient = self._runtime.to_device(gradient)
-                    self._traffic.h2d_bytes += gradient.nbytes
-                age, of_block = kept.step - last, schedule.of_block(block)
-                self._updates.apply(kept.factors, kept.begin, gradient, age=age, schedule=of_block)
-            if needed := [kept for kept in later if self._in_flight.overwrites(block, kept.step)]:
-                self._kept[block] = needed
-
-    def clear(self) -> None:
-        """Drops all kept updates, after a flush."""
-        self._kept.clear()
 
 
 def _body(s: Slice, weights: Tensor) -> _Body | None:

@@ -151,6 +151,7 @@ class Fill:
         accumulate_on: `ZenFlowConfig.accumulate_on`.
 
     Attributes:
+        accumulation: sums over earlier micro-batches.
         arrivals: what has arrived.
         norms: squared norms of it.
         in_backward: submission of complete blocks.
@@ -169,7 +170,7 @@ class Fill:
         self._rank = rank
         self._jobs = jobs
         self._provisional = provisional
-        self._accumulation = Accumulation(rank, slots, jobs, where=accumulate_on)
+        self.accumulation = Accumulation(rank, slots, jobs, where=accumulate_on)
         self._router = GradientRouter(rank, slots, ownership, provisional)
         self._vectors = VectorGradients(rank, slots, ownership)
         self.arrivals = Arrivals(rank.partition)
@@ -179,7 +180,7 @@ class Fill:
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""
         if slice_index in self.arrivals.trained:
-            self._accumulation.add(slice_index, gradient, step)
+            self.accumulation.add(slice_index, gradient, step)
 
     def open(self, context: StepContext) -> None:
         """Begins a step; before the first gradient of its last micro-batch."""
@@ -193,7 +194,7 @@ class Fill:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
         # A parameter that was unfrozen between two micro-batches is trained from the next step on.
         if slice_index in self.arrivals.trained:
-            complete = self._route(context, slice_index, self._accumulation.total(slice_index, gradient))
+            complete = self._route(context, slice_index, self.accumulation.total(slice_index, gradient))
             if context.plan.submits_in_backward:
                 self.in_backward.submit(complete, self.arrivals.arrived, context)
 
@@ -203,8 +204,8 @@ class Fill:
         Returns:
             Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
         """
-        for index in self._accumulation.pending:
-            self._route(context, index, self._accumulation.take(index))
+        for index in self.accumulation.pending:
+            self._route(context, index, self.accumulation.take(index))
         for index in self.arrivals.missing:
             if index not in self._vectors:
                 self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
@@ -217,7 +218,7 @@ class Fill:
 
     def gradient(self, slice_index: int) -> Tensor:
         """As `ZenFlowStep.gradient`."""
-        pending = self._accumulation.peek(slice_index)
+        pending = self.accumulation.peek(slice_index)
         if pending is not None:
             return pending
         is_routed = slice_index in self.arrivals.arrived
@@ -227,11 +228,7 @@ class Fill:
 
     def unused(self) -> list[int]:
         """Trained slices without a gradient in the step that is next, ascending."""
-        return sorted(set(self.arrivals.missing) - set(self._accumulation.pending))
-
-    def drop_sums(self) -> None:
-        """Drops the sums of earlier micro-batches."""
-        self._accumulation.clear()
+        return sorted(set(self.arrivals.missing) - set(self.accumulation.pending))
 
     def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[int]:
         """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""

@@ -47,6 +47,8 @@ class ZenFlowStep:
         gather_weights: exchanges the ranks' updated weights.
 
     Attributes:
+        number: steps so far.
+        micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
         skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
     """
@@ -68,37 +70,25 @@ class ZenFlowStep:
         self._group = group
         self._read_inputs = read_inputs
         self._gather_weights = gather_weights
-        rank = parts.rank
-        self._rank = rank
-        self._telemetry = rank.telemetry
+        self._rank, self._telemetry = parts.rank, parts.rank.telemetry
         self._jobs, self._fill, self._ownership = parts.jobs, parts.fill, parts.ownership
         self._planner, self._selector, self._provisional = parts.planner, parts.selector, parts.provisional
-        self.count = torch.zeros((), dtype=torch.float64, device=rank.device)
+        self.count = torch.zeros((), dtype=torch.float64, device=parts.rank.device)
         self.skipped = parts.skipped
         self._state = StepState.IDLE
         self._context: StepContext | None = None  # from OPEN on
         self._squared_norm: Tensor | None = None  # from REDUCED on
-        self._micro_batches = 0
-        self._number = self._flushed_number = 0
+        self.micro_batches = 0
+        self.number = self._flushed_number = 0
         self._flushing = UnderWay()
         self._state_written = False
         self.start_over(count=0)
 
     @property
-    def number(self) -> int:
-        """Steps so far."""
-        return self._number
-
-    @property
     def is_exact(self) -> bool:
         """Whether the arena is the exact state of all steps so far."""
-        is_flushed = self._flushed_number == self._number and not self._jobs.submitted_in_backward
+        is_flushed = self._flushed_number == self.number and not self._jobs.submitted_in_backward
         return is_flushed and not self.was_interrupted
-
-    @property
-    def micro_batches(self) -> int:
-        """Backward passes since the last step."""
-        return self._micro_batches
 
     @property
     def is_complete(self) -> bool:
@@ -117,7 +107,7 @@ class ZenFlowStep:
             last: whether this is the step's last micro-batch.
         """
         self._refuse_interrupted()
-        self._micro_batches += 1
+        self.micro_batches += 1
         if last:
             self._opened()
         elif self._state is StepState.IDLE:
@@ -135,7 +125,7 @@ class ZenFlowStep:
         if last:
             self._fill.receive(self._opened(), slice_index, gradient)
         else:
-            self._fill.accumulate(slice_index, gradient, self._number + 1)
+            self._fill.accumulate(slice_index, gradient, self.number + 1)
 
     @property
     def has_gradients(self) -> bool:
@@ -143,13 +133,10 @@ class ZenFlowStep:
         return self._state in (StepState.OPEN, StepState.REDUCED) and not self.was_interrupted
 
     def gradient(self, slice_index: int) -> Tensor:
-        """Gradient of one slice in the step that is next, where `has_gradients`; waits for the device.
-
-        Args:
-            slice_index: index into `Partition.slices`.
+        """Gradient of a slice in the step that is next, where `has_gradients`, to be read before the step; waits for the device.
 
         Returns:
-            [slice.numel], model dtype, on the device or the host; to be read before the step.
+            [slice.numel], model dtype, on the device or the host.
         """
         return self._fill.gradient(slice_index)
 
@@ -168,9 +155,8 @@ class ZenFlowStep:
         Phase *reduce*, before `step` runs the others; after it the step receives no more gradients. All ranks call it together.
         """
         context = self._opened()
-        return step_scale(
-            self._reduce(context), max_norm=0, loss_scale=context.inputs.loss_scale, count=self.count
-        ).norm
+        squared_norm, loss_scale = self._reduce(context), context.inputs.loss_scale
+        return step_scale(squared_norm, max_norm=0, loss_scale=loss_scale, count=self.count).norm
 
     @torch.no_grad()
     def step(self, *, copies_finite: bool = False) -> tuple[StepScale, AsyncHostCopy | None]:
@@ -200,7 +186,7 @@ class ZenFlowStep:
         self._jobs.seal(number, scale.factor)
         with self._rank.books:
             # From here on a flush applies the step; after an exception before, it drops it.
-            self._number, self.count = number, scale.count
+            self.number, self.count = number, scale.count
             self.skipped.add_(~scale.finite)
         # update
         with self._telemetry.tracer.span("exact step"):
@@ -220,7 +206,7 @@ class ZenFlowStep:
         # publish
         published = self._jobs.publish(number)
         with self._telemetry.tracer.span("provisional update"):
-            self._provisional.reapply.published(published, context.schedule)
+            self._provisional.published(published, context.schedule)
         self._ownership.published(published)
         self._ownership.write_weights()
         # gather
@@ -229,7 +215,7 @@ class ZenFlowStep:
         self._telemetry.stalls.steps += 1
         if self._planner.end_step(number, plan, max_interval):
             self._own_tail()
-        self._telemetry.stalls.begin_step(self._number + 1)
+        self._telemetry.stalls.begin_step(self.number + 1)
         self._end_micro_batches()
         return scale, finite
 
@@ -246,7 +232,7 @@ class ZenFlowStep:
         self.start_over(int(self.count))
         self._freezing.followed()
         rank_zero_info(
-            f"ZenFlow: parameters were frozen or unfrozen before step {self._number + 1}: the selection of columns starts again"
+            f"ZenFlow: parameters were frozen or unfrozen before step {self.number + 1}: the selection of columns starts again"
         )
 
     def flush(self) -> None:
@@ -262,7 +248,7 @@ class ZenFlowStep:
 
     def drop_gradients(self) -> None:
         """Drops the gradients since the last step. If the step was complete, a flush undoes what has been done with them."""
-        self._fill.drop_sums()
+        self._fill.accumulation.clear()
         if self.is_complete:
             self._flush()
         if self._state == StepState.UNDER_WAY:
@@ -273,7 +259,7 @@ class ZenFlowStep:
 
     def _end_micro_batches(self) -> None:
         self._context = self._squared_norm = None
-        self._micro_batches, self._state = 0, StepState.IDLE
+        self.micro_batches, self._state = 0, StepState.IDLE
 
     def _flush(self) -> None:
         if self._rank.books.is_cut:
@@ -282,28 +268,28 @@ class ZenFlowStep:
                 " lost; continue from the last checkpoint"
             )
         with torch.no_grad(), self._flushing:
-            self._jobs.flush(self._number)
-            self._provisional.reapply.clear()
+            self._jobs.flush(self.number)
+            self._provisional.drop_kept()
             self._ownership.reload()
             self._ownership.write_weights()
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
             self._parts.write_count(int(self.count))
             self._planner.interrupt()
-            self._flushed_number = self._number
+            self._flushed_number = self.number
         self._flushing.mended()
 
     def start_over(self, count: int) -> None:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
-        self._planner.start_over(self._number, count)
+        self._planner.start_over(self.number, count)
         self._ownership.clear()
         self._own_tail()
-        self._telemetry.stalls.begin_step(self._number + 1)
+        self._telemetry.stalls.begin_step(self.number + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
         return self._run_state.state_dict(
-            step=self._number, skipped=int(self.skipped), trained=self._freezing.state_dict()
+            step=self.number, skipped=int(self.skipped), trained=self._freezing.state_dict()
         )
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
@@ -319,9 +305,9 @@ class ZenFlowStep:
         self.count = torch.full_like(self.count, count)
         difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference(saved)
         if saved is not None:
-            self._number = self._flushed_number = saved["step"]
+            self.number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])
-        self._rank.arena.resolved = (self._number, count)
+        self._rank.arena.resolved = (self.number, count)
         if saved is None or difference:
             self.start_over(count)
             return difference
@@ -369,10 +355,9 @@ class ZenFlowStep:
                 self._state_written = False
                 with torch.no_grad():
                     self._ownership.reload()
-            number = self._number + 1
-            plan = self._planner.plan(number)
+            plan = self._planner.plan(self.number + 1)
             self._context = StepContext(
-                number=number,
+                number=self.number + 1,
                 plan=plan,
                 inputs=inputs,
                 schedule=self._jobs.staggered,

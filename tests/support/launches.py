@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_zenflow.deferred.provisional_update import ReapplyAfterPublish
+from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.arena import Arena
 
@@ -94,7 +94,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
 
         return call
 
-    keep = ReapplyAfterPublish.keep
+    keep = ProvisionalUpdate.keep
 
     def keep_on_device(*args: Any) -> None:
         counter.counts["clone"] += 1
@@ -106,5 +106,5 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
             patch.setattr(triton.device, name, _NotRun(name, counter))
         for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):
             patch.setattr(ZenFlowStep, method.__name__, counting(method))
-        patch.setattr(ReapplyAfterPublish, "keep", keep_on_device)
+        patch.setattr(ProvisionalUpdate, "keep", keep_on_device)
         yield counter

@@ -51,10 +51,10 @@ def run_with(name: str, answers: str) -> tuple[Run, int, int]:
         asked += 1
         return seen(self, submission, answers == "always" or (answers == "sometimes" and asked % 3 == 0))
 
-    def counted_copy(self: Publisher, event: Event, block: int, buffer: int, slices: Set[int], name: str) -> int:
+    def counted_copy(self: Publisher, event: Event, block: int, buffer: int, slices: Set[int], name: str) -> None:
         nonlocal early
         early += name != EXPOSED_COPIES
-        return copy_behind(self, event, block, buffer, slices, name)
+        copy_behind(self, event, block, buffer, slices, name)
 
     def counted_finish(self: Publisher, block: int, buffer: int, rest: Set[int], **kwargs: Any) -> None:
         nonlocal late

@@ -198,12 +198,12 @@ def test_gradients_that_come_back_are_counted(
     slot = torch.randn(6, 4).bfloat16()
     factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
     tile = LateTile(block=0, destination=Destination(begin=0, slot=slot))
-    provisional.reapply.keep(5, factors, gradient := slot.clone(), tile, OF_BLOCKS)
+    provisional.keep(5, factors, gradient := slot.clone(), tile, OF_BLOCKS)
     gradient.zero_()  # its memory is reused
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
     for in_flight.overwriting in (True, False, True):
-        provisional.reapply.published({0: 4}, OF_BLOCKS)
+        provisional.published({0: 4}, OF_BLOCKS)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
     assert torch.equal(weights.view(6, 4).sign(), -slot.sign())
