@@ -179,7 +179,7 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     names = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]
     names += ["a tail"] * (config.allows_tail and not allows_tail)
     if names:
-        rank_zero_info(f"ZenFlow: skipping schedules that do not fit into host memory: {'; '.join(names)}")
+        rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(names)}")
     return policy
 
 

@@ -32,7 +32,7 @@ CASES = {
 
 
 def one_by_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr("lightning_zenflow.step.vectors._LARGEST_NUMEL", 0)
+    monkeypatch.setattr("lightning_zenflow.step.gradient_router._LARGEST_NUMEL", 0)
     return run_here(case)
 
 
@@ -42,7 +42,7 @@ def test_together_as_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_some_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zenflow.step.vectors._LARGEST_NUMEL", 36)  # of vectors of 37 and 1
+    monkeypatch.setattr("lightning_zenflow.step.gradient_router._LARGEST_NUMEL", 36)  # of vectors of 37 and 1
     ours = run_here(CASE)
     assert_same_run(ours, one_by_one(CASE, monkeypatch))
 
