@@ -41,11 +41,6 @@ RUN_ELSEWHERE = {
     "scripts/aarch64": (".ci/run", 'step "$root/scripts/aarch64"\n'),
     "scripts/test tests/fuzz": (".ci/run", 'step "$root/scripts/test"\n'),
     "scripts/test -m slow tests/fuzz --outcomes=docs/random_trainings.md": ("tests/fuzz/conftest.py", '"--outcomes"'),
-    "scripts/lightning_suite CHECKOUT": ("tests/foreign/test_lightning_suite.py", "assert main(arguments) == 0"),
-    "scripts/lightning_suite CHECKOUT --record": (
-        "tests/foreign/test_lightning_suite.py",
-        "assert main(arguments) == 0",
-    ),
     "python -m docs.versions": ("tests/examples/test_readme.py", "versions.with_table"),
     "pip wheel --no-deps --wheel-dir dist .": ("scripts/smoke", "--no-deps --wheel-dir"),
     "lightning-zenflow doctor": ("tests/unit/doctor/test_doctor.py", 'main(["doctor"'),
