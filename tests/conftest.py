@@ -22,9 +22,6 @@ if not torch.cuda.is_available():
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Where tests leave what documents show."""
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
-    parser.addoption(
-        "--outcomes", metavar="FILE.md", help="where the tests in tests/fuzz write how their trainings ended"
-    )
 
 
 @pytest.hookimpl(tryfirst=True)
