@@ -1,40 +1,83 @@
-"""What users put into a LightningModule: with nothing late, the same numbers as under DeepSpeed's offload and plain Lightning.
+"""What users put into a LightningModule: with nothing late, the same numbers as under plain Lightning and DeepSpeed's offload, or refused
+by name before training.
 
 Tied and unused weights, layers frozen in turn and activation checkpointing under weight prediction: see test_provisional_update.
 """
 
 import math
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from typing_extensions import override
 
-from harness import fit
+from harness import fit, make_trainer
+from lightning_zenflow import ZenFlowStrategy
 from models import generator
-from networks import TiedNet
-from side_by_side import NOTHING_LATE, Net, compare, train
+from networks import OddNet, TiedNet
+from side_by_side import NOTHING_LATE, Net, assert_same, compare, train
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
-class Adapted(Net):
-    """A frozen network with an adapter of low rank beside one layer.
+class With(Net):
+    """With one more module, whose weights and buffers do not depend on the generator's state, and which adds to the loss.
 
     Args:
-        give_all: whether the optimizer gets the frozen parameters as well.
+        part: the module, by its name in error messages.
+        output: of the module, by step.
     """
 
-    def __init__(self, *, give_all: bool) -> None:
+    def __init__(self, part: nn.Module, output: Callable[[Any, int], Tensor]) -> None:
         super().__init__()
-        self.give_all = give_all
+        self.part, self.output = part, output
+        with torch.no_grad():
+            for i, p in enumerate([*part.parameters(), *part.buffers()]):
+                # Expanded tensors cannot be written.
+                if not nn.parameter.is_lazy(p) and 0 not in p.stride():
+                    p.copy_(0.3 * torch.randn(p.shape, generator=generator(5, i)) + 0.1)
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        return super().loss(step, micro, rank) + self.output(self.part, step).square().mean()
+
+
+def only(*parameters: Tensor) -> nn.Module:
+    return nn.ParameterList(nn.Parameter(p) for p in parameters)
+
+
+def inputs(step: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator(6, step))
+
+
+def with_scalars(*, every: bool = False) -> With:
+    """As the `logit_scale` of CLIP; one of them without a gradient in every other step, and one that nothing uses.
+
+    Args:
+        every: whether each step uses all of them, multiplied by zero.
+    """
+
+    def output(part: Any, step: int) -> Tensor:
+        result = inputs(step, 4) * part[0].exp() + (part[1] if step % 2 else 0)
+        return result + 0 * (part[1] + part[2]) if every else result
+
+    return With(only(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0)), output)
+
+
+class Adapted(Net):
+    """A frozen network with an adapter of low rank beside one layer; the optimizer gets the frozen parameters as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.requires_grad_(False)
         self.down = nn.Parameter(0.1 * torch.randn(2, 5 * 7 * 13, generator=generator(9)))
         self.up = nn.Parameter(torch.zeros(11, 2))
@@ -42,7 +85,7 @@ class Adapted(Net):
 
     @override
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters() if self.give_all else [self.down, self.up], lr=1e-2)
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Configured(Net):
@@ -85,69 +128,102 @@ class Compiled(Net):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-class OddSizes(Net):
-    """Parameters without elements, of one element and of one row."""
+class Grouped(Net):
+    """A parameter group for each parameter, none like another; or two groups and one more.
 
-    def __init__(self) -> None:
+    Args:
+        extra: of the third group: "frozen" or "no" parameters; None: a group for each parameter.
+        scheduled: whether there is a scheduler.
+    """
+
+    def __init__(self, *, extra: str | None = None, scheduled: bool = False) -> None:
         super().__init__()
-        self.nothing = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in ((0,), (0, 5), (3, 0)))
-        self.small = nn.ParameterList(nn.Parameter(torch.full(shape, 0.7)) for shape in ((1,), (1, 1), (1, 7), (7, 1)))
-
-    @override
-    def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        odd = sum((p * (step % 3 + 1)).sin().sum() for p in [*self.nothing, *self.small])
-        return super().loss(step, micro, rank) + odd
-
-
-class ManyGroups(Net):
-    """A parameter group for each parameter, none like another."""
+        self.scheduled, self.extra = scheduled, extra
+        self.embedding.requires_grad_(extra is None)
 
     @override
     def configure_optimizers(self) -> Any:
-        groups = [
-            {
-                "params": [p],
-                "lr": 1e-3 * (i + 1),
-                "betas": (0.5 + 0.05 * i, 0.9 + 0.01 * i),
-                "eps": 10.0 ** -(4 + i % 4),
-                "weight_decay": 0.1 * (i % 3),
-            }
-            for i, p in enumerate(self.parameters())
+        groups = [[p] for p in self.parameters()]
+        if self.extra is not None:
+            frozen = list(self.embedding.parameters()) if self.extra == "frozen" else []
+            groups = [list(self.hidden.parameters()), list(self.head.parameters()), frozen]
+        options = [
+            {"lr": 1e-3 * (i + 1), "betas": (0.5 + 0.05 * i, 0.9 + 0.01 * i), "eps": 10.0 ** -(4 + i % 4)}
+            for i in range(len(groups))
         ]
-        return torch.optim.AdamW(groups)
+        optimizer = torch.optim.AdamW([{"params": g, **o} for g, o in zip(groups, options, strict=True)])
+        if not self.scheduled:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}}
 
 
 MODELS: dict[str, Callable[[], pl.LightningModule]] = {
-    "adapter": lambda: Adapted(give_all=False),
-    "adapter, everything given to the optimizer": lambda: Adapted(give_all=True),
+    "adapter": Adapted,
     "configure_model": Configured,
     "compiled layer": Compiled,
-    "odd sizes": OddSizes,
-    "a parameter group each": ManyGroups,
-    "tied weights": TiedNet,
-    "activation checkpointing": lambda: TiedNet(checkpoint="non-reentrant"),
+    "a parameter group each": Grouped,
     "reentrant activation checkpointing": lambda: TiedNet(checkpoint="reentrant"),
     "layers frozen from the start": lambda: TiedNet(frozen=(0, 2)),
+    "scalars": lambda: with_scalars(every=True),
+    "odd sizes and strides": OddNet,
+    "channels_last": lambda: With(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last),
+        lambda part, step: part(inputs(step, 2, 3, 7, 7).to(memory_format=torch.channels_last)),
+    ),
+    "parametrizations": lambda: With(
+        nn.Sequential(weight_norm(nn.Linear(4, 4)), orthogonal(nn.Linear(4, 4)), spectral_norm(nn.Linear(4, 3))),
+        lambda part, step: part(inputs(step, 2, 4)),
+    ),
+    "recurrent": lambda: With(nn.LSTM(4, 5, num_layers=2), lambda part, step: part(inputs(step, 3, 2, 4))[0]),
+    "attention": lambda: With(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), lambda part, step: part(inputs(step, 3, 2, 8))
+    ),
 }
+
+
+def options() -> dict[str, Any]:
+    return {"max_steps": 5, "gradient_clip_val": 0.5}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
-    compare(MODELS[name], lambda: {"max_steps": 7, "gradient_clip_val": 0.5})
+    compare(MODELS[name], options, others=("plain",), atol=4e-6)
 
 
-@pytest.mark.parametrize("name", ["adapter, everything given to the optimizer", "tied weights", "odd sizes"])
-@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-def test_models_in_bf16(name: str, precision: str) -> None:
+def test_models_beside_deepspeeds_offload() -> None:
+    """Tied weights; and parameters that no group has, which stay as they are, beside a group without any."""
+    compare(TiedNet, options, others=("stock", "plain"))
+    compare(lambda: Grouped(extra="no"), options, others=("stock",))
+
+
+@pytest.mark.parametrize(("make", "precision"), [(Adapted, "bf16-true"), (TiedNet, "bf16-mixed")])
+def test_models_in_bf16(make: Callable[[], pl.LightningModule], precision: str) -> None:
     """Master weights in float32 like DeepSpeed's; a difference in their last place tips the rounding to bf16 now and then, by 2^-8."""
-    ours, theirs = (
-        train(who, MODELS[name], lambda: {"max_steps": 7, "precision": precision}) for who in ("zenflow", "stock")
-    )
+    ours, theirs = (train(who, make, lambda: {"max_steps": 7, "precision": precision}) for who in ("zenflow", "stock"))
     total = different = 0
     for key, weight in ours.weights.items():
         torch.testing.assert_close(weight.float(), theirs.weights[key].float(), rtol=2**-7, atol=1e-3)
         total, different = total + weight.numel(), different + int((weight != theirs.weights[key]).sum())
     assert different <= 0.01 * total
+
+
+def test_scalars_that_some_steps_do_not_use() -> None:
+    """Plain torch leaves such a parameter alone; here, as under ZeRO-2, its gradient is zero."""
+    assert_same(train("zenflow", with_scalars, options), train("plain", lambda: with_scalars(every=True), options))
+
+
+@pytest.mark.parametrize("make", [with_scalars, OddNet])
+def test_odd_parameters_in_checkpoints(make: Callable[[], pl.LightningModule], tmp_path: Path) -> None:
+    """A resumed run ends with the bits of the one that saved, and exports have the parameters' shapes."""
+    keys = {"update_interval": 4, "publish_lag": 1, "provisional_scale": 0, "weight_prediction": 0}
+    model, resumed = make(), make()
+    trainer = fit(model, ZenFlowStrategy(**keys), steps=4)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    make_trainer(ZenFlowStrategy(**keys), max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    exported = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "a.pt")["state_dict"]
+    for (name, p), ours in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert p.shape == ours.shape and torch.equal(p, ours), name
+        assert torch.equal(exported[name], p), name
 
 
 class Overflows(Net):
@@ -159,14 +235,10 @@ class Overflows(Net):
 
 
 @pytest.mark.usefixtures("fp16_on_the_cpu")
-@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
-def test_fp16_with_overflows(precision: str) -> None:
+def test_fp16_with_overflows() -> None:
     """As many steps are skipped and halve the loss scale as under DeepSpeed's offload."""
-    outcomes = [
-        train(who, Overflows, lambda: {"max_steps": 14, "precision": precision, "gradient_clip_val": 0.5})
-        for who in ("zenflow", "stock")
-    ]
-    ours, theirs = outcomes
+    sixteen = {"max_steps": 14, "precision": "16-true", "gradient_clip_val": 0.5}
+    ours, theirs = (train(who, Overflows, lambda: dict(sixteen)) for who in ("zenflow", "stock"))
     assert ours.skipped == theirs.skipped > 0
     assert ours.steps == theirs.steps == 14
     for key, weight in ours.weights.items():
@@ -195,41 +267,63 @@ def test_a_compiled_module_is_refused() -> None:
         fit(torch.compile(Net(), backend="eager"))
 
 
-class Grouped(Net):
-    """Two parameter groups, and one more.
-
-    Args:
-        scheduled: whether there is a scheduler.
-        extra: of the third group.
-    """
-
-    def __init__(self, *, scheduled: bool, extra: str) -> None:
-        super().__init__()
-        self.scheduled = scheduled
-        self.extra = list(self.embedding.requires_grad_(False).parameters()) if extra == "frozen" else []
+class Elsewhere(Net):
+    """A parameter that only the optimizer has."""
 
     @override
     def configure_optimizers(self) -> Any:
-        groups = [list(self.hidden.parameters()), list(self.head.parameters()), self.extra]
-        optimizer = torch.optim.AdamW([{"params": group, "lr": 1e-2 / (i + 1)} for i, group in enumerate(groups)])
-        if not self.scheduled:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
+        return torch.optim.AdamW([*self.parameters(), nn.Parameter(torch.ones(3, 2))])
 
 
-@pytest.mark.parametrize(
-    ("scheduled", "extra", "message"),
-    [
-        (True, "frozen", "parameter group 2: params must be a list with a trainable parameter, got 1 frozen"),
-        (False, "frozen", "parameter group 2: params must be a list with a trainable parameter, got 1 frozen"),
-        (True, "empty", "parameter group 2: params must be a list with a parameter, got []"),
-    ],
-)
-def test_groups_without_training_are_refused(scheduled: bool, extra: str, message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=re.escape(message)):
-        fit(Grouped(scheduled=scheduled, extra=extra))
+def sum_of(part: nn.Module, step: int) -> Tensor:
+    return torch.stack([p.abs().sum() for p in part.parameters()])
 
 
-def test_an_empty_group_without_a_scheduler() -> None:
-    """And parameters that no group has, which stay as they are."""
-    compare(lambda: Grouped(scheduled=False, extra="empty"), lambda: {"max_steps": 5}, others=("stock",))
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rotations", torch.ones(3, dtype=torch.complex64))
+
+
+REFUSED: dict[str, tuple[Callable[[], pl.LightningModule], str]] = {
+    "a parameter of the optimizer only": (
+        Elsewhere,
+        r"group 0: params must be parameters of the module, got one of shape \[3, 2\] at place 9; make it an attribute",
+    ),
+    "complex weights": (
+        lambda: With(only(torch.ones(3, dtype=torch.complex64)), sum_of),
+        r"part.0 must be a real tensor .*, got torch.complex64: its imaginary part would be lost; .*view_as_real",
+    ),
+    "complex buffers": (lambda: With(Buffered(), sum_of), r"part.rotations must be a real tensor .* torch.complex64"),
+    "expanded weights": (
+        lambda: With(only(torch.ones(1, 3).expand(2, 3)), sum_of),
+        r"part.0 must have memory for each of its elements, got an expanded tensor: .*expand it in `forward`",
+    ),
+    "two parameters in the same memory": (
+        lambda: With(only(*[torch.ones(3)] * 2), sum_of),
+        r"part.1 must have memory of its own, got that of part.0, .*: to share weights, assign the parameter itself",
+    ),
+    "double precision": (
+        lambda: With(nn.Linear(3, 2).double(), sum_of),
+        r"part.weight must .* at most 32 bits, got torch.float64",
+    ),
+    "lazy layers": (
+        lambda: With(nn.LazyLinear(3), sum_of),
+        r"part.weight must be .*, got an uninitialized one: run the module on one batch before",
+    ),
+    "a frozen group": (
+        lambda: Grouped(extra="frozen"),
+        r"parameter group 2: params must be a list with a trainable parameter, got 1 frozen",
+    ),
+    "an empty group with a scheduler": (
+        lambda: Grouped(extra="no", scheduled=True),
+        r"parameter group 2: params must be a list with a parameter, got \[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(make())

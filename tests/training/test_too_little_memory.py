@@ -1,16 +1,16 @@
 """Training on a host with too little memory for the arenas is refused before anything starts, on all ranks."""
 
 import gc
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from harness import Case, fit, workers
+from harness import Case, fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker import memory
 from lightning_zenflow.worker.memory import FreeMemory
@@ -18,16 +18,6 @@ from machine_files import write
 from models import TINY, LinearLossModule
 from processes import arena_mappings
 from rank_processes import run_on_ranks
-
-
-def test_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine is made to look small, before anything of ours is started."""
-    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, {"proc/meminfo": "MemAvailable: 4 kB"}))
-    with pytest.raises(
-        MisconfigurationException, match="ZenFlow needs .*(4096 bytes).*update_interval=4, publish_lag='auto'"
-    ):
-        fit(LinearLossModule(shapes=TINY), ZenFlowStrategy(update_interval=4))
-    assert workers() == []
 
 
 def test_what_an_earlier_fit_has_left_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,5 +64,7 @@ def test_all_ranks_are_refused_and_know_why(tmp_path: Path) -> None:
     refused = Case(model_options={"shapes": TINY}, callbacks=(SmallHost(root, rank=1),), fails=True)
     other, small = run_on_ranks({"refused": refused})["refused"]
     assert other.error is not None and small.error is not None
-    assert "MisconfigurationException: ZenFlow needs" in small.error
+    assert re.search(
+        "MisconfigurationException: ZenFlow needs .*4096 bytes.*update_interval=4, publish_lag=1", small.error
+    )
     assert "MisconfigurationException: rank 1: ZenFlow needs" in other.error
