@@ -24,14 +24,35 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
 
 
+DOCS = {"test_readme.py", "test_recipes.py", "test_release.py", "test_site.py"}
+"""Of tests/examples."""
+
+
+def _subject(path: Path) -> str | None:
+    """The marker of a test file that is no part of the package's promises, or that is pure."""
+    folder = path.relative_to(Path(__file__).parent).parts[0]
+    if folder == "examples":
+        return "docs" if path.name in DOCS else "examples"
+    return folder if folder in ("benchmarks", "unit") else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in tests/unit as `unit`, and puts it last: processes that share the files then end at nearly the same time."""
-    folder = Path(__file__).parent / "unit"
-    items.sort(key=lambda item: folder in item.path.parents)
+    """Marks tests by subject, and groups them for `--dist=loadgroup`.
+
+    A file stays in one process, which keeps what its tests share. Those that start ranks share one process, which keeps their server;
+    they come first, since they take longest, and unit tests last, so that all processes end at nearly the same time.
+    """
+    order = {"ranks": 0, "": 1, "unit": 2}
+    places = {}
     for item in items:
-        if folder in item.path.parents and not {"gpu", "slow"} & {*item.keywords}:
-            item.add_marker(pytest.mark.unit)
+        subject = _subject(item.path)
+        if subject is not None and not {"browser", "gpu", "slow"} & {*item.keywords}:
+            item.add_marker(subject)
+        on_ranks = hasattr(getattr(item, "module", None), "run_on_ranks")
+        item.add_marker(pytest.mark.xdist_group("ranks" if on_ranks else item.path.stem))
+        places[item] = order["ranks" if on_ranks else "unit" if subject == "unit" else ""]
+    items.sort(key=places.__getitem__)
 
 
 @pytest.fixture(autouse=True)
