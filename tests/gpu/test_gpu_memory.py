@@ -103,8 +103,7 @@ class PeakMemory(pl.Callback):
         self.owned = optimizer_of(trainer).parts.ownership.numel
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_memory_ceiling(offload: bool) -> None:
+def test_memory_ceiling() -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     width, layers, bucket = 2048, 24, 8_000_000
@@ -117,30 +116,22 @@ def test_memory_ceiling(offload: bool) -> None:
         steps=16,
         accelerator="gpu",
         recorded=False,
-        strategy_options={
-            **APPROXIMATE,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            "offload": offload,
-        },
+        strategy_options={**APPROXIMATE, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
     )
     memory = PeakMemory(first=10)
     run_here(case, callbacks=[memory])
     numel = layers * (width * width + width)
     assert 0.04 * numel < memory.owned < 0.06 * numel
     weights, buckets = 2 * numel, 2 * 2 * bucket
-    columns = (2 if offload else 2 + 12) * memory.owned
+    columns = (2 + 12) * memory.owned
     # At S = 4 and d = 1 a quarter of the gradients waits for a publish.
     repeated = 2 * numel // 4
     # Of one matrix: gradients before they are in a bucket, and torch's temporary values where there is no Triton.
     working = 24 * width * width
     allowed = weights + buckets + columns + repeated + working
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
-    assert memory.n_bytes - before < 1.1 * allowed + 96 * 2**20, (
-        f"{(memory.n_bytes - before) / 2**20:.0f} MiB, allowed {allowed / 2**20:.0f}: weights {weights / 2**20:.0f},"
-        f" buckets {buckets / 2**20:.0f}, columns {columns / 2**20:.0f}, repeated {repeated / 2**20:.0f},"
-        f" working memory {working / 2**20:.0f}"
-    )
+    used = memory.n_bytes - before
+    assert used < 1.1 * allowed + 96 * 2**20, (used, allowed, weights, buckets, columns, repeated, working)
 
 
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset")
@@ -185,10 +176,9 @@ class Profile(pl.Callback):
     "options",
     [
         {"update_interval": 4, "publish_lag": 1},
-        {"update_interval": 1, "publish_lag": 1, "strategy_options": {**APPROXIMATE, "offload": True}},
         {"update_interval": 2, "publish_lag": 2, "accumulate": 2, "strategy_options": {"overlap_comm": False}},
     ],
-    ids=["defaults", "offload", "accumulated, no overlap"],
+    ids=["defaults", "accumulated, no overlap"],
 )
 def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
     case = replace(

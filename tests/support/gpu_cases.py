@@ -1,6 +1,7 @@
 """Cases of the tests on a GPU (`-m gpu`)."""
 
 from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,46 +29,37 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
 MANY_AND_HUGE = [(64, 48)] * 20 + [(4096, 4096)] + [(53, 7)] * 6 + [(33,)] * 6
 """Small buckets are full again while the huge layer's gradient is still on its way to the host."""
 
+
+def _many_and_huge(**options: Any) -> Case:
+    keys = options.pop("strategy_options", {})
+    return Case(
+        model="DeviceLinearLossModule",
+        model_options={"shapes": MANY_AND_HUGE},
+        topk_ratio=0.3,
+        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, **keys},
+        **options,
+    )
+
+
+def _network(**options: Any) -> Case:
+    return Case(
+        model="Perceptron",
+        model_options={"widths": [96] * 12 + [4096, 4096, 64]},
+        topk_ratio=0.1,
+        strategy_options={**EVERYTHING, "reduce_bucket_size": 40_000, "overlap_comm": True},
+        **options,
+    )
+
+
 RACES = {
-    "fixed gradients": Case(
-        model="DeviceLinearLossModule",
-        model_options={"shapes": MANY_AND_HUGE},
-        topk_ratio=0.3,
-        max_norm=1.0,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True},
-    ),
-    "accumulated": Case(
-        model="DeviceLinearLossModule",
-        model_options={"shapes": MANY_AND_HUGE},
-        topk_ratio=0.3,
-        accumulate=2,
-        update_interval=2,
-        publish_lag=0,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "offload": True},
-    ),
-    "accumulated on the host": Case(
-        model="DeviceLinearLossModule",
-        model_options={"shapes": MANY_AND_HUGE},
-        topk_ratio=0.3,
-        accumulate=3,
-        max_norm=1.0,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 20_000, "overlap_comm": True, "accumulate_on": "host"},
-    ),
-    "submitted in backward": Case(
-        model="Perceptron",
-        model_options={"widths": [96] * 12 + [4096, 4096, 64]},
-        topk_ratio=0.1,
-        update_interval=1,
-        publish_lag=0,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 40_000, "overlap_comm": True},
-    ),
-    "a network": Case(
-        model="Perceptron",
-        model_options={"widths": [96] * 12 + [4096, 4096, 64]},
-        topk_ratio=0.1,
-        max_norm=1.0,
-        strategy_options={**EVERYTHING, "reduce_bucket_size": 40_000, "overlap_comm": True},
-    ),
+    name: replace(case, precision="bf16-true", steps=14, accelerator="gpu", recorded=False)
+    for name, case in {
+        "fixed gradients": _many_and_huge(max_norm=1.0),
+        "accumulated": _many_and_huge(accumulate=2, update_interval=2, publish_lag=0),
+        "accumulated on the host": _many_and_huge(
+            accumulate=3, max_norm=1.0, strategy_options={"accumulate_on": "host"}
+        ),
+        "submitted in backward": _network(update_interval=1, publish_lag=0),
+        "a network": _network(max_norm=1.0),
+    }.items()
 }
-for name, case in RACES.items():
-    RACES[name] = replace(case, precision="bf16-true", steps=14, accelerator="gpu", recorded=False)
