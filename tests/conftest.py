@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--screenshot", metavar="FILE.png", help="where `-m browser` writes its screenshot of TensorBoard")
 
 
-DOCS = {"test_readme.py", "test_recipes.py", "test_release.py", "test_site.py"}
+DOCS = {"test_readme.py", "test_recipes.py", "test_release.py"}
 """Of tests/examples."""
 
 
@@ -102,65 +102,3 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver = webdriver.Chrome(options=options, service=service)
     yield driver
     driver.quit()
-
-
-def _save_tokenizer(folder: Path, *, texts: list[str], start: str | None, end: str) -> int:
-    """A small byte-level BPE tokenizer in the format of transformers; returns its number of tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token in (start, end) if token is not None]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=start or end, eos_token=end, unk_token=end)
-    fast.save_pretrained(folder)
-    return len(fast)
-
-
-@pytest.fixture(scope="session")
-def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like that of the pretrained gpt2, with a tiny model and its tokenizer."""
-    import torch
-    from transformers import GPT2Config, GPT2Model
-
-    folder = tmp_path_factory.mktemp("tiny_gpt2")
-    texts = ["the plot is dull", "the cast is warm"] * 20
-    tokens = _save_tokenizer(folder, texts=texts, start=None, end="<|endoftext|>")
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=tokens, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    GPT2Model(config).bfloat16().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like that of meta-llama/Llama-2-7b-hf, with a tiny model and a tokenizer without a token for padding."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny_llama")
-    texts = ["Say this again.", "### Response:", "### Instruction:"] * 20
-    tokens = _save_tokenizer(folder, texts=texts, start="<s>", end="</s>")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tokens,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    return folder

@@ -1,6 +1,5 @@
 """The Alpaca example's command line under ZenFlow, its checkpoints and their export; with `-m slow` its whole default training."""
 
-import json
 import math
 import re
 import sys
@@ -36,31 +35,10 @@ def test_configurations_have_known_keys_and_build_their_strategy(
     check_configuration(alpaca.main, ROOT / "conf" / file, monkeypatch, capsys)
 
 
-def test_yaml_and_json_of_the_large_model_say_the_same() -> None:
-    from omegaconf import OmegaConf
-
-    from lightning_zenflow import ZenFlowStrategy
-
-    yaml = OmegaConf.load(ROOT / "conf" / "alpaca_llama2_7b.yaml")
-    path = ROOT / "conf" / "zf_config.json"
-    by_yaml = ZenFlowStrategy(**yaml.trainer.strategy.init_args).zenflow_config
-    by_json = ZenFlowStrategy(str(path)).zenflow_config
-    for key in ("topk_ratio", "update_interval", "full_warm_up_rounds", "overlap_step"):
-        assert getattr(by_yaml, key) == getattr(by_json, key), key
-    content = json.loads(path.read_text())
-    assert content["gradient_clipping"] == yaml.trainer.gradient_clip_val
-    optimizer = content["optimizer"]["params"]
-    assert {key: yaml.model[key] for key in ("betas", "eps", "weight_decay")} == {
-        key: optimizer[key] for key in ("betas", "eps", "weight_decay")
-    }
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         (["--data.train_file=nowhere.json"], FileNotFoundError, "nowhere.json does not exist"),
-        (["--data.dataset=tatsu-lab/alpaca"], ValueError, "set exactly one of data.train_file"),
-        (["--data.template=chat"], ValueError, "data.template='chat' is not allowed"),
         (["--model.warmup_ratio=2"], ValueError, "model.warmup_ratio=2.0 is not allowed"),
     ],
 )
@@ -83,7 +61,6 @@ def test_training_is_validated_resumed_and_exported(
     assert {"train/loss", "val/loss", "val/perplexity", "val/token_accuracy", "val/exact_match"} <= set(rows[0])
     losses = logged(tmp_path / METRICS, "train/loss")
     assert losses[-1] < losses[0]
-    assert answers_in_tensorboard(tmp_path / "logs" / "alpaca" / "version_0").startswith("| instruction | input |")
 
     checkpoint = tmp_path / "alpaca_output" / "last.ckpt"
     run_cli(monkeypatch, tmp_path, "fit", *short, "--trainer.max_steps=8", f"--ckpt_path={checkpoint}")
@@ -97,18 +74,6 @@ def test_training_is_validated_resumed_and_exported(
     run_cli(monkeypatch, tmp_path, "validate", f"--model.pretrained={exported}")
     (export_loss,) = logged(tmp_path / "logs" / "csv_alpaca" / "version_3" / "metrics.csv", "val/loss")
     assert export_loss == pytest.approx(val_loss, rel=1e-5)
-
-
-def answers_in_tensorboard(folder: Path) -> str:
-    """The text that the last validation has left."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    # Beside it the layout of ZenFlow's own charts.
-    (tag,) = (tag for tag in events.Tags()["tensors"] if not tag.startswith("custom_scalars"))
-    assert tag.startswith("val/answers")
-    return str(events.Tensors(tag)[-1].tensor_proto.string_val[0].decode())
 
 
 @pytest.mark.usefixtures("no_worker_is_left")
@@ -145,11 +110,6 @@ def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
     assert not torch.equal(tuned.lm_head.weight, pretrained.lm_head.weight)
     assert tuned.config.use_cache
     assert len(AutoTokenizer.from_pretrained(exported)) == tuned.config.vocab_size
-
-
-def test_folders_that_are_no_checkpoint_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no checkpoint folder"):
-        export_alpaca.export(tmp_path, tmp_path / "out", torch.float32)
 
 
 @pytest.mark.slow

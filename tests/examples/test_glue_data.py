@@ -1,7 +1,6 @@
 """The GLUE example's data: tasks, files in GLUE's layout, Hugging Face data, tokenizers, batches."""
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +9,11 @@ import torch
 
 from glue_files import LAYOUTS, stage_of, write
 from glue_task.data import Collator, GlueDataModule, unpack_scores
-from glue_task.hub import examples_from_rows, split_name
-from glue_task.tasks import TASKS, Example, find_task
-from glue_task.tokenizers import ByteEncoder, PretrainedEncoder, build_encoder, join_pair
+from glue_task.tasks import TASKS, Example
+from glue_task.tokenizers import ByteEncoder, build_encoder, join_pair
 from glue_task.tsv import find_folder, read_tsv, split_path
 
 # --- tasks -------------------------------------------------------------------------------------------------------------------
-
-
-def test_table_has_the_nine_tasks_and_their_official_metrics() -> None:
-    assert {name: task.metrics for name, task in TASKS.items()} == {
-        "CoLA": ("matthews",),
-        "SST-2": ("accuracy",),
-        "MRPC": ("f1", "accuracy"),
-        "QQP": ("f1", "accuracy"),
-        "STS-B": ("pearson", "spearman"),
-        "MNLI": ("accuracy",),
-        "QNLI": ("accuracy",),
-        "RTE": ("accuracy",),
-        "WNLI": ("accuracy",),
-    }
-    assert [one.submission for task in TASKS.values() for one in task.evaluation_sets] == [
-        *("CoLA", "SST-2", "MRPC", "QQP", "STS-B", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI")
-    ]
-    assert {name: task.num_outputs for name, task in TASKS.items() if task.num_outputs != 2} == {"STS-B": 1, "MNLI": 3}
-
-
-def test_tasks_are_found_by_either_name() -> None:
-    assert find_task("sst2") is find_task("SST-2") is find_task("sst-2") is TASKS["SST-2"]
-    with pytest.raises(ValueError, match="task must be one of CoLA, SST-2, MRPC"):
-        find_task("SST2-x")
 
 
 # --- TSV files ---------------------------------------------------------------------------------------------------------------
@@ -91,11 +65,8 @@ def test_few_bad_lines_are_left_out_and_reported(tmp_path: Path, caplog: pytest.
             "1 of 2 lines cannot be read (line 3: 1 fields instead",
         ),
         ("SST-2", "test", ["index\tsentence", *["1\tfine"] * 500, "x\tfine"], "line 502: index 'x' is not a number"),
-        ("SST-2", "train", ["sentence\tlabel"], "has no examples"),
-        ("SST-2", "train", [], "lacks the columns 'sentence', 'label'"),
         ("SST-2", "dev", ["text\tlabel", "fine\t1"], "lacks the column 'sentence' that task='SST-2' reads"),
         ("RTE", "dev", ["index\tquestion\tsentence\tlabel", "0\ta\tb\t1"], "these are the columns of SST-2 or QNLI"),
-        ("CoLA", "train", ["sentence\tlabel", "fine\t1"], "line 1: 2 fields instead of 4"),
         ("STS-B", "dev", ["sentence1\tsentence2\tscore", "a\tb\tnan"], "score 'nan' is not a number"),
         (
             "MNLI",
@@ -112,38 +83,7 @@ def test_files_that_do_not_fit_are_refused(
         read_tsv(write(tmp_path / "file.tsv", *lines), TASKS[name], stage)
 
 
-def test_wrong_encoding_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.tsv"
-    path.write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
-    with pytest.raises(ValueError, match="is not UTF-8"):
-        read_tsv(path, TASKS["SST-2"], "train")
-
-
-def test_wrong_paths_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="data.data_dir='nowhere' is no folder"):
-        find_folder("nowhere", TASKS["SST-2"])
-    write(tmp_path / "dev.tsv", "sentence\tlabel")
-    with pytest.raises(FileNotFoundError, match=r"train.tsv does not exist; the folder has dev.tsv"):
-        split_path(tmp_path, "train", TASKS["SST-2"].evaluation_sets[0])
-
-
 # --- Hugging Face ------------------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_hugging_face_become_examples() -> None:
-    rows = [
-        {"premise": "a", "hypothesis": "b", "label": 2, "idx": 4},
-        {"premise": "c", "hypothesis": "d", "label": -1, "idx": 5},
-    ]
-    assert examples_from_rows(rows, TASKS["MNLI"]) == [
-        Example(index=4, first="a", second="b", label=2),
-        Example(index=5, first="c", second="d", label=None),
-    ]
-    assert [split_name("dev", one) for one in TASKS["MNLI"].evaluation_sets] == [
-        "validation_matched",
-        "validation_mismatched",
-    ]
-    assert split_name("test", TASKS["RTE"].evaluation_sets[0]) == "test"
 
 
 def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +114,6 @@ def test_a_local_copy_of_the_dataset_is_read_by_configuration(tmp_path: Path, mo
         data.setup("test")
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ModuleNotFoundError, match="the extra `hub` installs: pip install"):
-        GlueDataModule(dataset="nyu-mll/glue").prepare_data()
-
-
 # --- tokenizers and batches --------------------------------------------------------------------------------------------------
 
 
@@ -205,20 +139,6 @@ def test_the_longer_sentence_is_cut_first(first: int, second: int | None, kept: 
     assert (ids[0], ids[-1], ids.count(8)) == (7, 9, int(second is not None))
 
 
-def test_too_short_a_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_length=4 is too short for a pair of sentences; the least is 5"):
-        join_pair([1], [2], start=[7], separator=[8], end=[9], max_length=4)
-
-
-def test_pretrained_tokenizer_without_separator_uses_its_end_of_text(tiny_gpt2: Path) -> None:
-    encoder = PretrainedEncoder(str(tiny_gpt2))
-    ids = encoder.encode("the plot", "is dull", 32)
-    assert (ids[0], encoder.pad_token_id) == (0, 0)
-    assert ids.count(0) == 2
-    assert encoder._tokenizer.decode([i for i in ids if i]) == "the plotis dull"
-    assert len(encoder.encode("the plot is dull " * 20, "is dull", 12)) == 12
-
-
 def test_batches_are_padded_on_the_right() -> None:
     collate = Collator(TASKS["SST-2"], ByteEncoder(), max_length=12)
     batch = collate(
@@ -241,9 +161,7 @@ def test_scores_survive_a_cast_of_floating_point_tensors() -> None:
     ("arguments", "message"),
     [
         ({}, "set exactly one of data.data_dir (got None) and data.dataset (got None)"),
-        ({"data_dir": "x", "dataset": "y"}, "set exactly one of data.data_dir (got 'x')"),
         ({"data_dir": "x", "task": "SQuAD"}, "task must be one of CoLA"),
-        ({"data_dir": "x", "batch_size": 0}, "data.batch_size=0 is not allowed; it must be at least 1"),
         ({"data_dir": "x", "max_length": 4}, "data.max_length=4 is not allowed; it must be at least 8"),
     ],
 )

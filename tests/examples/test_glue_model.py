@@ -1,6 +1,5 @@
 """The GLUE example's model, metrics and submission files."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glue_files import SAMPLE, write
+from glue_files import write
 from glue_task.data import GlueDataModule
 from glue_task.metrics import TaskMetrics
 from glue_task.module import GlueClassifier
@@ -40,47 +39,12 @@ def test_classification_metrics_equal_hand_computed_values() -> None:
     assert computed("CoLA", whole) == pytest.approx({"loss": 1.0, "matthews": 1 / 6, "score": 1 / 6})
 
 
-def test_batches_of_different_size_weigh_by_their_examples() -> None:
-    parts = [(0, 1.0, PREDICTIONS[:4], LABELS[:4]), (0, 6.0, PREDICTIONS[4:], LABELS[4:])]
-    assert computed("QQP", parts) == pytest.approx(
-        {"loss": 2.0, "f1": 4 / 6, "accuracy": 0.6, "score": (4 / 6 + 0.6) / 2}
-    )
-
-
 def test_regression_metrics_equal_hand_computed_values() -> None:
     # Deviations from the means (-1.5 -0.5 0.5 1.5) and (-3 -2 -1 6): 14 / sqrt(5 * 50); the ranks agree.
     values = computed("STS-B", [(0, 0.5, torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 10.0]))])
     assert values["pearson"] == pytest.approx(14 / 250**0.5, abs=1e-5)
     assert values["spearman"] == pytest.approx(1.0, abs=1e-5)
     assert values["score"] == pytest.approx((values["pearson"] + values["spearman"]) / 2)
-
-
-def test_mnli_keeps_its_two_sets_apart() -> None:
-    labels = torch.tensor([0, 1, 2, 2])
-    values = computed(
-        "MNLI", [(0, 1.0, torch.tensor([0, 1, 2, 0]), labels), (1, 3.0, torch.tensor([0, 0, 0, 0]), labels)]
-    )
-    assert values == pytest.approx(
-        {
-            "loss_matched": 1.0,
-            "accuracy_matched": 0.75,
-            "loss_mismatched": 3.0,
-            "accuracy_mismatched": 0.25,
-            "score": 0.5,
-        }
-    )
-
-
-def test_metrics_start_afresh_after_an_epoch() -> None:
-    metrics = TaskMetrics(TASKS["SST-2"])
-    metrics.update(0, torch.tensor(9.0), 1 - LABELS, LABELS)
-    metrics.compute()
-    metrics.update(0, torch.tensor(1.0), LABELS, LABELS)
-    assert {key: float(value) for key, value in metrics.compute().items()} == {
-        "loss": 1.0,
-        "accuracy": 1.0,
-        "score": 1.0,
-    }
 
 
 # --- model -------------------------------------------------------------------------------------------------------------------
@@ -115,32 +79,6 @@ def test_language_model_loss_is_the_mean_over_real_tokens() -> None:
     assert torch.allclose(module.model.language_model_loss(hidden, ids, mask), expected, atol=1e-6)
 
 
-def test_only_matrices_decay_and_the_schedule_rises_and_falls(tmp_path: Path) -> None:
-    module = tiny_module(lr=1e-2, weight_decay=0.3, warmup_ratio=0.25)
-    rates: list[float] = []
-
-    class Recorder(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    trainer = pl.Trainer(
-        **quiet(tmp_path),
-        max_steps=8,
-        limit_val_batches=0,
-        callbacks=[Recorder()],
-        enable_checkpointing=False,
-        logger=False,
-    )
-    trainer.fit(module, GlueDataModule(data_dir=str(SAMPLE), batch_size=2, max_length=64))
-    assert rates == pytest.approx([1e-2 * x for x in (0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)])
-    decayed, plain = trainer.optimizers[0].param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    assert {names[id(p)].rsplit(".", 1)[1] for p in decayed["params"]} == {"weight"}
-    assert all("ln_" in names[id(p)] or names[id(p)].endswith("bias") for p in plain["params"])
-    assert len(decayed["params"]) + len(plain["params"]) == len(names)
-
-
 def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:
     from transformers import GPT2Model
 
@@ -158,17 +96,9 @@ def test_pretrained_weights_are_taken_and_checked(tiny_gpt2: Path) -> None:
         tiny_module(**settings | {"vocab_size": 50257}, max_length=32)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"width": 15}, "model.width=15 is not allowed; it must be a multiple of model.heads=2"),
-        ({"warmup_ratio": 1.5}, "model.warmup_ratio=1.5 is not allowed"),
-        ({"lm_weight": -1.0}, "model.lm_weight=-1.0 is not allowed"),
-    ],
-)
-def test_wrong_model_settings_are_refused(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tiny_module(**overrides)
+def test_wrong_model_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="model.width=15 is not allowed; it must be a multiple of model.heads=2"):
+        tiny_module(width=15)
 
 
 def quiet(tmp_path: Path) -> dict[str, Any]:
@@ -198,8 +128,8 @@ def write_task(folder: Path, task: GlueTask) -> None:
         )
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_every_task_trains_validates_and_predicts(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["CoLA", "STS-B", "MNLI"])
+def test_a_task_trains_validates_and_predicts(tmp_path: Path, name: str) -> None:
     task = TASKS[name]
     write_task(tmp_path, task)
     data = GlueDataModule(task=name, data_dir=str(tmp_path), batch_size=2, max_length=64)

@@ -14,28 +14,18 @@ MNLI_HEADER = (
 )
 MNLI_PARSES = "7\tp\tq\tfiction\t(a)\t(b)\t(c)\t(d)"
 LAYOUTS: list[tuple[str, str, str | None, str, tuple[int, str, str | None, float | None]]] = [
-    ("CoLA", "train", None, "gj04\t0\t*\tThe dog sleep.", (0, "The dog sleep.", None, 0)),
     ("CoLA", "dev", None, "gj04\t1\t\tThe dog sleeps.", (0, "The dog sleeps.", None, 1)),
     ("CoLA", "test", "index sentence", "5\tBill pushed Harry.", (5, "Bill pushed Harry.", None, None)),
     ("SST-2", "train", "sentence label", 'a "fine" film \t1', (0, 'a "fine" film ', None, 1)),
     ("SST-2", "test", "index sentence", '3\t"half a quotation', (3, '"half a quotation', None, None)),
     ("MRPC", "train", "Quality|#1 ID|#2 ID|#1 String|#2 String", "1\t70\t71\tOne .\tTwo .", (0, "One .", "Two .", 1)),
-    ("MRPC", "test", "index|#1 ID|#2 ID|#1 String|#2 String", "9\t70\t71\tOne .\tTwo .", (9, "One .", "Two .", None)),
     ("QQP", "dev", "id qid1 qid2 question1 question2 is_duplicate", "133\t1\t2\tWhy?\tHow?\t0", (0, "Why?", "How?", 0)),
-    ("QQP", "test", "id question1 question2", "4\tWhy?\tHow?", (4, "Why?", "How?", None)),
     (
         "STS-B",
         "dev",
         "index genre filename year old_index source1 source2 sentence1 sentence2 score",
         "0\tmain\tf\t2012\t1\tnone\tnone\tA man.\tA dog.\t1.250",
         (0, "A man.", "A dog.", 1.25),
-    ),
-    (
-        "STS-B",
-        "test",
-        "index genre filename year old_index source1 source2 sentence1 sentence2",
-        "2\tmain\tf\t2012\t1\tnone\tnone\tA man.\tA dog.",
-        (2, "A man.", "A dog.", None),
     ),
     (
         "MNLI",
@@ -59,10 +49,7 @@ LAYOUTS: list[tuple[str, str, str | None, str, tuple[int, str, str | None, float
         (7, "It rains.", "It is dry.", None),
     ),
     ("QNLI", "dev", "index question sentence label", "0\tWho?\tMe.\tnot_entailment", (0, "Who?", "Me.", 1)),
-    ("QNLI", "test", "index question sentence", "6\tWho?\tMe.", (6, "Who?", "Me.", None)),
     ("RTE", "train", "index sentence1 sentence2 label", "0\tIt is.\tIt was.\tentailment", (0, "It is.", "It was.", 0)),
-    ("WNLI", "dev", "index sentence1 sentence2 label", "0\tIt is.\tIt was.\t1", (0, "It is.", "It was.", 1)),
-    ("WNLI", "test", "index sentence1 sentence2", "8\tIt is.\tIt was.", (8, "It is.", "It was.", None)),
 ]
 
 
