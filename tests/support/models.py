@@ -100,13 +100,7 @@ class TestModule(pl.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.loss(0, 0, 0)
 
-    @override
-    def test_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(0, 0, 0)
-
-    @override
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(0, 0, 0)
+    test_step = predict_step = validation_step
 
     @override
     def configure_optimizers(self) -> Any:
@@ -121,9 +115,8 @@ class TestModule(pl.LightningModule):
             }
             for parameters, h in zip(self.parameter_groups(), options.groups(0), strict=True)
         ]
-        optimizer = (DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind))(
-            groups
-        )
+        kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
+        optimizer = kind(groups)
         if not options.scheduler:
             return optimizer
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
@@ -137,8 +130,7 @@ class TestModule(pl.LightningModule):
     def val_dataloader(self) -> DataLoader[int]:
         return DataLoader(Indexes(1))
 
-    test_dataloader = val_dataloader
-    predict_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 SHAPES = ((31, 29), (8, 3, 3, 5), (53, 7), (37,), (3, 211), (1,), (5, 2, 2))

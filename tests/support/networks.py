@@ -25,20 +25,12 @@ class Perceptron(TestModule):
 
     Args:
         widths: of the layers, from input to output.
-        batch_size: rows of an input.
     """
 
     lr = 1e-3
 
-    def __init__(
-        self,
-        *,
-        widths: Sequence[int],
-        batch_size: int = 8,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, widths: Sequence[int], **options: Any) -> None:
         super().__init__(**options)
-        self.batch_size = batch_size
         self.through = through
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         with torch.no_grad():
@@ -49,7 +41,7 @@ class Perceptron(TestModule):
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         weight = self.layers[0].weight
         g = torch.Generator(weight.device).manual_seed((step * 1009 + micro) * 1009 + rank)
-        x = torch.randn(self.batch_size, weight.shape[1], generator=g, device=weight.device).to(weight.dtype)
+        x = torch.randn(8, weight.shape[1], generator=g, device=weight.device).to(weight.dtype)
         for layer in self.layers:
             x = self.through(layer, x)
         return x.float().square().mean()
@@ -109,21 +101,13 @@ class SmallNet(TestModule):
     """A classifier: embedding, convolution, normalisation and two linear layers, all of them nonlinear in between.
 
     Args:
-        batch_size: rows of an input.
         ranks_differ: whether ranks see different data.
     """
 
     lr = 3e-3
 
-    def __init__(
-        self,
-        *,
-        batch_size: int = 4,
-        ranks_differ: bool = True,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, ranks_differ: bool = True, **options: Any) -> None:
         super().__init__(**options)
-        self.batch_size = batch_size
         self.ranks_differ = ranks_differ
         self.embedding = nn.Embedding(23, 13)
         self.convolution = nn.Conv2d(1, 5, 3, padding=1)
@@ -137,7 +121,7 @@ class SmallNet(TestModule):
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         g = generator(4, step, micro, rank if self.ranks_differ else 0)
-        tokens = torch.randint(23, (self.batch_size, 7), generator=g).to(self.device)
+        tokens = torch.randint(23, (4, 7), generator=g).to(self.device)
         x = self.embedding(tokens).unsqueeze(1)
         x = torch.tanh(self.convolution(x)).flatten(1)
         logits = self.head(functional.gelu(self.norm(self.hidden(x))))
