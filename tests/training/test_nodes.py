@@ -29,7 +29,8 @@ CASE = Case(model_options={"ranks_differ": False}, steps=2 * SAVED_AT, strategy_
 ENDLESS = 10**6
 
 
-@pytest.mark.parametrize("loop", ["trainer", pytest.param("fabric", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["trainer", "fabric"])
 def test_the_error_names_the_rank_that_has_ended(loop: str) -> None:
     case = replace(CASE, model="LeavingModule", model_options={}, fails=True, loop=loop)
     stays, _ = run_on_ranks({"leaves": case})["leaves"]
@@ -68,43 +69,43 @@ def test_a_busy_rank_is_not_lost_and_nothing_is_open_meanwhile(tmp_path: Path) -
     assert re.search(r"\nLost: rank 1 of node 0 \(host [^)]*\)\. What", asking.error), asking.error
 
 
-@dataclass
 class Tasks:
-    """Processes of a training over several nodes, each with an output file."""
+    """Processes of a training over several nodes, each with an output file.
 
-    folder: Path
+    Args:
+        folder: of what they write.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, launcher: Sequence[str], steps: int, checkpoint: Path | str = "", **variables: str) -> None:
         """Starts `node_trainer` by a launcher, in a session of its own."""
         environment = fresh_environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path), **variables)
-        with open(self.output(len(self.processes)), "wb") as output:
+        command = [*launcher, str(SCRIPT), str(self.folder), str(steps), str(checkpoint)]
+        with open(self.folder / f"output{len(self.processes)}.txt", "wb") as output:
             self.processes.append(
                 subprocess.Popen(
-                    [*launcher, str(SCRIPT), str(self.folder), str(steps), str(checkpoint)],
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
                 )
             )
 
-    def output(self, index: int) -> Path:
-        return self.folder / f"output{index}.txt"
+    def output(self, index: int) -> str:
+        return (self.folder / f"output{index}.txt").read_text()
 
     def saved(self, ranks: int) -> list[int]:
         """Waits until all ranks have saved; returns their process numbers."""
         files = [self.folder / f"{rank}.pid" for rank in range(ranks)]
         wait_for(lambda: all(f.exists() for f in files) or any(p.poll() is not None for p in self.processes), 400)
-        assert all(f.exists() for f in files), [self.output(i).read_text() for i in range(len(self.processes))]
+        assert all(f.exists() for f in files), [self.output(i) for i in range(len(self.processes))]
         return [int(f.read_text()) for f in files]
 
     def names(self, lost: str, *, in_process: int) -> None:
         """Waits for the end of a process, whose error names a lost rank."""
         assert self.processes[in_process].wait(200) != 0
-        assert f"Lost: {lost} (host " in self.output(in_process).read_text()
+        assert f"Lost: {lost} (host " in self.output(in_process)
 
     def end(self) -> None:
         ranks = [int(f.read_text()) for f in self.folder.glob("*.pid")]
@@ -141,11 +142,10 @@ def test_a_node_is_killed(tasks: Tasks, tmp_path: Path) -> None:
     wait_for(lambda: not any(map(is_alive, pids)))
 
     alone = Tasks(tmp_path / "alone")
-    alone.folder.mkdir()
     saved = tmp_path / "saved.ckpt"
     alone.start(torchrun(nodes=1, node=0, port=free_port()), CASE.steps, saved, NODES="1", DEVICES="2")
     try:
-        assert alone.processes[0].wait(400) == 0, alone.output(0).read_text()
+        assert alone.processes[0].wait(400) == 0, alone.output(0)
     finally:
         alone.end()
     environment, ranks, steps, weights = torch.load(alone.folder / "result.pt")
@@ -185,32 +185,28 @@ def test_slurm_names_the_node_that_is_killed(tasks: Tasks) -> None:
     tasks.names("rank 1 of node 1", in_process=0)
 
 
-@pytest.fixture
-def networks() -> Iterator[list[str]]:
-    """Two network namespaces with one cable between them, `HOSTS[i]` at its end `CABLE` in namespace i."""
-    names = [f"zenflow-{os.getpid()}-{node}" for node in range(2)]
-    made: list[str] = []
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            made.append(name)
-        _ip("link", "add", CABLE, "netns", names[0], "type", "veth", "peer", "name", CABLE, "netns", names[1])
-        for name, host in zip(names, HOSTS, strict=True):
-            _ip("-n", name, "address", "add", f"{host}/24", "dev", CABLE)
-            _ip("-n", name, "link", "set", CABLE, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in made:
-            _ip("netns", "del", name)
-
-
 HOSTS = ("10.77.0.1", "10.77.0.2")
 CABLE = "zenflow"
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with one cable between them, `HOSTS[i]` at its end `CABLE` in namespace i."""
+    names = [f"zenflow-{os.getpid()}-{node}" for node in range(2)]
+    with contextlib.ExitStack() as made:
+        for name in names:
+            _ip(f"netns add {name}")
+            made.callback(_ip, f"netns del {name}")
+        _ip(f"link add {CABLE} netns {names[0]} type veth peer name {CABLE} netns {names[1]}")
+        for name, host in zip(names, HOSTS, strict=True):
+            _ip(f"-n {name} address add {host}/24 dev {CABLE}")
+            _ip(f"-n {name} link set {CABLE} up")
+            _ip(f"-n {name} link set lo up")
+        yield names
 
 
 @pytest.mark.slow
@@ -225,6 +221,6 @@ def test_a_node_that_cannot_be_reached_any_more_is_named(networks: list[str], ta
         variables = {**slurm(node, port=port, host=HOSTS[0]), "GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "60"}
         tasks.start(["ip", "netns", "exec", network, sys.executable], ENDLESS, **variables)
     tasks.saved(ranks=2)
-    _ip("-n", networks[1], "link", "set", CABLE, "down")
+    _ip(f"-n {networks[1]} link set {CABLE} down")
     for node in range(2):
         tasks.names(f"rank {1 - node} of node {1 - node}", in_process=node)
