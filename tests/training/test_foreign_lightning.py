@@ -48,11 +48,6 @@ def test_averaging_may_begin_with_a_resumed_run(tmp_path: Path) -> None:
     make_trainer(ZenFlowStrategy(**NOTHING_LATE), **options).fit(Net(), ckpt_path=tmp_path / "a.ckpt")
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none.ckpt: the path must exist"):
-        make_trainer(ZenFlowStrategy(), max_steps=1).fit(Net(), ckpt_path=tmp_path / "none.ckpt")
-
-
 def test_a_checkpoint_without_a_training(tmp_path: Path) -> None:
     trainer = make_trainer(ZenFlowStrategy())
     trainer.strategy.connect(Net())

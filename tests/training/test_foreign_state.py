@@ -15,13 +15,11 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 from torch import Tensor
-from typing_extensions import override
 
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
-from lightning_zenflow.worker.process import WorkerError
-from models import TINY, LinearLossModule
+from models import LinearLossModule
 from reference import adamw_reference
 from side_by_side import NOTHING_LATE
 
@@ -219,19 +217,3 @@ def test_refused(name: str) -> None:
     hook, action, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         fit(linear(), ZenFlowStrategy(**LATE), steps=1, callbacks=[At(hook, lambda m: action(next(m.parameters())))])
-
-
-class Interrupted(LinearLossModule):
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 2:
-            raise KeyError("the user's own mistake")
-        return super().training_step(batch, batch_idx)
-
-
-def test_after_an_interruption_the_state_is_lost() -> None:
-    model = Interrupted(shapes=TINY)
-    with pytest.raises(KeyError, match="the user's own mistake"):
-        fit(model, ZenFlowStrategy(**LATE))
-    with pytest.raises(WorkerError, match="the exact optimizer state is lost"):
-        read(model)
