@@ -12,7 +12,6 @@ import torch
 from alpaca_task.data import Batch, Collator, InstructionData
 from alpaca_task.generation import answer
 from alpaca_task.metrics import ResponseMetrics
-from alpaca_task.model import next_token_loss
 from alpaca_task.module import InstructionTuner
 from alpaca_task.step_printer import StepPrinter
 from alpaca_task.tokenized import TokenizedExample
@@ -64,17 +63,6 @@ def test_packed_examples_do_not_see_one_another() -> None:
         alone = module(collate([[example]]))[0, : len(example.input_ids)]
         assert torch.allclose(packed[start:end], alone, atol=1e-5)
         start = end
-
-
-def test_loss_is_that_of_transformers_and_skips_the_prompt() -> None:
-    module = built()
-    batch = collate([examples(9, 20), examples(30)])
-    logits = module(batch)
-    loss, predictions, targets = next_token_loss(logits, batch["labels"])
-    expected = module.model.loss_function(logits=logits, labels=batch["labels"], vocab_size=260)
-    assert torch.allclose(loss, expected)
-    assert len(predictions) == len(targets)
-    assert int((targets >= 0).sum()) == (9 - 4) + (20 - 10) + (30 - 15)
 
 
 # --- half precision ----------------------------------------------------------------------------------------------------------

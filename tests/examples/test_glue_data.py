@@ -39,13 +39,6 @@ def test_official_layout_of_every_task(
     assert (example.index, example.first, example.second, example.label) == expected
 
 
-def test_byte_order_mark_carriage_returns_and_line_separators_in_a_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "train.tsv"
-    path.write_bytes("\ufeffsentence\tlabel\r\none\u2028sentence\x85here\t1\r\n".encode())
-    (example,) = read_tsv(path, TASKS["SST-2"], "train")
-    assert (example.first, example.label) == ("one\u2028sentence\x85here", 1)
-
-
 def test_few_bad_lines_are_left_out_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [f"sentence {i}\t{i % 2}" for i in range(400)]
     lines[10], lines[20] = "only one field", "no such label\t7"
