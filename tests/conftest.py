@@ -1,5 +1,6 @@
 """Set-up of all tests."""
 
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,23 +37,37 @@ def _subject(path: Path) -> str | None:
     return folder if folder in ("benchmarks", "unit") else None
 
 
+@functools.cache
+def _starts_ranks(path: Path) -> bool:
+    return "run_on_ranks(" in path.read_text()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by subject, and groups them for `--dist=loadgroup`.
-
-    A file stays in one process, which keeps what its tests share. Those that start ranks share one process, which keeps their server;
-    they come first, since they take longest, and unit tests last, so that all processes end at nearly the same time.
-    """
-    order = {"ranks": 0, "": 1, "unit": 2}
+    """Marks tests by subject. Those that start ranks, which take longest together, come first and unit tests last."""
     places = {}
     for item in items:
         subject = _subject(item.path)
         if subject is not None and not {"browser", "gpu", "slow"} & {*item.keywords}:
             item.add_marker(subject)
-        on_ranks = hasattr(getattr(item, "module", None), "run_on_ranks")
-        item.add_marker(pytest.mark.xdist_group("ranks" if on_ranks else item.path.stem))
-        places[item] = order["ranks" if on_ranks else "unit" if subject == "unit" else ""]
+        places[item] = 2 if subject == "unit" else 0 if _starts_ranks(item.path) else 1
     items.sort(key=places.__getitem__)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist=loadfile` a file stays in one process, which keeps what its tests share; here all files that start ranks stay in one
+    together, which keeps one server for them."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(
+            self, nodeid: str
+        ) -> str:  # private: what a scheduler of one's own overrides, by the manual of xdist
+            file = nodeid.partition("::")[0]
+            return "ranks" if _starts_ranks(config.rootpath / file) else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
