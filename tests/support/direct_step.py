@@ -1,92 +1,227 @@
-"""`ZenFlowStep` without DeepSpeed and Lightning: the real arena and worker, gradients by hand."""
+"""`ZenFlowStep` without DeepSpeed and Lightning: the real arena and worker on one rank, and gradients of a model or given by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from harness import Case, Run, snapshot
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores
+from lightning_zenflow.worker.topology import allowed_cores
 from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
-
-ADAMW = GroupHyperparameters(lr=0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
-
-
-class Environment:
-    """What DeepSpeed's optimizer decides for the step."""
-
-    loss_scale = 4.0
-    max_norm = 3.0
-
-    @classmethod
-    def inputs(cls) -> StepInputs:
-        return StepInputs(groups=[ADAMW], loss_scale=cls.loss_scale, max_norm=cls.max_norm)
+from lightning_zenflow.zero.user_optimizer import read_hyperparameters
+from reference import slices_of_rank
+from scripted_schedule import scripted
 
 
 class DirectStep:
-    """One rank's step on some weights, in one parameter group.
+    """One rank's step, and its environment. The weights lie in one flat tensor for each parameter group, as DeepSpeed lays them out.
 
     Args:
-        weights: initial weights; copied.
+        groups: weights by parameter group. Parameters then show what the step makes of them; tensors are copied.
+        optimizer: of the user, with these groups; None: AdamW with fixed hyperparameters.
+        names: of the weights; None: their numbers.
+        loss_scale: factor of the loss.
+        max_norm: largest norm of the gradient; 0: no clipping.
         **keys: of the configuration.
     """
 
-    def __init__(self, weights: Sequence[Tensor], **keys: Any) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        *,
+        optimizer: Optimizer | None = None,
+        names: Sequence[str] | None = None,
+        loss_scale: float = 1.0,
+        max_norm: float = 0.0,
+        **keys: Any,
+    ) -> None:
         # Trainings in this process leave a group behind, of one rank as well.
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert dist.group.WORLD is not None
-        slices, begin = [], 0
-        for number, w in enumerate(weights):
-            is_matrix = w.dim() > 1
-            part: dict[str, Any] = {"begin": begin, "start": 0, "numel": w.numel(), "is_matrix": is_matrix}
-            slices.append(Slice(parameter=number, param_group=0, columns=w.shape[1] if is_matrix else 1, **part))
-            begin += w.numel()
-        self.weights = torch.cat([w.flatten() for w in weights])
-        self.master = torch.nn.Parameter(self.weights.clone())
-        self.optimizer = torch.optim.AdamW([self.master])
+        self.parameters = [w for group in groups for w in group]
+        self.shown = [self._flat(group) for group in groups]
+        slices, sizes = slices_of_rank(groups, rank=0, world_size=1)
+        self.masters = [nn.Parameter(flat.float().cpu().clone()) for flat in self.shown]
+        self.optimizer = optimizer or torch.optim.AdamW(
+            [{"params": [w]} for w in self.masters], lr=0.02, betas=(0.9, 0.99), weight_decay=0.1
+        )
+        for group, master in zip(self.optimizer.param_groups, self.masters, strict=True):
+            group["params"] = [master]
         zero = ZeroPartition(
             optimizer=self.optimizer,
-            fp32_groups=[self.master],
-            partition_sizes=[len(self.weights)],
+            fp32_groups=list(self.masters),
+            partition_sizes=sizes,
             slices=slices,
-            weights=[self.weights],
-            names=[str(number) for number in range(len(weights))],
-            row_lengths=[w.shape[1] if w.dim() > 1 else 0 for w in weights],
+            weights=self.shown,
+            names=names or [str(number) for number in range(len(self.parameters))],
+            row_lengths=[row_length(w) for w in self.parameters],
             group=dist.group.WORLD,
         )
-        config = ZenFlowConfig(**{"worker_timeout": 60, **keys})
-        resources = RankResources(cores=WorkerCores(cores=(0,), reason="test", trainer_threads=1), ranks_on_host=1)
+        config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})
+        cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
+        resources = RankResources(cores=WorkerCores(cores=cores, reason="test", trainer_threads=1), ranks_on_host=1)
         self.parts = build(config, zero, resources)
-        freezing = Freezing(self.parts.step.rank.partition, list(weights))
+        self.loss_scale, self.max_norm = loss_scale, max_norm
+        freezing = Freezing(self.parts.step.rank.partition, self.parameters)
         self.step = ZenFlowStep(
             config,
             self.parts.step,
             freezing,
             dist.group.WORLD,
-            read_inputs=Environment.inputs,
+            read_inputs=self._inputs,
             gather_weights=lambda: None,
         )
+
+    @staticmethod
+    def _flat(weights: Sequence[Tensor]) -> Tensor:
+        """The weights, end to end and padded to an even number; those that are parameters become views of it."""
+        flat = torch.cat([w.detach().flatten() for w in weights])
+        flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
+        begin = 0
+        for w in weights:
+            if isinstance(w, nn.Parameter):
+                w.data = flat[begin : begin + w.numel()].view(w.shape)
+            begin += w.numel()
+        return flat
+
+    def _inputs(self) -> StepInputs:
+        groups = read_hyperparameters(self.optimizer)
+        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=self.max_norm)
+
+    def receive(self, index: int, gradient: Tensor, *, last: bool) -> None:
+        """Gives one slice's gradient to the step, times the loss scale."""
+        self.step.receive(index, gradient.flatten() * self.loss_scale, last=last)
 
     def backward(self, gradients: Sequence[Tensor], *, last: bool = True) -> None:
         """A micro-batch whose gradients arrive from the last parameter to the first."""
         for index in reversed(range(len(gradients))):
-            self.step.receive(index, gradients[index].flatten() * Environment.loss_scale, last=last)
+            self.receive(index, gradients[index], last=last)
+
+    def join(self) -> None:
+        """Ends a backward pass as DeepSpeed's optimizer does, behind the copies of gradients to the host."""
+        self.parts.step.rank.d2h.join()
+
+    def flat_state(self) -> list[list[Tensor]]:
+        """Copies of [master, exp_avg, exp_avg_sq] of each parameter group; exact right after a flush."""
+        states = [(w, self.optimizer.state[w]) for w in self.masters]
+        return [[w.detach().clone(), s["exp_avg"].clone(), s["exp_avg_sq"].clone()] for w, s in states]
 
     def state(self) -> list[Tensor]:
         """Copies of master weights, moments and the weights that the model shows."""
-        arena = self.parts.step.rank.arena
-        return [t.detach().clone() for t in (arena.master, arena.exp_avg, arena.exp_avg_sq, self.weights)]
+        return [t for of_group in self.flat_state() for t in of_group] + [w.clone() for w in self.shown]
+
+    @property
+    def count(self) -> float:
+        """AdamW's step count, as checkpoints hold it."""
+        return float(self.optimizer.state[self.masters[0]]["step"])
+
+    def save(self, path: str) -> None:
+        """Saves the exact state."""
+        self.step.flush()
+        torch.save((self.flat_state(), self.shown, self.step.state_dict(), self.count), path)
+
+    def load(self, path: str) -> None:
+        """Continues from a saved state, bit for bit."""
+        states, shown, step, count = torch.load(path, weights_only=False)
+        for master, (saved, exp_avg, exp_avg_sq) in zip(self.masters, states, strict=True):
+            master.data.copy_(saved)
+            self.optimizer.state[master]["exp_avg"].copy_(exp_avg)
+            self.optimizer.state[master]["exp_avg_sq"].copy_(exp_avg_sq)
+        for weights, saved in zip(self.shown, shown, strict=True):
+            weights.copy_(saved)
+        assert self.step.load_state_dict(step, int(count)) == ""
 
     def close(self) -> None:
         """Ends the worker and frees the memory."""
         self.parts.worker.kill()
         self.parts.step.rank.arena.close(keep_state=False)
+
+
+@contextmanager
+def direct_step(groups: Sequence[Sequence[Tensor]], **options: Any) -> Iterator[DirectStep]:
+    """A `DirectStep` that is closed at the end."""
+    direct = DirectStep(groups, **options)
+    try:
+        yield direct
+    finally:
+        direct.close()
+
+
+def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
+    """As `harness.run_case`; every gradient goes to the step as soon as autograd has it."""
+    run = Run()
+    model = case.make_model().to(case.dtype)
+    configured = model.configure_optimizers()
+    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    optimizer._opt_called = True  # private: as after torch's own step, without which schedulers warn
+    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    name_of = {p: name for name, p in model.named_parameters()}
+    options: dict[str, Any] = {k: v for k, v in case.keys().items() if k != "reduce_bucket_size"}
+    options.update(names=[name_of[p] for group in groups for p in group], max_norm=case.max_norm or 0.0)
+    with (
+        scripted(case.schedules) if case.schedules else nullcontext(),
+        direct_step(groups, optimizer=optimizer, **options) as direct,
+    ):
+        step, last, traffic = direct.step, True, direct.parts.step.rank.telemetry.traffic
+
+        def receive(index: int, p: Tensor) -> None:
+            assert p.grad is not None
+            direct.receive(index, p.grad, last=last)
+            p.grad = None
+
+        slice_of = {s.parameter: i for i, s in enumerate(direct.parts.step.rank.partition.slices)}
+        for number, p in enumerate(direct.parameters):
+            if number in slice_of:
+                p.register_post_accumulate_grad_hook(lambda p, index=slice_of[number]: receive(index, p))
+        first = 0
+        if case.checkpoint is not None and not case.save_at:
+            direct.load(case.checkpoint)
+            first = step.number
+        if isinstance(configured, dict):
+            scheduler = configured["lr_scheduler"]["scheduler"]
+            for _ in range(first):
+                scheduler.step()
+        model.on_train_start()
+        for number in range(first, case.steps):
+            run.shown.append(snapshot(model))
+            run.losses.append([])
+            for micro in range(case.accumulate):
+                model.on_train_batch_start(torch.tensor(0), number * case.accumulate + micro)
+                if micro == 0:
+                    step.follow_freezing()
+                loss = model.loss(number, micro, 0)
+                last = micro == case.accumulate - 1
+                step.begin_backward(last=last)
+                before = traffic.h2d_bytes
+                (loss / case.accumulate).backward()
+                run.losses[-1].append(float(loss.detach() / case.accumulate) * case.accumulate)
+                model.on_train_batch_end(None, torch.tensor(0), number * case.accumulate + micro)
+            step.end_backward()
+            in_backward = traffic.h2d_bytes - before
+            run.factors.append(float(step.step().factor))
+            run.h2d_bytes.append((in_backward, traffic.h2d_bytes - before - in_backward))
+            if isinstance(configured, dict):
+                scheduler.step()
+            if number + 1 in case.flush_after:
+                step.flush()
+            if number + 1 == case.save_at:
+                assert case.checkpoint is not None
+                direct.save(case.checkpoint)
+        step.flush()
+        run.weights = snapshot(model)
+        run.skipped = int(step.skipped)
+        run.in_backward_jobs = direct.parts.step.counters.read(worker_pid=None).in_backward_jobs
+        run.counts = [direct.count] * len(direct.masters)
+        return run, direct.flat_state()

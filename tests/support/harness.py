@@ -1,8 +1,10 @@
 """Runs test models through Lightning's Trainer under `ZenFlowStrategy`, in this process, and collects what happened."""
 
+import atexit
 import functools
+import gc
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,6 +30,10 @@ from scripted_schedule import Entry, scripted
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
 # Reads the metadata of all installed packages, for every Trainer: an eighth of a short run.
 callback_connector._load_external_callbacks = functools.cache(callback_connector._load_external_callbacks)
+# Each set-up collects garbage, which takes 0.4 s with all that has been imported, most of a short run. Frozen objects are left out.
+gc.collect()
+gc.freeze()
+atexit.register(gc.unfreeze)
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
 RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
@@ -68,8 +74,8 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
-    loop: Literal["trainer", "fabric"] = "trainer"
-    """Who runs the steps: Lightning's Trainer, or a loop of `fabric_runs` under Fabric, which does the same in plain Python."""
+    loop: Literal["trainer", "fabric", "direct"] = "trainer"
+    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed."""
     fails: bool = False
     """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
@@ -176,6 +182,10 @@ class Run:
     skipped: int = 0
     schedules: list[tuple[int, int]] = field(default_factory=list)
     """[step]: S and d after it, where they are "auto"."""
+    in_backward_jobs: int = 0
+    """Jobs that were submitted in backward; this and the next one of a case with `loop="direct"`."""
+    h2d_bytes: list[tuple[int, int]] = field(default_factory=list)
+    """[step]: bytes of weights that were copied to the device in the last backward pass, and in the step after it."""
     error: str | None = None
     """Traceback of a run that failed."""
 
@@ -211,33 +221,25 @@ class Recorder(pl.Callback):
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
 
 
-class SaveAt(pl.Callback):
-    """Saves a checkpoint after a step."""
+class After(pl.Callback):
+    """Does something after some steps, once each."""
 
-    def __init__(self, step: int, path: str) -> None:
-        self._step = step
-        self._path = path
+    def __init__(self, steps: Sequence[int], action: Callable[[pl.Trainer], None]) -> None:
+        self._steps = set(steps)
+        self._action = action
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._step:
-            self._step = -1
-            trainer.save_checkpoint(self._path)
-
-
-class FlushAfter(pl.Callback):
-    """Flushes as validation does, after given steps."""
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        self._steps = set(steps)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
         if trainer.global_step in self._steps:
             self._steps.remove(trainer.global_step)
-            trainer.strategy.flush()
+            self._action(trainer)
+
+
+class FlushAfter(After):
+    """Flushes as validation does."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        super().__init__(steps, lambda trainer: trainer.strategy.flush())
 
 
 class StockStrategy(ZenFlowStrategy):
@@ -300,13 +302,18 @@ def run_case(
         import fabric_runs  # which imports this module
 
         return fabric_runs.run_case(case, devices=devices)
+    if case.loop == "direct":
+        import direct_step
+
+        assert devices == 1 and strategy is None and not callbacks
+        return direct_step.run_case(case)
     run = Run()
     model = case.make_model()
     all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *case.callbacks, *callbacks]
     if case.recorded:
         all_callbacks.insert(0, Recorder(case, run))
-    if case.checkpoint is not None and case.save_at > 0:
-        all_callbacks.append(SaveAt(case.save_at, case.checkpoint))
+    if (path := case.checkpoint) is not None and case.save_at > 0:
+        all_callbacks.append(After([case.save_at], lambda trainer: trainer.save_checkpoint(path)))
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,

@@ -51,24 +51,19 @@ class PassedPlaces:
 
 
 class Interrupt(PassedPlaces):
-    """Context in which the package raises at a place, the n-th time that it is passed; the exception ends the context.
+    """Context that `KeyboardInterrupt` ends, which the package raises the n-th time that a place is passed."""
 
-    Attributes:
-        raised: whether it has.
-    """
-
-    def __init__(self, place: Place, time: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+    def __init__(self, place: Place, time: int) -> None:
         super().__init__()
         self._at = place, time
-        self._error = error
-        self.raised = False
+        self._raised = False
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> bool:
         super().__exit__(kind, error, traceback)
-        return self.raised and kind is self._error
+        return self._raised and kind is KeyboardInterrupt
 
     def _passed(self, place: Place) -> None:
         super()._passed(place)
-        if not self.raised and (place, self.counts[place]) == self._at:
-            self.raised = True
-            raise self._error
+        if not self._raised and (place, self.counts[place]) == self._at:
+            self._raised = True
+            raise KeyboardInterrupt

@@ -87,17 +87,21 @@ ON_GPU = [Implementation(name=name, device_type="cuda") for name in ("torch", "t
 ALL = [TORCH, COMPILED, INTERPRETED, *ON_GPU]
 
 
-def parameter(implementation: Implementation, *others: Any) -> Any:
+def parameter(implementation: Implementation, *others: Any, slow: bool = False) -> Any:
     name = "-".join(map(str, (implementation, *others)))
-    marks = [pytest.mark.gpu] if implementation.device_type == "cuda" else []
+    marks = [pytest.mark.gpu] * (implementation.device_type == "cuda") + [pytest.mark.slow] * slow
     return pytest.param(implementation, *others, id=name, marks=marks)
 
 
 def each_with(sizes: Iterable[Any], *, large: int = 140_000, interpreted: int = 140_000) -> list[Any]:
-    """Parameters (`on`, size): with the interpreter only smaller ones than `interpreted`; large ones also on several threads."""
+    """Parameters (`on`, size): with the interpreter only smaller ones than `interpreted`, all but one of them slow; large ones also on
+    several threads."""
+    numel = {size: prod(size) if isinstance(size, tuple) else size for size in sizes}
+    fast = max((n for n in numel.values() if n < min(interpreted, 10_000)), default=0)
     parameters = []
-    for size in sizes:
-        n = prod(size) if isinstance(size, tuple) else size
-        parameters += [parameter(on, size) for on in ALL if n < interpreted or not on.is_interpreted]
+    for size, n in numel.items():
+        for on in ALL:
+            if n < interpreted or not on.is_interpreted:
+                parameters.append(parameter(on, size, slow=on.is_interpreted and n != fast))
         parameters += [parameter(on, size) for on in THREADS if n >= large]
     return parameters

@@ -112,37 +112,43 @@ def blocks_of_elements(groups: Sequence[Sequence[Tensor]], n_blocks: int, world_
     return places_of_elements(groups, n_blocks, world_size)[0]
 
 
-def places_of_elements(
-    groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it.
+def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
+    """Slices of one rank's partition, and the size of its part of each parameter group.
 
     ZeRO-2 lays a parameter group's tensors end to end, pads the run to a multiple of 2 x ranks and gives each rank an equal part of it.
     """
-    blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
     sizes = [-(-sum(p.numel() for p in parameters) // (2 * world_size)) * 2 for parameters in groups]
-    for rank in range(world_size):
-        slices, first, number = [], 0, 0
-        for param_group, (parameters, size) in enumerate(zip(groups, sizes, strict=True)):
-            offset = -rank * size  # of the parameter, from where the rank's part begins
-            for p in parameters:
-                begin, end = max(offset, 0), min(offset + p.numel(), size)
-                if begin < end:
-                    is_matrix = p.dim() > 1
-                    slices.append(
-                        Slice(
-                            parameter=number,
-                            param_group=param_group,
-                            begin=first + begin,
-                            start=begin - offset,
-                            numel=end - begin,
-                            columns=p[0].numel() if is_matrix else 1,
-                            is_matrix=is_matrix,
-                        )
+    slices, first, number = [], 0, 0
+    for param_group, (parameters, size) in enumerate(zip(groups, sizes, strict=True)):
+        offset = -rank * size  # of the parameter, from where the rank's part begins
+        for p in parameters:
+            begin, end = max(offset, 0), min(offset + p.numel(), size)
+            if begin < end:
+                is_matrix = p.dim() > 1
+                slices.append(
+                    Slice(
+                        parameter=number,
+                        param_group=param_group,
+                        begin=first + begin,
+                        start=begin - offset,
+                        numel=end - begin,
+                        columns=p[0].numel() if is_matrix else 1,
+                        is_matrix=is_matrix,
                     )
-                offset += p.numel()
-                number += 1
-            first = align(first + size)
+                )
+            offset += p.numel()
+            number += 1
+        first = align(first + size)
+    return slices, sizes
+
+
+def places_of_elements(
+    groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it."""
+    blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
+    for rank in range(world_size):
+        slices, sizes = slices_of_rank(groups, rank, world_size)
         for s in slices:
             indices[s.parameter][s.start : s.start + s.numel] = torch.arange(s.begin, s.begin + s.numel)
         partition = build_partition(slices, sizes, n_blocks)

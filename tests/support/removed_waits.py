@@ -1,12 +1,11 @@
 """Removes the package's waits and events one by one and says which removals no test finds.
 
-    scripts/remove_waits [--only PATTERN] [ARGUMENTS OF PYTEST]      # by default the fast tests of tests/training/test_device_order.py
+    scripts/remove_waits [PATTERN]      # which the fast tests of tests/training/test_device_order.py find
 
 `Waits` finds them in the source: statements that wait or keep memory, events, questions to events, and streams that begin behind an event.
 Each is removed in a process of its own, which has imported torch before; a test that fails has found it.
 """
 
-import argparse
 import ast
 import contextlib
 import importlib.machinery
@@ -36,7 +35,7 @@ _STATEMENTS = {
     "wait_for_request",
 }
 _OTHER_DEVICES = ("CudaRuntime", "HostRuntime")
-_TESTS = ["tests/training/test_device_order.py"]
+_TESTS = "tests/training/test_device_order.py"
 _TIMEOUT_S = 600
 
 
@@ -110,78 +109,55 @@ def without(source: str, number: int) -> ast.Module:
     return ast.fix_missing_locations(Waits(number).visit(ast.parse(source)))
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module without one of its waits."""
+def remove(path: Path, number: int) -> None:
+    """Makes this process import a module without one of its waits."""
+    load = importlib.machinery.SourceFileLoader.get_code
 
-    def __init__(self, name: str, path: str, number: int) -> None:
-        super().__init__(name, path)
-        self._number = number
+    def get_code(self: Any, fullname: str) -> Any:
+        is_it = Path(self.path) == path
+        return compile(without(path.read_text(), number), path, "exec") if is_it else load(self, fullname)
 
-    @override
-    def get_code(self, fullname: str) -> Any:
-        return compile(without(Path(self.path).read_text(), self._number), self.path, "exec")
-
-
-class _Finder:
-    """Finds that module before all other finders do."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self._name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        self._path, self._number = str(path), number
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        if name != self._name:
-            return None
-        return importlib.machinery.ModuleSpec(name, _Loader(name, self._path, self._number), origin=self._path)
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
-def _passes(tests: Sequence[str], finder: _Finder | None) -> bool:
-    """Runs the tests in a child; False if one fails, or does not end in time."""
+def _passes(removed: tuple[Path, int] | None) -> bool:
+    """Runs the tests in a child, without a wait; False if one fails, or does not end in time."""
     pid = os.fork()
     if pid:
-        with contextlib.suppress(ChildProcessError):
-            return os.waitpid(pid, 0)[1] == 0
-        return False
+        return os.waitpid(pid, 0)[1] == 0
     signal.alarm(_TIMEOUT_S)
-    if finder is not None:
-        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    if removed is not None:
+        remove(*removed)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     import pytest
 
-    os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])))
+    os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", _TESTS])))
 
 
-def main() -> int:
-    """Entry point; 1 if there are removals that no test finds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="PATTERN", help="of the file, line and source of what is removed")
-    options, tests = parser.parse_known_args()
+def main(pattern: str = "") -> int:
+    """Removes the waits whose file, line and source match a pattern; 1 if there are removals that no test finds."""
     os.chdir(ROOT)
-    if not any(Path(argument).exists() for argument in tests):
-        tests = [*_TESTS, *tests]
     # As in tests/conftest.py, before torch is imported.
     os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
     import deepspeed  # noqa: F401
     import lightning.pytorch  # noqa: F401
 
     assert PACKAGE not in sys.modules
-    if not _passes(tests, None):
-        print("the tests fail as they are")
-        return 1
+    assert _passes(None), "the tests fail as they are"
     survivors = 0
     for path in (p for folder in _FOLDERS for p in sorted((ROOT / PACKAGE / folder).glob("*.py"))):
         waits = Waits()
         waits.visit(ast.parse(path.read_text()))
         for number, wait in enumerate(waits.found):
             name = f"{path.relative_to(ROOT)}:{wait}"
-            if re.search(options.only, name):
-                survives = _passes(tests, _Finder(path, number))
+            if re.search(pattern, name):
+                survives = _passes((path, number))
                 survivors += survives
                 print("SURVIVES" if survives else "found   ", name, flush=True)
     return int(survivors > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -1,12 +1,19 @@
-"""Comparisons of runs: bit for bit with each other, to float32's rounding with AdamW in float64."""
+"""Comparisons of runs: bit for bit with each other and with the oracle, to float32's rounding with AdamW in float64."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
-from harness import Run
-from reference import AdamWState
+from harness import Case, Run
+from lightning_zenflow.schedule.staggered import blocks_wanted
+from reference import AdamWState, places_of_elements
+from replay_reference import ReplayedAdamW
+
+_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def assert_same_tensors(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str = "") -> None:
@@ -17,7 +24,7 @@ def assert_same_tensors(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: 
 
 def assert_same_state(ours: Run, theirs: Run) -> None:
     """Master weights, moments and counts are the same at the end, whatever the model showed meanwhile."""
-    for kind in ("master", "exp_avg", "exp_avg_sq"):
+    for kind in _KINDS:
         assert_same_tensors(getattr(ours, kind), getattr(theirs, kind), kind)
     assert ours.counts == theirs.counts
     assert ours.skipped == theirs.skipped
@@ -36,9 +43,104 @@ def assert_same_run(ours: Run, theirs: Run) -> None:
 def assert_close_to_adamw(run: Run, state: AdamWState, *, atol: float = 1e-6) -> None:
     """The state at the end is AdamW's in float64.
 
-    Weights are up to 4, hence rounded to 2.4e-7 at each of the steps; the moments' errors are relative to their largest term, of order 1.
+    Weights are up to 4, hence rounded to 2.4e-7 at each of the steps; the moments' errors are relative to their largest term.
     """
     for i, weight in enumerate(state.weights):
         torch.testing.assert_close(run.master[i].double(), weight, rtol=1e-6, atol=atol)
-        torch.testing.assert_close(run.exp_avg[i].double(), state.exp_avg[i], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(run.exp_avg_sq[i].double(), state.exp_avg_sq[i], rtol=1e-5, atol=1e-8)
+        for ours, theirs, of_largest in (
+            (run.exp_avg[i], state.exp_avg[i], 1e-6),
+            (run.exp_avg_sq[i], state.exp_avg_sq[i], 1e-8),
+        ):
+            largest = float(theirs.abs().max()) if theirs.numel() else 0.0
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=of_largest * max(1.0, largest))
+
+
+def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = False) -> None:
+    """A run of a case leaves AdamW on its own gradients: to rounding in float64, and with the bits of `ReplayedAdamW`.
+
+    The gradients are computed again, without activation checkpointing, at the weights that the run showed. Each step is replayed with the
+    run's factor, which is compared with the clip coefficient. A parameter that is frozen when a step begins has no part in it.
+
+    Args:
+        case: what was run.
+        runs: of the ranks, or of the first ones.
+        world_size: number of ranks; 0: as many as `runs`.
+        shown: whether nothing is late: every forward pass saw the weights that AdamW had by then.
+    """
+    run, plain, world_size = runs[0], {**case.model_options}, world_size or len(runs)
+    if "checkpoint" in plain:
+        plain["checkpoint"] = ""
+    oracle = replace(case, model_options=plain).make_reference(world_size=world_size)
+    parameters = oracle.parameters
+    s, d = case.update_interval, case.publish_lag
+    in_backward = d == 0 and case.strategy_options.get("optimizer_in_backward", True)
+    rounds = case.strategy_options.get("moments_dtype") == "bfloat16"
+    n_blocks = blocks_wanted([s], in_backward=in_backward, numel=0) if rounds else 1
+    blocks, indices = places_of_elements(oracle.parameter_groups, n_blocks, world_size)
+    bits = ReplayedAdamW(master=parameters, elements=indices)  # type: ignore[arg-type]
+    exact = AdamWState.start(parameters, torch.float64)
+    frozen: list[int] = []
+    for step, (weights, factor) in enumerate(zip(run.shown, run.factors, strict=True)):
+        for other in runs[1:]:
+            assert_same_tensors(other.shown[step], weights, f"the weight shown in step {step}")
+        if shown:
+            assert_same_tensors(weights, [w.to(case.dtype) for w in bits.master], f"the weight shown in step {step}")
+        assert all(torch.isfinite(w).all() for w in weights)
+        oracle.module.on_train_batch_start(torch.tensor(0), step * case.accumulate)
+        before, frozen = frozen, [i for i, p in enumerate(parameters) if not p.requires_grad]
+        for i in {*before} & {*frozen} if step + 1 < case.steps else ():
+            # What is shown in the first frozen step is noted before it is frozen.
+            assert torch.equal(run.shown[step + 1][i], weights[i])
+        for p in parameters:
+            p.requires_grad_()
+        oracle.follow(weights)
+        oracle.steps = step
+        losses, gradients = oracle.gradients()
+        # Where layers are frozen or unfrozen, weights are noted before the flush that this brings.
+        for micro, of_ranks in enumerate(losses if frozen == before else ()):
+            for other, loss in zip(runs, of_ranks, strict=False):
+                assert other.losses[step][micro] == pytest.approx(loss, rel=1e-6, abs=1e-6, nan_ok=True)
+        groups = [h for h, ps in zip(case.optimizer.groups(step), oracle.parameter_groups, strict=True) for _ in ps]
+        gradients = [torch.zeros_like(g) if i in frozen else g for i, g in enumerate(gradients)]
+        square = sum(float(g.double().square().sum()) for g in gradients)
+        if square <= torch.finfo(torch.float32).max:
+            clip = 1 / max(1.0, (math.sqrt(square) + 1e-6) / case.max_norm) if case.max_norm else 1.0
+            assert factor == pytest.approx(clip, rel=1e-6)
+        else:
+            assert math.isnan(factor)
+            gradients[0] = torch.full_like(gradients[0], math.nan)
+        states = [bits.master, bits.exp_avg, bits.exp_avg_sq, exact.weights, exact.exp_avg, exact.exp_avg_sq]
+        kept = [(state, i, state[i]) for state in states for i in frozen]
+        bits.step(gradients, groups, factor)
+        exact.step(gradients, groups, max_norm=case.max_norm or 0.0)
+        for state, i, value in kept:
+            state[i] = value
+        if rounds:
+            bits.close_windows(_closing(case, step + 1, blocks, in_backward=in_backward), step + 1)
+    for run in runs:
+        assert (run.skipped, run.counts) == (exact.skipped, [exact.count] * len(oracle.parameter_groups))
+        for kind in _KINDS:
+            ours = getattr(run, kind)
+            assert all(x.dtype == (torch.bfloat16 if rounds and kind != "master" else torch.float32) for x in ours)
+            assert_same_tensors([x.float() for x in ours], getattr(bits, kind), kind)
+        assert_same_tensors(run.weights, [w.to(case.dtype) for w in run.master], "the weight at the end")
+    if not rounds:
+        assert_close_to_adamw(runs[0], exact, atol=2e-6)
+
+
+def _closing(case: Case, step: int, blocks: Sequence[Tensor], *, in_backward: bool) -> list[Tensor]:
+    """For each parameter, which elements are in a block whose window ends with a step.
+
+    Windows end as the schedule says, in step 1 where columns are selected in it, and with each flush. Where blocks are submitted in
+    backward, a job commits the steps before its own. The step that selects, and the first one from which a clip factor can be predicted,
+    submit at their ends.
+    """
+    s, selects = case.update_interval, case.topk_ratio > 0
+    first_tentative = 1 + selects + bool(case.max_norm)
+    phases = set()
+    if not in_backward or step < first_tentative:
+        phases.add(step % s)
+    if in_backward and step + 1 >= first_tentative:
+        phases.add((step + 1) % s)
+    closes_all = step == case.steps or step in case.flush_after or (step == 1 and selects)
+    return [torch.isin(b % s, torch.tensor(sorted(phases))) | closes_all for b in blocks]

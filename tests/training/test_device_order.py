@@ -1,7 +1,7 @@
 """A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
 
+import functools
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,7 @@ from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import AsyncHostCopy, SideStream
 from lightning_zenflow.deferred import provisional_update
-from lightning_zenflow.deferred.in_flight import JobsInFlight
-from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.memory import Publisher
-from lightning_zenflow.kernels.torch import TorchKernels
-from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.zero import build
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from networks import CompiledPerceptron
 from same_bits import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -38,7 +31,6 @@ SMALL = {
     "DeviceLinearLossModule": {"shapes": SHAPES},
     "Perceptron": {"widths": WIDTHS},
     "PerceptronAtOnce": {"widths": WIDTHS},
-    "CompiledPerceptron": {"widths": WIDTHS},
 }
 
 
@@ -56,21 +48,15 @@ CASES = {
     "S=2, d=3, accumulated": replace(FIXED, update_interval=2, publish_lag=3, accumulate=2),
     "flushes": replace(NETWORK, flush_after=(5, 6, 11)),
     # Where nothing is in flight but what is published, a flush has no publish buffer to wait for before it exports anew.
-    **{
-        f"flushes, {name}": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
-            weight_prediction=0, provisional_scale=0, offload=offload
-        )
-        for name, offload in (("on the device", False), ("offloaded", True))
-    },
+    "flushes, one step late": replace(NETWORK, update_interval=1, flush_after=(5, 6, 7)).with_keys(
+        weight_prediction=0, provisional_scale=0
+    ),
+    # As from layers that torch compiles.
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
-    "changes of schedule": replace(
-        NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2)), strategy_options={**NETWORK.strategy_options, **AUTO}
-    ),
+    "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
     "a tail": replace(
-        NETWORK,
-        schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3))),
-        strategy_options={**NETWORK.strategy_options, **AUTO},
-    ),
+        NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))
+    ).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
         model="FreezingModule",
@@ -84,20 +70,19 @@ CASES = {
 }
 
 
-FAST = (
-    "a network",
-    "submitted in backward",
-    "fp16",
-    "flushes, on the device",
-    "flushes, offloaded",
-    "gradients at once",
-)
+FAST = ("a network", "submitted in backward", "fp16", "flushes, one step late", "gradients at once")
 
 
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
     with recorded_device(events_are_reached=events_are_reached) as device:
         run_here(case, callbacks=[StepEnds(device)])
     return device
+
+
+@functools.cache
+def recorded(name: str) -> RecordedDevice:
+    """Of a case that several tests look at."""
+    return record(CASES[name])
 
 
 def of_step(device: RecordedDevice, step: int) -> list[Operation]:
@@ -116,7 +101,8 @@ def marked(names: Iterable[str], *, fast: Collection[str]) -> list[Any]:
 )
 @pytest.mark.parametrize("name", marked(CASES, fast=FAST))
 def test_every_access_is_ordered(name: str, events_are_reached: bool) -> None:
-    assert not record(CASES[name], events_are_reached=events_are_reached).order.races
+    device = record(CASES[name], events_are_reached=True) if events_are_reached else recorded(name)
+    assert not device.order.races
 
 
 @pytest.mark.parametrize(
@@ -152,7 +138,7 @@ def test_a_copy_that_has_not_arrived_is_waited_for(events_are_reached: bool) -> 
 
 
 def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "kernels_for", lambda _: TorchKernels())
+    monkeypatch.setenv("ZENFLOW_KERNELS", "torch")
     case = CASES["a network"]
     expected = run_here(case.with_keys(overlap_comm=False))
     with recorded_device():
@@ -160,43 +146,36 @@ def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPat
     assert_same_state(run, expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    marked(
-        ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"],
-        fast=("submitted in backward",),
-    ),
-)
+QUIET = ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"]
+
+
+@pytest.mark.parametrize("name", marked(QUIET, fast=("submitted in backward",)))
 def test_a_step_does_not_wait(name: str) -> None:
     """Neither selecting nor synchronous; a flush and a selection are waited for."""
-    case = replace(CASES[name], strategy_options={**CASES[name].strategy_options, "select_interval": 0})
+    case = CASES[name].with_keys(select_interval=0)
     device = record(case)
-    for step in range(5, case.steps):
-        waits = [o for o in of_step(device, step) if o.kind == "host wait" and o.place]
-        assert waits == []
+    assert [
+        o for step in range(5, case.steps) for o in of_step(device, step) if o.kind == "host wait" and o.place
+    ] == []
 
 
-def test_gradients_go_down_on_a_stream_of_their_own() -> None:
-    """So that neither the passes over the next gradient wait for PCIe nor the copies for the passes."""
-    operations = of_step(record(FIXED), 12)
-    copying = {o.actor for o in operations if o.kind == "d2h" and o.place.endswith(".route")}
+def test_what_goes_down_and_where() -> None:
+    operations = of_step(recorded("fixed gradients"), 12)
+    # Neither the passes over the next gradient wait for PCIe nor the copies for the passes.
+    copying = {o.actor for o in operations if o.kind == "d2h" and "route" in o.place}
     assert len(copying) == 1
     passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.place != "step_words.write"]
     assert passes == []
-
-
-def test_a_word_goes_down_in_one_copy() -> None:
-    """So that no factor can be read with another step's number."""
-    copies = [o for o in of_step(record(FIXED), 12) if o.kind == "d2h" and o.place == "step_words.write"]
-    assert [o.n_bytes for o in copies] == [16]
+    # In one copy, so that no factor can be read with another step's number.
+    assert [o.n_bytes for o in operations if o.kind == "d2h" and o.place == "step_words.write"] == [16]
 
 
 def test_the_loss_scale_is_read_while_the_rest_of_the_step_is_queued() -> None:
-    operations = of_step(record(CASES["fp16"]), 12)
+    operations = of_step(recorded("fp16"), 12)
     (wait,) = [o for o in operations if o.kind == "host wait" and "loss_scale" not in o.name and "read" in o.place]
-    recorded = next(i for i, o in enumerate(operations) if o.kind == "record" and o.event == wait.event)
+    recorded_at = next(i for i, o in enumerate(operations) if o.kind == "record" and o.event == wait.event)
     step = [i for i, o in enumerate(operations) if o.place.startswith(("columns", "publish", "jobs"))]
-    assert recorded < max(step) < operations.index(wait)
+    assert recorded_at < max(step) < operations.index(wait)
 
 
 def test_fp16_with_a_dynamic_loss_scale_is_exact_in_the_state() -> None:
@@ -210,25 +189,6 @@ def test_fp16_with_a_dynamic_loss_scale_is_exact_in_the_state() -> None:
         assert not device.order.races
     assert_same_state(*runs)
     assert runs[0].skipped > 0
-
-
-def no_join(which: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """The streams of the copies are not waited for."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        owner = Publisher if which == "h2d" else RankState
-        join = SideStream.join
-        mine: set[int] = set()
-        init = owner.__init__
-
-        def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            mine.add(id(self._copies if which == "h2d" else self.d2h))
-
-        patch.setattr(owner, "__init__", noted)
-        patch.setattr(SideStream, "join", lambda self: None if id(self) in mine else join(self))
-
-    return plant
 
 
 def no_epilogue(patch: pytest.MonkeyPatch) -> None:
@@ -247,46 +207,6 @@ def no_epilogue(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RecordedStream, "wait_stream", lambda self, other: None if inside else wait(self, other))
 
 
-def weights_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Copies into the model are not ordered behind the last reader of the weights."""
-    patch.setattr(JobsInFlight, "poll", lambda *_: None)
-    copy = Publisher._copy
-    stream: list[RecordedStream] = []
-
-    def planted(self: Publisher, *args: Any) -> None:
-        runtime = self._copies._runtime
-        stream.append(stream[0] if stream else runtime.new_stream())  # type: ignore[arg-type]
-        with runtime.on(stream[0]):
-            copy(self, *args)
-        runtime.current_stream().wait_stream(stream[0])
-
-    patch.setattr(Publisher, "_copy", planted)
-
-
-def word_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    """Factor and sequence number are written on a stream that is not behind the gradients."""
-    write = JobQueue._write_word
-
-    def planted(self: JobQueue, *args: Any, **kwargs: Any) -> None:
-        side = self._rank.d2h
-        runtime = side._runtime
-        with runtime.on(runtime.new_stream()), pytest.MonkeyPatch.context() as inner:
-            inner.setattr(SideStream, "behind", lambda *_, **__: nullcontext())
-            write(self, *args, **kwargs)
-
-    patch.setattr(JobQueue, "_write_word", planted)
-
-
-def buffer_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """A publish buffer is given to the worker while the device still reads it."""
-    patch.setattr(RecordedEvent, "synchronize", lambda self: None)
-
-
-def word_before_the_buffer_is_read(patch: pytest.MonkeyPatch) -> None:
-    """A publish buffer is used again in backward, and its job's word does not wait for the copies from it."""
-    patch.setattr(SideStream, "wait_for", lambda *_: None)
-
-
 def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Memory that another stream reads is freed without a word to the allocator."""
     patch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
@@ -294,14 +214,16 @@ def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
 
+def without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, method, lambda *_: None)
+
+
 PLANTED = {
     "no wait for the reduction": (no_epilogue, FIXED),
-    "no wait for copies to the host": (no_join("d2h"), FIXED),
-    "no wait for copies from the host": (no_join("h2d"), NETWORK),
-    "weights overwritten too early": (weights_too_early, NETWORK),
-    "the word on another stream": (word_elsewhere, FIXED),
-    "a buffer reused too early in backward": (word_before_the_buffer_is_read, CASES["submitted in backward"]),
-    "a buffer reused too early": (buffer_is_not_waited_for, replace(NETWORK, flush_after=(5, 6))),
+    "no wait for copies": (without(SideStream, "join"), FIXED),
+    # Its job's word does not wait for the copies from it.
+    "a buffer reused too early in backward": (without(SideStream, "wait_for"), CASES["submitted in backward"]),
+    "a buffer reused too early": (without(RecordedEvent, "synchronize"), replace(NETWORK, flush_after=(5, 6))),
     "memory reused too early": (memory_is_not_kept, CASES["accumulated on the host"]),
 }
 
@@ -311,30 +233,3 @@ def test_planted_errors_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -
     plant, case = PLANTED[error]
     plant(monkeypatch)
     assert record(case).order.races
-
-
-COMPILED = {name: replace(CASES[name], model="CompiledPerceptron") for name in ("a network", "submitted in backward")}
-
-
-def record_compiled(case: Case, **options: Any) -> RecordedDevice:
-    """Compiled before: the compiler does nothing while torch's operations are watched."""
-    run_here(replace(case, steps=2))
-    before = CompiledPerceptron.graphs_run
-    device = record(case, **options)
-    # Forward and backward of each layer, unless the watch made it run uncompiled.
-    layers = len(case.model_options["widths"]) - 1
-    assert CompiledPerceptron.graphs_run - before == 2 * layers * case.steps
-    return device
-
-
-@pytest.mark.slow  # the compiler
-@pytest.mark.parametrize("events_are_reached", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("name", COMPILED)
-def test_every_access_of_compiled_layers_is_ordered(name: str, events_are_reached: bool) -> None:
-    assert not record_compiled(COMPILED[name], events_are_reached=events_are_reached).order.races
-
-
-@pytest.mark.slow
-def test_planted_errors_are_found_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_epilogue(monkeypatch)
-    assert record_compiled(COMPILED["a network"]).order.races

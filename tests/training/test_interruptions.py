@@ -2,6 +2,8 @@
 
 import functools
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_exact_state import zero_state
-from test_step import random
 from torch import Tensor
 from typing_extensions import override
 
-from direct_step import DirectStep
+from benchmarks.recorded_device.tensors import CPU, DEVICE
+from benchmarks.recorded_device.watch import recorded_device
+from direct_step import DirectStep, direct_step
 from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here, workers
 from interrupts import Interrupt, PassedPlaces
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
 from processes import ArenaWatch
 
@@ -28,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
+SHAPES = ((12, 8), (5,), (3, 7))
 CASES: dict[str, dict[str, Any]] = {
     "S=1, d=0": {"update_interval": 1, "publish_lag": 0},
     "S=4, d=1": {"update_interval": 4, "publish_lag": 1, "select_interval": 2, "topk_ratio": 0.3},
@@ -39,11 +45,38 @@ MOST_LOST = 0.2
 """Share of the lines at which the state may be lost: those of changes of records, during which nothing waits."""
 
 
+def random(seed: int, device: torch.device = CPU) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+
+
+def sweep(places: Sequence[tuple[Any, int]], outcome_of: Callable[[Interrupt], str]) -> Counter[str]:
+    """How runs ended that were interrupted at each of the places, each at one time that it is passed."""
+    counts: Counter[str] = Counter()
+    for place, time in places:
+        try:
+            counts[outcome_of(Interrupt(place, time))] += 1
+        except Exception as error:
+            raise AssertionError(f"interrupted at {place}, time {time}") from error
+    assert counts["lost"] <= MOST_LOST * counts["whole"] + 1, counts
+    return counts
+
+
+def strides(fast: int, slow: int) -> pytest.MarkDecorator:
+    """Of which places every stride'th is tried."""
+    thorough = pytest.param(slow, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+    return pytest.mark.parametrize("stride", [fast, thorough])
+
+
 class Twins:
     """A training that is interrupted, and one with the same gradients that is not."""
 
     def __init__(self, **keys: Any) -> None:
-        self.interrupted, self.control = DirectStep(random(0), **keys), DirectStep(random(0), **EXACT)
+        options: dict[str, Any] = {"loss_scale": 4.0, "max_norm": 3.0}
+        self.interrupted = DirectStep([random(0)], **options, **keys)
+        self.control = DirectStep([random(0)], **options, **EXACT)
+        for _ in range(BEFORE):
+            self.train(self.interrupted)
 
     def close(self) -> None:
         self.interrupted.close()
@@ -61,24 +94,16 @@ class Twins:
             self.train(theirs)
         theirs.step.flush()
         assert ours.step.is_exact
-        for direct in (ours, theirs):
-            assert int(direct.optimizer.state[direct.master]["step"]) == int(ours.step.count)
-        assert all(torch.equal(a, b) for a, b in zip(ours.state(), theirs.state(), strict=True))
+        assert ours.count == theirs.count == int(ours.step.count)
+        assert all(map(torch.equal, ours.state(), theirs.state()))
 
-    def passed(self) -> PassedPlaces:
-        """Places of a step and the flush after it, in some steps."""
-        with PassedPlaces() as passed:
-            self.train(self.interrupted)
-            self.interrupted.step.flush()
-        return passed
-
-    def interrupt(self, interrupt: Interrupt) -> str:
+    def interrupt(self, context: PassedPlaces) -> str:
         """Interrupts a step and the flush after it, then flushes; returns how it ended."""
         direct = self.interrupted
         for _ in range(BEFORE):
             self.train(direct)
         count = int(direct.step.count)
-        with interrupt:
+        with context:
             self.train(direct)
             direct.step.flush()
         try:
@@ -89,28 +114,26 @@ class Twins:
             return "lost"
         assert int(direct.step.count) in (count, count + 1)
         self.compare()
-        return "whole" if interrupt.raised else "not reached"
+        return "whole"
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stride", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@strides(80, 1)
 def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
-    counts: Counter[str] = Counter()
     twins = Twins(**CASES[name])
-    for _ in range(BEFORE):
-        twins.train(twins.interrupted)
-    for place, time in twins.passed().times(stride=stride):
-        try:
-            outcome = twins.interrupt(Interrupt(place, time))
-        except Exception as error:
-            raise AssertionError(f"interrupted at {place}, time {time}") from error
-        counts[outcome] += 1
+
+    def interrupted(context: PassedPlaces) -> str:
+        nonlocal twins
+        outcome = twins.interrupt(context)
         if outcome == "lost":
             twins.close()
             twins = Twins(**CASES[name])
+        return outcome
+
+    passed = PassedPlaces()
+    interrupted(passed)
+    assert sweep(passed.times(stride=stride), interrupted)["whole"] > 1000 / stride
     twins.close()
-    assert counts["whole"] > 1000 / stride
-    assert counts["lost"] <= MOST_LOST * counts["whole"], counts
 
 
 FIT = Case(steps=8, model_options={"shapes": TINY}, max_norm=1.0)
@@ -140,10 +163,10 @@ class Interrupted(LinearLossModule):
 @functools.cache
 def masters(name: str) -> list[list[Tensor]]:
     """Master weights after each number of steps of `FIT`, uninterrupted; its gradients do not depend on the weights."""
-    return [run_here(replace(FIT, steps=steps).with_keys(**CASES[name])).master for steps in (STEP - 1, STEP)]
+    return [run_here(replace(FIT, steps=n, loop="direct").with_keys(**CASES[name])).master for n in (STEP - 1, STEP)]
 
 
-def interrupted_fit(name: str, context: PassedPlaces, path: Path) -> str:
+def interrupted_fit(name: str, path: Path, context: PassedPlaces) -> str:
     """Interrupts a fit that saves a checkpoint then; returns how it ended."""
     model = Interrupted(shapes=TINY)
     model.context = context
@@ -167,24 +190,17 @@ def interrupted_fit(name: str, context: PassedPlaces, path: Path) -> str:
     state = zero_state(saved[0])
     count = int(state["base_optimizer_state"]["state"][0]["step"])
     expected = torch.cat([w.flatten() for w in masters(name)[count - STEP + 1]])
-    ours = torch.cat([flat.detach() for flat in state["single_partition_of_fp32_groups"]])
-    assert torch.equal(ours, expected)
+    assert torch.equal(torch.cat([flat.detach() for flat in state["single_partition_of_fp32_groups"]]), expected)
     return "whole"
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stride", [1200, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@strides(1500, 60)
 def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) -> None:
-    passed = PassedPlaces()
-    assert interrupted_fit(name, passed, tmp_path / "0") == "whole"
-    counts: Counter[str] = Counter()
-    for number, (place, time) in enumerate(passed.times(stride=stride), 1):
-        try:
-            counts[interrupted_fit(name, Interrupt(place, time), tmp_path / str(number))] += 1
-        except Exception as error:
-            raise AssertionError(f"interrupted at {place}, time {time}") from error
+    passed, folders = PassedPlaces(), (tmp_path / str(number) for number in range(10_000))
+    assert interrupted_fit(name, next(folders), passed) == "whole"
+    counts = sweep(passed.times(stride=stride), lambda interrupt: interrupted_fit(name, next(folders), interrupt))
     assert counts["whole"] > 0
-    assert counts["lost"] <= MOST_LOST * counts["whole"] + 1, counts
 
 
 def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
@@ -219,18 +235,92 @@ def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stride", [700, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@strides(1000, 30)
 def test_a_loop_that_goes_on(name: str, stride: int) -> None:
     passed = PassedPlaces()
     expected = loop(name, passed)
     assert expected is not None
-    counts: Counter[str] = Counter()
-    for place, time in passed.times(stride=stride):
-        try:
-            masters = loop(name, Interrupt(place, time))
-            assert masters is None or torch.equal(masters, expected)
-        except Exception as error:
-            raise AssertionError(f"interrupted at {place}, time {time}") from error
-        counts["lost" if masters is None else "whole"] += 1
-    assert counts["whole"] > 0
-    assert counts["lost"] <= MOST_LOST * counts["whole"] + 1, counts
+
+    def interrupted(context: PassedPlaces) -> str:
+        masters = loop(name, context)
+        assert masters is None or torch.equal(masters, expected)
+        return "lost" if masters is None else "whole"
+
+    assert sweep(passed.times(stride=stride), interrupted)["whole"] > 0
+
+
+def training(device: torch.device = CPU, **keys: Any) -> AbstractContextManager[DirectStep]:
+    return direct_step([random(0, device)], topk_ratio=0, weight_prediction=0, provisional_scale=0, **keys)
+
+
+def steps(direct: DirectStep, numbers: Sequence[int], device: torch.device = CPU) -> None:
+    for number in numbers:
+        direct.backward(random(number, device))
+        direct.join()
+        direct.step.step()
+
+
+def interrupt_backward(direct: DirectStep, seed: int, device: torch.device = CPU) -> None:
+    """The backward pass of a step whose first gradient never comes."""
+    gradients = random(seed, device)
+    for index in reversed(range(1, len(gradients))):
+        direct.receive(index, gradients[index], last=True)
+    direct.join()
+
+
+BACKWARD = pytest.mark.parametrize(("s", "d"), [(1, 0), (1, 1), (4, 1)])
+
+
+@BACKWARD
+def test_interrupted_backward_passes_take_no_slot_and_change_nothing(s: int, d: int) -> None:
+    states = []
+    for n_interrupted in (0, 40):
+        with training(update_interval=s, publish_lag=d) as direct:
+            steps(direct, (1, 2, 3))
+            for number in range(n_interrupted):
+                interrupt_backward(direct, 100 + number)
+                direct.step.flush()
+            direct.step.flush()
+            steps(direct, (4, 5, 6))
+            direct.step.flush()
+            states.append(direct.state())
+    assert all(map(torch.equal, *states))
+
+
+@BACKWARD
+def test_a_step_after_an_interrupted_one_is_in_order(s: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that runs behind: weights that were read again after the interruption, and words that the worker waits for again."""
+    # No answer comes in backward, so that its copies are left to the flush.
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda *_: False)
+    with recorded_device() as device, training(DEVICE, update_interval=s, publish_lag=d) as direct:
+        steps(direct, range(1, 6), DEVICE)
+        interrupt_backward(direct, 6, DEVICE)
+        if d > 0:
+            direct.shown[0].clone()
+        direct.step.flush()
+        steps(direct, range(6, 9), DEVICE)
+        direct.step.flush()
+    assert not device.order.races
+
+
+def test_a_word_that_no_job_waits_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception between the word of a block and its job: the flush forgets the word when it has arrived."""
+    write = JobQueue._write_word
+
+    def interrupting(self: JobQueue, *arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(JobQueue, "_write_word", write)
+        write(self, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with recorded_device() as device, training(DEVICE, update_interval=1, publish_lag=0) as direct:
+        steps(direct, (1, 2, 3), DEVICE)
+        monkeypatch.setattr(JobQueue, "_write_word", interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            direct.backward(random(4, DEVICE))
+        direct.join()
+        direct.step.flush()
+        steps(direct, (4, 5), DEVICE)
+        direct.step.flush()
+    assert not device.order.races
+    # The host's own writes are in no order that the device would record.
+    assert "jobs._forget_words" in {o.place for o in device.order.operations if o.kind == "host wait"}

@@ -1,5 +1,6 @@
 """Launches of a step on a CUDA device, counted without one: a step of few tokens takes as long as the host needs to launch it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,30 +26,25 @@ LLAMA: Shapes = [
 """345 tensors, 268 of them matrices."""
 
 
-def case_of(shapes: Shapes, **strategy_options: Any) -> Case:
-    return Case(
-        # One parameter group: vectors lie between matrices.
-        model="OneGroup",
-        model_options={"shapes": shapes},
-        precision="bf16-true",
-        steps=12,
-        max_norm=1.0,
-        recorded=False,
-        strategy_options=strategy_options,
+def launches(shapes: Shapes, **keys: Any) -> list[Counter[str]]:
+    """Of each step, with one parameter group, in which vectors lie between matrices."""
+    case = Case(
+        model="OneGroup", model_options={"shapes": shapes}, precision="bf16-true", steps=12, max_norm=1.0, loop="direct"
     )
+    with pytest.MonkeyPatch.context() as patch, counted_launches(patch) as counter:
+        run_case(case.with_keys(**{"weight_prediction": "auto", "provisional_scale": "auto", **keys}))
+    return counter.of_steps
 
 
 @pytest.mark.parametrize(
-    ("shapes", "provisional", "ceiling"),
-    [(WITH_BIASES, False, 700), (WITH_BIASES, True, 950), (LLAMA, False, 850), (LLAMA, True, 1450)],
+    ("shapes", "provisional", "ceiling"), [(WITH_BIASES, False, 700), (WITH_BIASES, True, 950), (LLAMA, True, 1450)]
 )
-def test_launches_of_a_step(shapes: Shapes, provisional: bool, ceiling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_step(shapes: Shapes, provisional: bool, ceiling: int) -> None:
     """With S = 4, d = 1: at most 1,500 with provisional updates and 900 without."""
-    case = case_of(shapes, **(APPROXIMATE if provisional else {}))
-    with counted_launches(monkeypatch) as counter:
-        run_case(case)
     # The first windows have changed their columns by then.
-    of_steps = counter.of_steps[7:]
+    of_steps = launches(shapes, **(APPROXIMATE if provisional else {"weight_prediction": 0, "provisional_scale": 0}))[
+        7:
+    ]
     assert max(counts.total() for counts in of_steps) <= ceiling, of_steps
     matrices = sum(len(shape) > 1 for shape in shapes)
     for counts in of_steps:
@@ -58,18 +54,13 @@ def test_launches_of_a_step(shapes: Shapes, provisional: bool, ceiling: int, mon
         assert provisional or counts["factored_step"] == counts["provisional_update"] == 0
 
 
-@pytest.mark.parametrize("interval", ["auto", 4])
-def test_launches_of_a_selecting_step(interval: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_selecting_step() -> None:
     """Squared norms of columns take two launches a matrix, the choice the same number whatever the number of matrices.
 
     The rest of what is counted are operations on the host, which prepare the blocks' changes.
     """
-    of_fixed, matrices = [], sum(len(shape) > 1 for shape in LLAMA)
-    for select_interval in (0, 4):
-        with counted_launches(monkeypatch) as counter:
-            run_case(case_of(LLAMA, update_interval=interval, select_interval=select_interval))
-        of_fixed.append(counter.of_steps[8])
-    usual, selecting = of_fixed
+    usual, selecting = (launches(LLAMA, update_interval=4, select_interval=interval)[8] for interval in (0, 4))
+    matrices = sum(len(shape) > 1 for shape in LLAMA)
     assert selecting["topk"] == 2  # widths
     assert selecting["_local_scalar_dense"] - usual["_local_scalar_dense"] <= 3
     assert selecting["sum"] - usual["sum"] <= matrices + 20

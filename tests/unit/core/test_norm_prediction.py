@@ -36,66 +36,44 @@ def squared_norms(n_steps: int) -> Tensor:
     return (scale + 0.3 * noise).exp()
 
 
-def arrive(prediction: GradientNorms, squared_norm: Tensor) -> None:
-    """Begins a step, in which the first block's gradient arrives: 0-D float64."""
-    prediction.open()
-    prediction.add([squared_norm.reshape(1)])
-    prediction.up_to(0)
-
-
-def end_step(prediction: GradientNorms, squared_norm: Tensor, loss_scale: float = 1.0) -> None:
-    """The second block's gradient arrives."""
-    prediction.add([squared_norm.reshape(1)])
-    prediction.end_step(prediction.up_to(1), finite=torch.tensor(True), loss_scale=loss_scale)
-
-
-def predictions(norms: Tensor, *, loss_scale: float = 1.0) -> Tensor:
-    """Of each step but the first, when the first block's gradient has arrived."""
-    norm = GradientNorms(2, torch.device("cpu"))
-    result = []
-    for step, (first, second) in enumerate(norms * loss_scale**2):
-        arrive(norm, first)
-        if step > 0:
-            result.append(norm.predict(0, loss_scale=loss_scale).clone())
-        end_step(norm, second, loss_scale)
-        if step == 0:
-            assert norm.knows_last
-    return torch.stack(result) / loss_scale**2
+def train(prediction: GradientNorms, norms: Tensor, *, loss_scale: float = 1.0, finite: bool = True) -> list[Tensor]:
+    """Steps in which the second block's gradient arrives after the first one's; what was predicted in between."""
+    predicted = []
+    for first, second in norms * loss_scale**2:
+        prediction.open()
+        prediction.add([first.reshape(1)])
+        prediction.up_to(0)
+        predicted.append(prediction.predict(0, loss_scale=loss_scale).clone() if prediction.knows_last else scalar(0))
+        prediction.add([second.reshape(1)])
+        prediction.end_step(prediction.up_to(1), finite=torch.tensor(finite), loss_scale=loss_scale)
+    return predicted
 
 
 def test_predictions_follow_the_scale_and_average_the_noise() -> None:
     norms = squared_norms(400)
+    found, scaled = (
+        torch.stack(train(GradientNorms(2, torch.device("cpu")), norms, loss_scale=scale)[1:]) / scale**2
+        for scale in (1.0, 1024.0)
+    )
     whole = norms.sum(dim=1)
-    error = (predictions(norms) / whole[1:]).log().abs().mean()
+    error = (found / whole[1:]).log().abs().mean()
     of_last_ratio = (norms[1:, 0] * (whole / norms[:, 0])[:-1] / whole[1:]).log().abs().mean()
     assert error < 0.9 * of_last_ratio
-    torch.testing.assert_close(predictions(norms, loss_scale=1024.0), predictions(norms))
+    torch.testing.assert_close(scaled, found)
 
 
 def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
-    norm = GradientNorms(1, torch.device("cpu"))
-    for squared_norm, finite in ((4.0, True), (math.inf, False), (math.nan, False)):
-        norm.open()
-        norm.add([scalar(squared_norm / 2).reshape(1)])
-        norm.end_step(norm.up_to(0) * 2, finite=torch.tensor(finite), loss_scale=1.0)
-    arrive(norm, scalar(3.0))
-    assert norm.predict(0, loss_scale=1.0).item() == pytest.approx(6.0)
+    norm = GradientNorms(2, torch.device("cpu"))
+    for value, finite in ((2.0, True), (math.inf, False), (math.nan, False)):
+        train(norm, torch.full((1, 2), value, dtype=torch.float64), finite=finite)
+    assert train(norm, torch.full((1, 2), 3.0, dtype=torch.float64))[0].item() == pytest.approx(6.0)
 
 
 def test_predictions_continue_from_a_checkpoint() -> None:
     norms = squared_norms(20)
     whole, first, rest = (GradientNorms(2, torch.device("cpu")) for _ in range(3))
-
-    def train(prediction: GradientNorms, part: Tensor) -> None:
-        for of_first, of_second in part:
-            arrive(prediction, of_first)
-            end_step(prediction, of_second)
-
     assert first.state_dict() is None
-    train(whole, norms)
+    expected = train(whole, norms)
     train(first, norms[:10])
     rest.load_state_dict(first.state_dict())
-    train(rest, norms[10:])
-    for prediction in (whole, rest):
-        arrive(prediction, scalar(1.0))
-    assert torch.equal(rest.predict(0, loss_scale=1.0), whole.predict(0, loss_scale=1.0))
+    assert train(rest, norms[10:]) == expected[10:]

@@ -1,7 +1,5 @@
 """How a rank's partition is cut: nothing lost, nothing twice, rectangles contiguous, blocks of equal size."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,12 +9,11 @@ from lightning_zenflow.core.partition import (
     ALIGNMENT,
     Partition,
     Slice,
-    align,
     build_partition,
     group_begins,
     ranges_of_block,
 )
-from reference import blocks_of_elements
+from reference import blocks_of_elements, slices_of_rank
 
 SHAPE = st.one_of(
     st.tuples(st.integers(1, 40)),
@@ -24,36 +21,6 @@ SHAPE = st.one_of(
     st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
 )
 MODEL = st.lists(st.lists(SHAPE, min_size=1, max_size=4), min_size=1, max_size=3)
-
-
-def slices_of_rank(model: Sequence[Sequence[tuple[int, ...]]], rank: int, ranks: int) -> tuple[list[Slice], list[int]]:
-    """This rank's slices and the partition sizes, element by element."""
-    sizes = []
-    slices = []
-    number = 0
-    begin_of_group = 0
-    for param_group, shapes in enumerate(model):
-        elements = [(number + i, e) for i, shape in enumerate(shapes) for e in range(torch.Size(shape).numel())]
-        size = -(-len(elements) // (2 * ranks)) * 2
-        mine = list(enumerate(elements))[rank * size : (rank + 1) * size]
-        for i, shape in enumerate(shapes):
-            of_parameter = [(at - rank * size, e) for at, (parameter, e) in mine if parameter == number + i]
-            if of_parameter:
-                slices.append(
-                    Slice(
-                        parameter=number + i,
-                        param_group=param_group,
-                        begin=begin_of_group + of_parameter[0][0],
-                        start=of_parameter[0][1],
-                        numel=len(of_parameter),
-                        columns=torch.Size(shape[1:]).numel(),
-                        is_matrix=len(shape) > 1,
-                    )
-                )
-        number += len(shapes)
-        sizes.append(size)
-        begin_of_group += align(size)
-    return slices, sizes
 
 
 def check(partition: Partition, n_blocks: int) -> None:
@@ -99,25 +66,18 @@ def check(partition: Partition, n_blocks: int) -> None:
         assert a.param_group != b.param_group or a.end < b.begin
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(model=MODEL, ranks=st.integers(1, 4), n_blocks=st.integers(1, 9))
 def test_any_partition(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int) -> None:
+    """The oracle sees the same blocks."""
+    groups = [[torch.zeros(shape) for shape in shapes] for shapes in model]
+    blocks = [b.flatten().tolist() for b in blocks_of_elements(groups, n_blocks, ranks)]
     for rank in range(ranks):
-        slices, sizes = slices_of_rank(model, rank, ranks)
+        slices, sizes = slices_of_rank(groups, rank, ranks)
         partition = build_partition(slices, sizes, n_blocks)
         assert partition.group_begins == group_begins(sizes)
         assert all(begin % ALIGNMENT == 0 for begin in partition.group_begins)
         check(partition, n_blocks)
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(model=MODEL, ranks=st.integers(1, 3), n_blocks=st.integers(1, 5))
-def test_the_oracle_sees_the_same_blocks(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int) -> None:
-    groups = [[torch.zeros(shape) for shape in shapes] for shapes in model]
-    blocks = [b.flatten().tolist() for b in blocks_of_elements(groups, n_blocks, ranks)]
-    for rank in range(ranks):
-        slices, sizes = slices_of_rank(model, rank, ranks)
-        partition = build_partition(slices, sizes, n_blocks)
         for number, block in enumerate(partition.blocks):
             for tile in (partition.tiles[t] for t in block.tiles):
                 s = slices[tile.slice]
@@ -125,33 +85,28 @@ def test_the_oracle_sees_the_same_blocks(model: list[list[tuple[int, ...]]], ran
                 assert blocks[s.parameter][first : first + tile.numel] == [number] * tile.numel
 
 
-def test_slice_that_begins_and_ends_in_mid_row() -> None:
-    s = Slice(parameter=0, param_group=0, begin=0, start=7, numel=20, columns=5, is_matrix=True)
-    partition = build_partition([s], [20], 1)
-    assert [(t.rows, t.first_column, t.width) for t in partition.tiles] == [(1, 2, 3), (3, 0, 5), (1, 0, 2)]
-    assert len(partition.blocks) == 1
+def one_slice(start: int, numel: int, columns: int, n_blocks: int) -> Partition:
+    s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=columns > 1)
+    return build_partition([s], [numel + numel % 2], n_blocks)
 
 
-def test_slice_within_one_row() -> None:
-    s = Slice(parameter=0, param_group=0, begin=0, start=11, numel=3, columns=100, is_matrix=True)
-    assert [(t.rows, t.first_column, t.width) for t in build_partition([s], [4], 1).tiles] == [(1, 11, 3)]
+@pytest.mark.parametrize(
+    ("start", "numel", "columns", "tiles"),
+    [(7, 20, 5, [(1, 2, 3), (3, 0, 5), (1, 0, 2)]), (11, 3, 100, [(1, 11, 3)])],
+)
+def test_slices_that_begin_and_end_in_mid_row(
+    start: int, numel: int, columns: int, tiles: list[tuple[int, int, int]]
+) -> None:
+    assert [(t.rows, t.first_column, t.width) for t in one_slice(start, numel, columns, 1).tiles] == tiles
 
 
-def test_one_row_is_cut_anywhere() -> None:
-    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=100, columns=100, is_matrix=True)
-    partition = build_partition([s], [100], 4)
-    assert [(b.begin, b.end) for b in partition.blocks] == [(0, 25), (25, 50), (50, 75), (75, 100)]
-
-
-def test_several_rows_are_cut_between_rows() -> None:
-    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=100, columns=10, is_matrix=True)
-    partition = build_partition([s], [100], 3)
-    assert sorted(b.end - b.begin for b in partition.blocks) == [30, 30, 40]
-
-
-def test_fewer_elements_than_blocks() -> None:
-    s = Slice(parameter=0, param_group=0, begin=0, start=0, numel=2, columns=1, is_matrix=False)
-    assert len(build_partition([s], [2], 7).blocks) == 2
+@pytest.mark.parametrize(
+    ("numel", "columns", "n_blocks", "sizes"), [(100, 100, 4, [25] * 4), (100, 10, 3, [30, 30, 40]), (2, 1, 7, [1, 1])]
+)
+def test_where_blocks_are_cut(numel: int, columns: int, n_blocks: int, sizes: list[int]) -> None:
+    """One row anywhere, several rows between rows; no more blocks than elements."""
+    blocks = one_slice(0, numel, columns, n_blocks).blocks
+    assert sorted(b.end - b.begin for b in blocks) == sizes
 
 
 @pytest.mark.parametrize("sizes", [[], [2], [2, 64]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import TORCH, Implementation, random
+from kernel_cases import TORCH, Implementation, each_with, random
 from lightning_zenflow.kernels.base import SquaredNorms
 from lightning_zenflow.kernels.factored import (
     Factors,
@@ -37,19 +37,14 @@ def test_rounding_repeats_with_the_seed_and_differs_without() -> None:
     assert not torch.equal(draw(3), draw(4))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_types_round_to_nearest(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_exact_values_stay_exact_and_other_types_round_to_nearest(dtype: torch.dtype) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    if dtype == torch.bfloat16:
+        values = values.bfloat16().float()
     target = torch.empty(1000, dtype=dtype)
     round_stochastically_(target, values.clone(), RoundingNoise(1, CPU))
     assert torch.equal(target, values.to(dtype))
-
-
-def test_exact_values_stay_exact() -> None:
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    target = torch.empty_like(values)
-    round_stochastically_(target, values.float(), RoundingNoise(1, CPU))
-    assert torch.equal(target, values)
 
 
 def take_step(on: Implementation, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0) -> Factors:
@@ -57,7 +52,9 @@ def take_step(on: Implementation, moment: SecondMoment, gradient: Tensor, *, sca
     return on.kernels.factored_step_(moment, norms, beta2=0.99, lr=0.1, scale=on.tensor(scale))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (5, 7), (16, 33), (700, 1031)])
+@pytest.mark.parametrize(
+    ("on", "shape"), each_with([(2, 2), (5, 7), (16, 33), (700, 1031)], interpreted=10_000), indirect=["on"]
+)
 def test_factors_are_adafactors(on: Implementation, shape: tuple[int, int]) -> None:
     rows, columns = shape
     moment = SecondMoment.zeros(rows, columns, on.device)
@@ -100,6 +97,7 @@ def test_the_factors_are_torchs(on: Implementation, beta2: float) -> None:
     torch.testing.assert_close(row_scale, expected_rows, rtol=1e-3 if beta2 > 0.99 else 2e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # Triton's interpreter
 @pytest.mark.parametrize(("value", "scale"), [(torch.nan, 1.0), (torch.inf, 1.0), (1e19, 1.0), (0.1, torch.nan)])
 def test_a_step_that_is_not_finite_changes_nothing(on: Implementation, value: float, scale: float) -> None:
     """Neither where only the squares are not, or their sum, or the factor."""
