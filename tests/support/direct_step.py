@@ -208,9 +208,8 @@ def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
                 (loss / case.accumulate).backward()
                 run.losses[-1].append(float(loss.detach() / case.accumulate) * case.accumulate)
                 model.on_train_batch_end(None, torch.tensor(0), number * case.accumulate + micro)
-            step.end_backward()
             in_backward = traffic.h2d_bytes - before
-            run.factors.append(float(step.step().factor))
+            run.factors.append(float(step.step()[0].factor))
             run.h2d_bytes.append((in_backward, traffic.h2d_bytes - before - in_backward))
             if isinstance(configured, dict):
                 scheduler.step()
@@ -222,6 +221,6 @@ def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
         step.flush()
         run.weights = snapshot(model)
         run.skipped = int(step.skipped)
-        run.in_backward_jobs = direct.parts.step.counters.read(worker_pid=None).in_backward_jobs
+        run.in_backward_jobs = direct.parts.step.counters.read().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)
         return run, direct.flat_state()

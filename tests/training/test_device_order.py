@@ -54,9 +54,7 @@ CASES = {
     # As from layers that torch compiles.
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
     "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
-    "a tail": replace(
-        NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))
-    ).with_keys(**AUTO),
+    "a tail": replace(NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
         model="FreezingModule",
@@ -162,12 +160,12 @@ def test_a_step_does_not_wait(name: str) -> None:
 def test_what_goes_down_and_where() -> None:
     operations = of_step(recorded("fixed gradients"), 12)
     # Neither the passes over the next gradient wait for PCIe nor the copies for the passes.
-    copying = {o.actor for o in operations if o.kind == "d2h" and "route" in o.place}
+    copying = {o.actor for o in operations if o.kind == "d2h" and o.place == "base.route"}
     assert len(copying) == 1
-    passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.place != "step_words.write"]
+    passes = [o for o in operations if o.actor in copying and o.kind == "launch" and o.place != "arena.write"]
     assert passes == []
     # In one copy, so that no factor can be read with another step's number.
-    assert [o.n_bytes for o in operations if o.kind == "d2h" and o.place == "step_words.write"] == [16]
+    assert [o.n_bytes for o in operations if o.kind == "d2h" and o.place == "arena.write"] == [16]
 
 
 def test_the_loss_scale_is_read_while_the_rest_of_the_step_is_queued() -> None:

@@ -189,30 +189,35 @@ class CannotBuild(pl.Callback):
     """Makes rank 1 fail at set-up; when training ends with the error, no rank has a worker."""
 
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    worker_cores: list[int] | None = None
+    only_core: int | None = None
+    """The core that the rank may use, if it is not all of them."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         assert isinstance(trainer.strategy, ZenFlowStrategy)
         if trainer.global_rank == 1:
             os.environ.update(self.environment)
-            if self.worker_cores is not None:
-                trainer.strategy.zenflow_config.worker_cores = self.worker_cores
+            if self.only_core is not None:
+                self.cores = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, {self.only_core})
 
     @override
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         for name in self.environment:
             os.environ.pop(name, None)
+        if self.only_core is not None and trainer.global_rank == 1:
+            os.sched_setaffinity(0, self.cores)
         assert workers() == []
 
 
 def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
     breaks = {
         "/no/such/worker": CannotBuild(environment={"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
-        "worker_cores must be": CannotBuild(worker_cores=[99999]),
+        "worker_cores must be": CannotBuild(only_core=first),
         "ZENFLOW_KERNELS must be": CannotBuild(environment={"ZENFLOW_KERNELS": "none"}),
     }
-    case = Case(model_options={"shapes": TINY}, fails=True)
+    case = Case(model_options={"shapes": TINY}, fails=True).with_keys(worker_cores=[first, second])
     runs = run_on_ranks({str(i): dataclasses.replace(case, callbacks=(b,)) for i, b in enumerate(breaks.values())})
     for message, (other, failed) in zip(breaks, runs.values(), strict=True):
         assert failed.error is not None and other.error is not None
