@@ -22,7 +22,7 @@ STEP = 6
 def documented() -> set[str]:
     """Files that the section names, in code spans."""
     section = ARCHITECTURE.read_text().partition("\n## A gradient's way\n")[2].partition("\n## ")[0]
-    return set(re.findall(r"`([a-z_]+/[a-z_]+\.py)`", section))
+    return set(re.findall(r"`((?:[a-z_]+/)?[a-z_]+\.py)`", section))
 
 
 class Entered:
