@@ -235,7 +235,7 @@ class ZenFlowStrategy(CheckpointHooks):
         Time from a forward pass in evaluation mode to the next one in training is not part of a step.
 
         Returns:
-            Values by the names of docs/metrics.md; none before the first step, and none between two calls without a step.
+            Values by the names of docs/tuning.md; none before the first step, and none between two calls without a step.
         """
         if self._meter is None:
             return {}

@@ -1,6 +1,6 @@
 """Metrics of `StallMonitor`: their names, and their values between two readings of the counters. Pure Python.
 
-docs/metrics.md repeats `METRICS`; a test compares both with what a training logs.
+docs/tuning.md repeats `METRICS`; a test compares both with what a training logs.
 """
 
 import math

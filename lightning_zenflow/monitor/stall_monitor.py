@@ -19,7 +19,7 @@ _PROGRESS_BAR_PERIOD_NS = 1_000_000_000
 class StallMonitor(pl.Callback):
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
-    `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/metrics.md lists all metrics. They are those of rank zero; the callback
+    `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
     does nothing on other ranks. It never synchronises the device, whose times are read a step or more later.
 
     Args:
