@@ -26,11 +26,9 @@ _LOST = "\nLost: "
 @dataclass(frozen=True)
 class _Rank:
     node: int
+    processes: str
+    """Identity of the process numbers: ranks of a node with the same one see each other's processes."""
     host: str = field(default_factory=lambda: os.uname().nodename)
-    processes: str = field(
-        default_factory=lambda: read_file(Path("/proc/sys/kernel/random/boot_id")) + os.readlink("/proc/self/ns/pid")
-    )
-    """Identity of the process numbers: ranks with the same one see each other's processes."""
     pid: int = field(default_factory=os.getpid)
     training: str = field(default_factory=lambda: uuid.uuid4().hex)
     """A random name; that of rank 0 is the training's."""
@@ -53,7 +51,8 @@ class LostRanks:
     """
 
     def __init__(self, node: int) -> None:
-        self._own = _Rank(node)
+        namespace = read_file(Path("/proc/sys/kernel/random/boot_id")) + os.readlink("/proc/self/ns/pid")
+        self._own = _Rank(node, f"{node} {namespace}")
         self._ranks: list[_Rank] = []
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
