@@ -66,7 +66,6 @@ class JobQueue:
         in_flight: the jobs.
         schedule: S and d of all blocks but the tail.
         staggered: S and d of each block.
-        prediction_steps: steps along the momentum by which the jobs submitted last are published ahead of the exact weights.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
-        self.prediction_steps = 0.0
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
         self.in_flight = JobsInFlight(rank, worker, slots, publisher, has_scratch=in_backward)
         self._longest = self._largest_lag = 0
@@ -175,7 +173,6 @@ class JobQueue:
         """
         self._end_fill(step)
         closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
-        self.prediction_steps = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
         # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
         for block in sorted(closing, key=lambda block: block in self.staggered.tail):
             if block not in self._submitted_in_backward:
@@ -205,7 +202,7 @@ class JobQueue:
         while not self.in_flight.buffers.n_free:
             # Every job that was submitted in this backward pass gives its own back.
             self.in_flight.read_answer("slot")
-        self.prediction_steps = self._compensation.prediction_steps(self.schedule, beta1)
+        ahead = self._compensation.prediction_steps(self.schedule, beta1)
         buffer, copied = self.in_flight.buffers.next()
         self._write_word(self._rank.arena.block_words, block, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
@@ -213,7 +210,6 @@ class JobQueue:
         with self._rank.books:
             window = self._fill_window(block, step)
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
-            ahead = self.prediction_steps
             self.in_flight.enqueue(
                 block, window, buffer, due_step=step, prediction_steps=ahead, overwritable=overwritable
             )

@@ -1,4 +1,4 @@
-"""Copies of ZeRO-Offload across PCIe, and the size of an arena, in bytes."""
+"""Size of an arena, in bytes."""
 
 import torch
 
@@ -6,24 +6,6 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
-
-
-def zero_offload_traffic(*, dtype_bytes: int, accumulate_grad_batches: int) -> tuple[int, int]:
-    """Copies of ZeRO-Offload (DeepSpeed 0.19.8) in one optimizer step, in bytes per parameter.
-
-    fp32 gradients go to the host (`async_inplace_copy_grad_to_fp32_buffer_from_gpu`), weights of the model's dtype to the device. With
-    accumulation, the running sum goes to the host after each micro-batch and back for the next (`async_accumulate_grad_in_cpu_via_gpu`).
-
-    Args:
-        dtype_bytes: bytes of a weight and of a gradient.
-        accumulate_grad_batches: micro-batches in an optimizer step.
-
-    Returns:
-        (device to host, host to device).
-    """
-    b, n = dtype_bytes, accumulate_grad_batches
-    sums_d2h, sums_h2d = (b * n, b * (n - 1)) if n > 1 else (0, 0)
-    return 4 + sums_d2h, b + sums_h2d
 
 
 def arena_bytes_of(

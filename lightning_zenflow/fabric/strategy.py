@@ -79,7 +79,6 @@ class ZenFlowStrategy(CheckpointHooks):
         self._forward = ExitStack()
         self._meter: StepMeter | None = None
         self._timeline: TimelineFile | None = None
-        self._accumulated = 1
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
 
@@ -217,7 +216,7 @@ class ZenFlowStrategy(CheckpointHooks):
             raise MisconfigurationException(
                 f"optimizer.step must be called without arguments under ZenFlow, got {', '.join(kwargs)}; call `fabric.backward` before it"
             )
-        self._accumulated = self._after_backward("optimizer.step").micro_batches
+        self._after_backward("optimizer.step")
         max_norm, self._norm_of_step = self._norm_of_step, None
         self._trained("optimizer.step").clip_to(self._max_norm if max_norm is None else max_norm)
         self._engine.set_gradient_accumulation_boundary(True)

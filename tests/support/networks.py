@@ -5,9 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd  # private: the public backends cannot be counted
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -70,31 +68,6 @@ class PerceptronAtOnce(Perceptron):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.through = lambda layer, x: _AllAtOnce.apply(x, layer.weight, layer.bias)
-
-
-class CompiledPerceptron(Perceptron):
-    """As `Perceptron`, with layers that torch compiles: each one's gradients arrive together, from one graph.
-
-    The graphs run operation by operation, so that no compiler is needed and each operation can be seen.
-    """
-
-    graphs_run = 0
-    """By all instances, forward and backward."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.through = torch.compile(through, backend=_operation_by_operation, dynamic=False)
-
-
-def _counted(graph: torch.fx.GraphModule, _: Any) -> Any:
-    def run(*args: Any) -> Any:
-        CompiledPerceptron.graphs_run += 1
-        return graph(*args)
-
-    return make_boxed_func(run)
-
-
-_operation_by_operation = aot_autograd(fw_compiler=_counted)
 
 
 class SmallNet(TestModule):
