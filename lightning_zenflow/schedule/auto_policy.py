@@ -2,9 +2,6 @@
 
 It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these answers:
 
-* *Gradient rule* (Zen-auto; ZenFlow, arXiv 2505.12242, section 3.3; `auto_ratio`): a window closes before the gradient deferred in it
-  exceeds the gradient applied at once. This bounds S from above, but not below 4: up to S = 4 deferring costs no accuracy
-  (docs/convergence.md).
 * *Steps wait*: a staler schedule, the least stale one that hides. If steps with d = 0 wait although the work hides, the last blocks are
   late, which a longer window would not change: the device takes them (the tail), as many as the wait takes to update, up to half of all
   blocks; where it cannot, d grows.
@@ -35,9 +32,6 @@ _RETRY = 0.75
 
 _IN_BACKWARD = 0.55
 """Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step."""
-
-_SMALLEST_BOUND, _BOUND_SLACK = 4, 1.25
-"""The gradient rule asks for no smaller S, and the slack keeps noise from moving the present one."""
 
 LARGEST_TAIL = 0.5
 """Largest share of the blocks in the tail, which takes 14 bytes of device memory a weight."""
@@ -146,12 +140,9 @@ class SchedulePolicy:
         self._allows_tail = allows_tail
         self.schedule = first_schedule(self._candidates, hides_in_backward=hides_in_backward)
         self.tail = 0.0
-        self._max_interval: float | None = None  # running mean of the gradient rule's results
         self._tried: dict[UpdateSchedule, float] = {}  # the load at which a less stale schedule was taken
 
-    def observe(
-        self, load: float, stall: float, *, tail: float = 1.0, max_interval_by_gradients: float | None = None
-    ) -> str | None:
+    def observe(self, load: float, stall: float, *, tail: float = 1.0) -> str | None:
         """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` or `tail` where that is due.
 
         Args:
@@ -159,25 +150,19 @@ class SchedulePolicy:
             stall: share of the time spent waiting for the worker.
             tail: share of all blocks that would be in the tail if every rank's tail took in the blocks that the rank waits for; 1 if the
                 device has no room for them.
-            max_interval_by_gradients: steps after which the deferred gradient equals the gradient applied at once (`topk.importance`);
-                None if unknown.
 
         Returns:
             Reason of the change, for the log; None if there is none.
         """
-        allowed = self._allowed(max_interval_by_gradients)
         present, in_backward = self.schedule, self._in_backward
-        if present not in allowed:
-            self.schedule = next(c for c in reversed(allowed) if c.publish_lag == present.publish_lag)
-            return "the gradient rule allows no longer windows"
         of_one = load / self._cost(present)  # the load of S = 1 with a lag
-        loads = {c: of_one * self._cost(c) for c in allowed}
+        loads = {c: of_one * self._cost(c) for c in self._candidates}
         occupied = occupancies(loads, in_backward=in_backward)
         # Where the load has risen since a less stale schedule was tried, it was not the schedule's fault.
         self._tried = {c: tried for c, tried in self._tried.items() if c >= present or of_one <= tried / _RETRY}
         if stall > SMALL_STALL:
             hides, grows = occupied[present] <= HIDDEN, self.tail < tail <= LARGEST_TAIL
-            staler = [c for c in allowed if c > present and occupied[c] < occupied[present]]
+            staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
             if present.publish_lag == 0 and hides:
                 staler = [c for c in staler if c.publish_lag > 0]
             if grows and self._allows_tail and present.publish_lag == 0 and (hides or not staler):
@@ -187,38 +172,26 @@ class SchedulePolicy:
             else:
                 return None
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
-        for c in allowed:
+        for c in self._candidates:
             if c < present and occupied[c] <= LIKELY_HIDDEN and of_one <= _RETRY * self._tried.get(c, math.inf):
                 self.schedule, self._tried[c] = c, of_one
                 return f"the worker needs {load:.2f} of a step only"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule and the state of the gradient rule, as plain numbers. What was tried is forgotten."""
+        """The schedule and the tail, as plain numbers. What was tried is forgotten."""
         return {
             "update_interval": self.schedule.update_interval,
             "publish_lag": self.schedule.publish_lag,
             "tail": self.tail,
-            "max_interval_by_gradients": self._max_interval,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; ignores a schedule that is not a candidate, and a tail that is not allowed."""
         schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
         if schedule in self._candidates:
-            self.schedule, self._max_interval = schedule, state["max_interval_by_gradients"]
+            self.schedule = schedule
             self.tail = state["tail"] if self._allows_tail else 0.0
 
     def _cost(self, schedule: UpdateSchedule) -> float:
         return relative_cost(schedule.update_interval, tentative=self._in_backward and schedule.publish_lag == 0)
-
-    def _allowed(self, max_interval_by_gradients: float | None) -> list[UpdateSchedule]:
-        """Candidates that the gradient rule allows."""
-        new, mean, present = max_interval_by_gradients, self._max_interval, self.schedule.update_interval
-        if new is not None:
-            self._max_interval = mean = 0.5 * ((new if mean is None else mean) + new)
-        if mean is None:
-            return self._candidates
-        stays = present <= _BOUND_SLACK * mean
-        bound = max(mean, _SMALLEST_BOUND, self._candidates[0].update_interval, present if stays else 0)
-        return [c for c in self._candidates if c.update_interval <= bound]

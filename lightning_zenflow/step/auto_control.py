@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy, has_room, runtime_of
@@ -74,11 +73,6 @@ class ScheduleControl:
         return self._auto.schedule
 
     @property
-    def observes_next(self) -> bool:
-        """Whether the next step is the last one before a look, so that it should measure the gradient rule."""
-        return self._sent is None and self._left_out == 0 and len(self._steps) + 1 == self._length
-
-    @property
     def _length(self) -> int:
         """Steps that are measured before the next look."""
         return max(self._shortest, self.schedule.update_interval)
@@ -108,16 +102,13 @@ class ScheduleControl:
         self._left_out = 1 + max(s, longest) + d
         self._last = self._clocks()
 
-    def end_step(
-        self, step: int, plan: StepPlan, *, max_interval_by_gradients: Tensor | None, may_change: bool
-    ) -> str | None:
+    def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
         """Adds a step to the measured ones; reduces them when they are enough, or reads what was reduced and decides.
 
         Args:
             step: number of the step.
             plan: kind of the step. One that changes columns waits for reasons of its own and is left out. In a synchronous one the worker
                 computes for one gradient, as with S = 1, and its wait is not the schedule's.
-            max_interval_by_gradients: 0-D on the device, the same on every rank; None if it was not measured.
             may_change: whether the schedule may change after this step; the same on every rank.
 
         Returns:
@@ -136,7 +127,7 @@ class ScheduleControl:
             tail = self._tail_without_wait(load, stall)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
             readable = step + self.schedule.publish_lag + 1
-            self._sent = readable, self._reduce(load, stall, max_interval_by_gradients, tail), tail
+            self._sent = readable, self._reduce(load, stall, tail), tail
         if self._sent is None or step < self._sent[0]:
             self.waits = False
             return None
@@ -146,10 +137,10 @@ class ScheduleControl:
     def _decide(self, reduced: AsyncHostCopy, tail: frozenset[int]) -> str | None:
         self._sent, self._shortest = None, _LOOK
         self._steps.clear()
-        load, stall, interval, no_room, *shares = reduced.read().tolist()
+        load, stall, no_room, *shares = reduced.read().tolist()
         share = 1.0 if no_room else statistics.fmean(shares)
         longest, tail_before = self.schedule.update_interval, self._auto.tail
-        reason = self._auto.observe(load, stall, tail=share, max_interval_by_gradients=interval or None)
+        reason = self._auto.observe(load, stall, tail=share)
         if self._auto.tail != tail_before:
             self.tail = tail
         self.interrupt(longest)
@@ -178,19 +169,15 @@ class ScheduleControl:
         # The state, and the gradient in the model's type.
         return has_room(numel * (STATE_BYTES + self._rank.dtype.itemsize), self._rank.device)
 
-    def _reduce(
-        self, load: float, stall: float, max_interval_by_gradients: Tensor | None, tail: frozenset[int]
-    ) -> AsyncHostCopy:
-        """The largest of all ranks, float64: [load, stall, max_interval_by_gradients, whether the device has no room for the tail, share of
-        the tail in the blocks of rank 0, of rank 1, ...]; an unknown interval is 0.
+    def _reduce(self, load: float, stall: float, tail: frozenset[int]) -> AsyncHostCopy:
+        """The largest of all ranks, float64: [load, stall, whether the device has no room for the tail, share of the tail in the blocks of
+        rank 0, of rank 1, ...].
         """
         shares = [0.0] * dist.get_world_size(self._group)
         shares[dist.get_rank(self._group)] = len(tail) / max(1, self._arrivals.n_blocks)
-        numbers = [load, stall, 0.0, float(not self._can_own(tail - self.tail)), *shares]
+        numbers = [load, stall, float(not self._can_own(tail - self.tail)), *shares]
         local = runtime_of(self._rank.device).empty_on_host((len(numbers),), torch.float64)
         local.copy_(torch.tensor(numbers, dtype=torch.float64))
         values = local.to(self._rank.device, non_blocking=True, copy=True)
-        if max_interval_by_gradients is not None:
-            values[2] = torch.nan_to_num(max_interval_by_gradients, nan=0.0, posinf=0.0, neginf=0.0)
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return AsyncHostCopy(values)

@@ -34,10 +34,8 @@ class StepPlan:
     """The step ends with weights that have all of its gradients, so that no provisional update is needed."""
     submits_in_backward: bool
     """Blocks whose window closes are submitted as soon as their gradient is complete."""
-    measures: bool
-    """Column proxies are added up."""
     selects: bool
-    """The proxies decide on new columns."""
+    """Column proxies are added up and decide on new columns."""
     releases: bool
     """The device gives up its columns, because nothing is late any more."""
 
@@ -71,4 +69,4 @@ class StepContext:
     schedule: StaggeredSchedule
     """S and d of each block."""
     column_norms: ColumnSquaredNorms | None
-    """Sums for the column proxies; None in steps that do not measure them."""
+    """Sums for the column proxies; None in steps that do not select."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.deferred.jobs import JobQueue
@@ -37,11 +36,6 @@ class Planner:
         self._control = control
         self._selector = selector
         self._synchronous_until = self._changing_until = 0
-
-    @property
-    def changes_schedule(self) -> bool:
-        """Whether S or d is chosen while training goes on."""
-        return self._control is not None
 
     @property
     def tail(self) -> frozenset[int]:
@@ -93,14 +87,12 @@ class Planner:
         may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits)
         selects = may_change and wants_columns and self._selector.measures(step)
         releases = may_change and not wants_columns and self._selector.n_selections > 0
-        observes = self._control is not None and self._control.observes_next
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,
             shows_exact_weights=synchronous or self._jobs.staggered.is_immediate,
             # In a step that changes columns, windows must end after the change.
             submits_in_backward=in_backward and not (synchronous or selects or releases),
-            measures=selects or (wants_columns and observes),
             selects=selects,
             releases=releases,
         )
@@ -119,13 +111,12 @@ class Planner:
         if self._control is not None:
             self._control.interrupt()
 
-    def end_step(self, step: int, plan: StepPlan, max_interval_by_gradients: Tensor | None) -> bool:
+    def end_step(self, step: int, plan: StepPlan) -> bool:
         """Changes the schedule or the tail where that is due, and logs the change.
 
         Args:
             step: step that has ended.
             plan: plan of the step.
-            max_interval_by_gradients: result of the gradient rule in the step (`importance.max_interval_by_gradients`), if it was measured.
 
         Returns:
             Whether the tail has changed, on any rank.
@@ -136,9 +127,7 @@ class Planner:
         if self._control is None:
             return False
         before = self._control.schedule
-        reason = self._control.end_step(
-            step, plan, max_interval_by_gradients=max_interval_by_gradients, may_change=step >= self._changing_until
-        )
+        reason = self._control.end_step(step, plan, may_change=step >= self._changing_until)
         if reason is None:
             return False
         schedule, tail = self._control.schedule, self._control.tail

@@ -1,8 +1,8 @@
 """Components of an optimizer step, and the state of a run besides AdamW's, with which a resumed run continues bit for bit.
 
-Layout 4, of plain numbers, lists and CPU tensors::
+Layout 5, of plain numbers, lists and CPU tensors::
 
-    version: 4
+    version: 5
     layout
         config          keys that change numbers, with their values
         world_size
@@ -19,8 +19,8 @@ Layout 4, of plain numbers, lists and CPU tensors::
     planner
         synchronous_until, changing_until
         selector        current, check_interval, misses (in a row), next, epoch, n_selections
-        schedule        None for fixed S and d; else update_interval, publish_lag, max_interval_by_gradients,
-                        tail (share of all ranks' blocks), tail_blocks (the rank's own)
+        schedule        None for fixed S and d; else update_interval, publish_lag, tail (share of all ranks' blocks),
+                        tail_blocks (the rank's own)
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
         clip            clip coefficient of the last applied step, NaN before the first
@@ -48,7 +48,7 @@ from lightning_zenflow.worker.rank_state import RankState
 CHECKPOINT_KEY = "zenflow"
 """In DeepSpeed's optimizer state of a rank; DeepSpeed itself reads the keys it knows only."""
 
-VERSION = 4
+VERSION = 5
 """Number of the layout; a checkpoint of another one is refused."""
 
 

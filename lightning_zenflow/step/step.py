@@ -193,7 +193,7 @@ class ZenFlowStep:
             self._ownership.step(groups, scale)
         self._provisional.end_step(scale, loss_scale)
         # select
-        max_interval = self._select(context)
+        self._select(context)
         # submit
         closed = self._jobs.submit_closing(
             number,
@@ -213,7 +213,7 @@ class ZenFlowStep:
         self._gather_weights()
 
         self._telemetry.stalls.steps += 1
-        if self._planner.end_step(number, plan, max_interval):
+        if self._planner.end_step(number, plan):
             self._own_tail()
         self._telemetry.stalls.begin_step(self.number + 1)
         self._end_micro_batches()
@@ -361,7 +361,7 @@ class ZenFlowStep:
                 plan=plan,
                 inputs=inputs,
                 schedule=self._jobs.staggered,
-                column_norms=self._selector.new_column_norms() if plan.measures else None,
+                column_norms=self._selector.new_column_norms() if plan.selects else None,
             )
             self._fill.open(self._context)
             self._state = StepState.OPEN
@@ -373,28 +373,24 @@ class ZenFlowStep:
         if self._planner.tail:
             self._ownership.own_entirely(self._planner.tail, self._freezing.all_columns())
 
-    def _select(self, context: StepContext) -> Tensor | None:
-        """Adds the proxies over the ranks, and selects where that is due; returns the result of the gradient rule of `auto`."""
+    def _select(self, context: StepContext) -> None:
+        """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
         norms, selector = context.column_norms, self._selector
-        columns, max_interval = None, None
+        columns = None
         if context.plan.releases:
             selector.start_over()
             columns = self._freezing.no_columns()
         if norms is not None:
             self._add_over_ranks(norms.flat)
-            if self._planner.changes_schedule:
-                max_interval = selector.max_interval_by_gradients(norms, self._config.auto_ratio)
             knows_columns = selector.n_selections > 0
             if knows_columns:
                 self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
-            if context.plan.selects:
-                # The host waits for the proxies; counted as stall.
-                with self._telemetry.stalls.measure("select"):
-                    selected = selector.select(norms, context.number)
-                columns = None if selected is None else self._freezing.of_slices(selected)
-                if not knows_columns:
-                    self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+            # The host waits for the proxies; counted as stall.
+            with self._telemetry.stalls.measure("select"):
+                selected = selector.select(norms, context.number)
+            columns = None if selected is None else self._freezing.of_slices(selected)
+            if not knows_columns:
+                self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
         if columns is not None:
             self._ownership.select(columns)
             self._planner.columns_change(context.number)
-        return max_interval

@@ -4,8 +4,6 @@ A column's importance is the squared norm of its gradient (ZenFlow, arXiv 2505.1
 sums over its own rows, and the sums are added over the ranks: one float per column instead of the gradient itself.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -55,35 +53,3 @@ def owned_norm_share(column_norms: Tensor, owned: Tensor) -> Tensor:
         0-D float32 on the device; not finite where the gradients are not, or are all zero.
     """
     return (column_norms * owned).sum() / column_norms.sum()
-
-
-def max_interval_by_gradients(column_norms: Sequence[Tensor], owned: Sequence[Tensor], share: float) -> Tensor:
-    """Number of steps after which deferred gradients weigh as much as those that the device applies at once.
-
-    The gradient rule of Zen-auto (arXiv 2505.12242, section 3.3; DeepSpeed's `auto_ratio`). Magnitudes are per entry, and deferred
-    gradients add up over the steps. A matrix is full when the root mean square of its host-owned entries, times the steps, reaches that
-    of its device-owned ones; the result is the step at which `share` of all matrices are full. A matrix does not count if the device owns
-    all of its columns or none.
-
-    Args:
-        column_norms: for each number of columns, the sums of squares, [matrices, columns] float32; at least one.
-        owned: the same of whether the device owns the columns, bool.
-        share: 0 to 1.
-
-    Returns:
-        0-D float32 on the device; not finite if the gradients are not, or if no matrix counts.
-    """
-    full_at, counts, is_finite = [], [], []
-    for squared_norms, mine in zip(column_norms, owned, strict=True):
-        n, k = squared_norms.shape[-1], mine.sum(-1)
-        total, at_once = squared_norms.sum(-1), (squared_norms * mine).sum(-1)
-        waiting = (total - at_once).clamp_(min=0.0)
-        counts.append((k > 0) & (k < n))
-        full_at.append((at_once / k / (waiting / (n - k))).sqrt())
-        is_finite.append(torch.isfinite(total).all())
-    counting = torch.cat(counts)
-    # Those that do not count come last.
-    ascending = torch.where(counting, torch.cat(full_at), torch.inf).sort().values
-    index = (counting.sum() * share).ceil().long().sub_(1).clamp_(min=0)
-    # Not `ascending[index]`, which waits for the device.
-    return torch.where(torch.stack(is_finite).all(), ascending.index_select(0, index.view(1))[0], torch.nan)

@@ -14,7 +14,6 @@ from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
 from lightning_zenflow.topk.importance import (
     column_count,
     count_kept,
-    max_interval_by_gradients,
     owned_norm_share,
     select_columns,
 )
@@ -154,16 +153,6 @@ class Selector:
     def new_column_norms(self) -> ColumnSquaredNorms:
         """New sums for the proxies of one step."""
         return ColumnSquaredNorms(self._layout, self._device)
-
-    def max_interval_by_gradients(self, column_norms: ColumnSquaredNorms, share: float) -> Tensor | None:
-        """The gradient rule for the present columns and reduced proxies, see `importance`. Does not wait for the device.
-
-        Returns:
-            None if the model has no matrix.
-        """
-        if self._layout.numel == 0:
-            return None
-        return max_interval_by_gradients(column_norms.by_width(), self._layout.by_width(self._current.owned), share)
 
     def owned_norm_share(self, column_norms: ColumnSquaredNorms) -> Tensor:
         """Share of the gradient's squared norm in the present columns by reduced proxies, see `importance`. Does not wait."""

@@ -181,7 +181,7 @@ class Run:
     """AdamW's step count of each parameter group, as checkpoints hold it."""
     skipped: int = 0
     schedules: list[tuple[int, int]] = field(default_factory=list)
-    """[step]: S and d after it, where they are "auto"."""
+    """[step]: S and d after it."""
     in_backward_jobs: int = 0
     """Jobs that were submitted in backward; this and the next one of a case with `loop="direct"`."""
     h2d_bytes: list[tuple[int, int]] = field(default_factory=list)
@@ -211,7 +211,7 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
-        if optimizer is not None and optimizer.parts.planner.changes_schedule:
+        if optimizer is not None:
             schedule = optimizer.schedule
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
 from torch import distributed as dist
 
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
@@ -32,13 +31,11 @@ class ScriptedSchedule:
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
-        self.observes_next = True
         self.waits = False
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
-        share = {"tail": len(self.tail) / 16, "max_interval_by_gradients": None}
-        return {**dataclasses.asdict(self.schedule), **share, "tail_blocks": sorted(self.tail)}
+        return {**dataclasses.asdict(self.schedule), "tail": len(self.tail) / 16, "tail_blocks": sorted(self.tail)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `ScheduleControl.load_state_dict`."""
@@ -48,9 +45,7 @@ class ScriptedSchedule:
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
-    def end_step(
-        self, step: int, plan: StepPlan, *, max_interval_by_gradients: Tensor | None, may_change: bool
-    ) -> str | None:
+    def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
         """As `ScheduleControl.end_step`."""
         due = bool(self._script) and step >= self._script[0][0]
         self.waits = due and not may_change

@@ -32,7 +32,6 @@ def run(
     n_steps: int = 1500,
     intervals: list[int] = INTERVALS,
     lags: list[int] = LAGS,
-    max_interval_by_gradients: Callable[[int], float | None] = lambda step: None,
     backward: float = 0.0,
     last: float = 0.0,
     allows_tail: bool = False,
@@ -77,11 +76,7 @@ def run(
         if len(measured) == length:
             seen = load_and_stall(measured)
             more = blocks_waited_for(*seen, n_blocks=N_BLOCKS, update_interval=s)
-            auto.observe(
-                *seen,
-                tail=min(1.0, (n_late + more) / N_BLOCKS),
-                max_interval_by_gradients=max_interval_by_gradients(step),
-            )
+            auto.observe(*seen, tail=min(1.0, (n_late + more) / N_BLOCKS))
             left_out, length = 1 + max(s, auto.schedule.update_interval) + d, max(32, auto.schedule.update_interval)
             measured.clear()
     return steps
@@ -196,15 +191,6 @@ def test_jitter_of_both_sides(seed: int, load: float) -> None:
 def test_single_slow_steps_change_nothing() -> None:
     steps = run(lambda step: 7.0 if step % 400 == 0 else 0.6, device_s=lambda step: 20.0 if step % 50 == 0 else 1.0)
     assert {step[:2] for step in steps[-1000:]} == {(1, 1)}
-
-
-def test_the_gradient_rule() -> None:
-    """It bounds S, not below 4; noise does not move the bound, training does."""
-    noise = random.Random(1)
-    steps = run(lambda step: 9.0, max_interval_by_gradients=lambda step: 8 + noise.uniform(-1, 1))
-    assert {step[0] for step in steps[-1000:]} == {8}
-    steps = run(lambda step: 9.0, max_interval_by_gradients=lambda step: 20.0 if step < 500 else 1.0)
-    assert (steps[450][0], steps[-1][0]) == (16, 4)
 
 
 def test_times_of_steps_are_summed_up_without_the_slowest() -> None:

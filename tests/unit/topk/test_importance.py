@@ -1,6 +1,4 @@
-"""Selection of columns against brute force, and the gradient rule by hand."""
-
-import math
+"""Selection of columns against brute force."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_zenflow.topk.column_norms import ColumnLayout, ColumnSquaredNorms
-from lightning_zenflow.topk.importance import column_count, count_kept, max_interval_by_gradients, select_columns
+from lightning_zenflow.topk.importance import column_count, count_kept, select_columns
 from reference import owned_elements
 
 
@@ -89,31 +87,3 @@ class TestColumnLayout:
 def test_kept_columns(before: list[int], fresh: list[int], kept: int) -> None:
     mask = torch.tensor([column in before for column in range(9)])
     assert count_kept(mask, torch.tensor(fresh, dtype=torch.int64)) == kept
-
-
-def max_interval(column_norms: list[list[list[float]]], owned: list[list[list[int]]], share: float) -> float:
-    """Of matrices by width, and the columns of them that are owned."""
-    norms = [torch.tensor(of_width) for of_width in column_norms]
-    masks = [
-        torch.tensor([[column in mine for column in range(of_width.shape[1])] for mine in columns])
-        for of_width, columns in zip(norms, owned, strict=True)
-    ]
-    return float(max_interval_by_gradients(norms, masks, share))
-
-
-class TestMaxIntervalByGradients:
-    @pytest.mark.parametrize(("share", "steps"), [(0.99, 4.0), (0.5, 3.0), (0.0, 3.0)])
-    def test_by_hand(self, share: float, steps: float) -> None:
-        column_norms = [[[1.0] * 2], [[16.0, 1.0, 1.0], [1.0] * 3], [[9.0, 9.0, 1.0, 1.0]]]
-        assert max_interval(column_norms, [[[0, 1]], [[0], []], [[0, 1]]], share) == pytest.approx(steps)
-
-    def test_nothing_to_compare(self) -> None:
-        assert not math.isfinite(max_interval([[[1.0] * 3]], [[[]]], 0.99))
-
-    @pytest.mark.parametrize("share", [0.0, 1.0])
-    def test_not_finite_where_the_gradient_is_not(self, share: float) -> None:
-        for wrong in (math.inf, math.nan):
-            assert not math.isfinite(max_interval([[[1.0, wrong], [4.0, 1.0]]], [[[0], [0]]], share))
-
-    def test_infinite_where_nothing_waits(self) -> None:
-        assert max_interval([[[1.0, 0.0]]], [[[0]]], 1.0) == math.inf
