@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
-from lightning_zenflow.topk.column_norms import ColumnSquaredNorms
+from lightning_zenflow.topk.selector import ColumnSquaredNorms
 
 
 class StepState(Enum):

@@ -50,7 +50,7 @@ class Planner:
 
     @property
     def _awaits_selection(self) -> bool:
-        return self._wants_columns and self._selector.n_selections == 0
+        return self._wants_columns and not self._selector.has_selected
 
     def start_over(self, step: int, count: int) -> None:
         """Makes the next steps synchronous: the rest of the warm-up, and until columns are selected where some are wanted.
@@ -85,8 +85,8 @@ class Planner:
         wants_columns = self._wants_columns
         synchronous = step <= self._synchronous_until
         may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits)
-        selects = may_change and wants_columns and self._selector.measures(step)
-        releases = may_change and not wants_columns and self._selector.n_selections > 0
+        selects = may_change and wants_columns and self._selector.is_due(step)
+        releases = may_change and not wants_columns and self._selector.has_selected
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,

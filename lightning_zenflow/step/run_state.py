@@ -18,7 +18,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         entire          index of their selection
     planner
         synchronous_until, changing_until
-        selector        current, check_interval, misses (in a row), next, epoch, n_selections
+        selector        owned (positions of selected columns, None before the first selection), next, epoch
         schedule        None for fixed S and d; else update_interval, publish_lag, tail (share of all ranks' blocks),
                         tail_blocks (the rank's own)
     provisional         None if weights have no provisional updates; else

@@ -221,7 +221,7 @@ class ZenFlowStep:
 
     def start_epoch(self, epoch: int) -> None:
         """Sets the epoch that the next step belongs to; counts where `select_strategy` is "epoch"."""
-        self._selector.start_epoch(epoch)
+        self._selector.epoch = epoch
 
     def follow_freezing(self) -> None:
         """Follows changes of `requires_grad`; between steps, alike on all ranks."""
@@ -375,22 +375,18 @@ class ZenFlowStep:
 
     def _select(self, context: StepContext) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
-        norms, selector = context.column_norms, self._selector
         columns = None
         if context.plan.releases:
-            selector.start_over()
+            self._selector.start_over()
             columns = self._freezing.no_columns()
-        if norms is not None:
+        if (norms := context.column_norms) is not None:
             self._add_over_ranks(norms.flat)
-            knows_columns = selector.n_selections > 0
-            if knows_columns:
-                self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
             # The host waits for the proxies; counted as stall.
             with self._telemetry.stalls.measure("select"):
-                selected = selector.select(norms, context.number)
-            columns = None if selected is None else self._freezing.of_slices(selected)
-            if not knows_columns:
-                self._parts.counters.note_owned_share(selector.owned_norm_share(norms))
+                selected = self._selector.select(norms, context.number)
+            if selected is not None:
+                columns = self._freezing.of_slices(selected[0])
+                self._parts.counters.note_owned_share(selected[1])
         if columns is not None:
             self._ownership.select(columns)
             self._planner.columns_change(context.number)

@@ -30,26 +30,3 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
     keys = (squared_norms.view(torch.int32).to(torch.int64) << 32) | from_last
     chosen = torch.topk(keys, column_count(columns, topk_ratio), sorted=False).indices
     return chosen.sort().values
-
-
-def count_kept(before: Tensor, fresh: Tensor) -> Tensor:
-    """Number of freshly chosen columns that were chosen before: 0-D int64 on their device. Does not wait for it.
-
-    Args:
-        before: of all columns, whether they were chosen, bool.
-        fresh: positions of the new choice, int64.
-    """
-    return before.index_select(0, fresh).sum()
-
-
-def owned_norm_share(column_norms: Tensor, owned: Tensor) -> Tensor:
-    """Share of the squared norm of all matrices' gradients that lies in device-owned columns.
-
-    Args:
-        column_norms: of all columns, the sums of squares, float32.
-        owned: of all columns, whether the device owns them, bool.
-
-    Returns:
-        0-D float32 on the device; not finite where the gradients are not, or are all zero.
-    """
-    return (column_norms * owned).sum() / column_norms.sum()

@@ -231,10 +231,9 @@ def _make_step(
         in_backward=config.submits_in_backward,
     )
     selector = Selector(
-        zero.names,
         zero.row_lengths,
         topk_ratio=config.topk_ratio,
-        strategy=config.select_strategy,
+        by_epoch=config.select_strategy == "epoch",
         interval=config.select_interval,
         device=rank.device,
     )

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-import random_selection  # noqa: F401  # named by keys
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, parts
 from random_training import FACTORS, Training, train_and_check
@@ -70,7 +69,7 @@ OTHERS = st.fixed_dictionaries(
     {"worker_cores": st.just(1), "worker_timeout": st.just(250)},
     optional={
         "topk_ratio": st.sampled_from([0, 0.05, 0.3, 1]),
-        "select_strategy": st.sampled_from(["step", "epoch", "random_selection.choose"]),
+        "select_strategy": st.sampled_from(["step", "epoch"]),
         "select_interval": st.sampled_from(["auto", 0, 1, 3]),
         "full_warm_up_rounds": st.integers(0, 3),
         "weight_prediction": st.sampled_from(["auto", 0, 1.0]),

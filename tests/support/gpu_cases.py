@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-import random_selection  # noqa: F401  # named by cases
 from harness import EVERYTHING, Case
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer

@@ -36,7 +36,7 @@ gc.freeze()
 atexit.register(gc.unfreeze)
 
 APPROXIMATE = {"weight_prediction": "auto", "provisional_scale": "auto"}
-RESELECTING = {"select_interval": 3, "select_strategy": "random_selection:choose"}
+RESELECTING = {"select_interval": 3}
 EVERYTHING = {**APPROXIMATE, **RESELECTING}
 """All that changes weights or the ownership of columns between two exact results."""
 AUTO = {"update_interval": "auto", "publish_lag": "auto"}
