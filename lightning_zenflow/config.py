@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from typing_extensions import Self
 
-from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, first_schedule
-from lightning_zenflow.schedule.candidates import candidates_of
+from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024

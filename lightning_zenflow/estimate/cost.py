@@ -7,8 +7,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.estimate.setup import Setup
-from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, least_stale, occupancies
-from lightning_zenflow.schedule.candidates import candidates_of
+from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, candidates_of, least_stale, occupancies
 from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
 
 

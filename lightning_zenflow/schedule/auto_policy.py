@@ -13,7 +13,7 @@ the larger S.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_zenflow.schedule.staggered import UpdateSchedule
@@ -38,6 +38,39 @@ LARGEST_TAIL = 0.5
 
 _TOLERATED_BLOCK = 0.25
 """Part of the last block's update that may be exposed before the block belongs to the tail."""
+
+
+def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
+    """All combinations of S and d, the least stale first."""
+    return sorted(UpdateSchedule(update_interval=s, publish_lag=d) for s in update_intervals for d in publish_lags)
+
+
+def with_changes(schedules: Sequence[UpdateSchedule]) -> list[UpdateSchedule]:
+    """The schedules, and the one whose slots a change between any two of them may need.
+
+    Windows of the longest S may still be open, and jobs of the largest d in flight, while another schedule begins (`JobQueue`).
+    """
+    longest = max(s.update_interval for s in schedules)
+    return [UpdateSchedule(update_interval=longest, publish_lag=max(s.publish_lag for s in schedules)), *schedules]
+
+
+def that_fit(
+    candidates: Sequence[UpdateSchedule], fits: Callable[[Sequence[UpdateSchedule]], bool]
+) -> list[UpdateSchedule]:
+    """Candidates between which a run may change without running out of memory; the less stale ones are preferred.
+
+    Args:
+        candidates: S and d, the least stale first.
+        fits: whether there is memory for a run that changes between these schedules; of fewer of them, whenever it is true of more.
+
+    Returns:
+        Some of the candidates, in their order. With one of them, all with a smaller S and the same d that were candidates are in it.
+    """
+    kept: list[UpdateSchedule] = []
+    for candidate in candidates:
+        if fits([*kept, candidate]):
+            kept.append(candidate)
+    return kept
 
 
 def load_and_stall(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

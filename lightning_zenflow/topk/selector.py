@@ -70,7 +70,9 @@ class Selector:
 
     def start_over(self) -> None:
         """Forgets all selections."""
-        self._owned: Tensor | None = None  # positions of the selected columns in `ColumnSquaredNorms.flat`, on the device
+        self._owned: Tensor | None = (
+            None  # positions of the selected columns in `ColumnSquaredNorms.flat`, on the device
+        )
         self._next: int | None = 0  # step or epoch of the next selection
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.kernels.select import kernels_for
-from lightning_zenflow.schedule.auto_policy import SchedulePolicy
-from lightning_zenflow.schedule.candidates import candidates_of, that_fit, with_changes
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.step.auto_control import ScheduleControl
 from lightning_zenflow.step.fill import Fill

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.schedule.auto_policy import SchedulePolicy
-from lightning_zenflow.schedule.candidates import candidates_of
+from lightning_zenflow.schedule.auto_policy import SchedulePolicy, candidates_of
 from lightning_zenflow.step import auto_control
 from lightning_zenflow.step.arrivals import Arrivals
 from models import SHAPES, TestModule

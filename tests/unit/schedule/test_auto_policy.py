@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -12,11 +12,13 @@ from lightning_zenflow.schedule.auto_policy import (
     SMALL_STALL,
     SchedulePolicy,
     blocks_waited_for,
+    candidates_of,
     least_stale,
     load_and_stall,
     relative_cost,
+    that_fit,
+    with_changes,
 )
-from lightning_zenflow.schedule.candidates import candidates_of
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
@@ -229,3 +231,24 @@ def test_it_starts_with_the_least_stale_that_may_hide(
 ) -> None:
     auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward)
     assert auto.schedule == UpdateSchedule(update_interval=expected[0], publish_lag=expected[1])
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1000, [(1, 0), (2, 0), (1, 1), (2, 1), (4, 0), (4, 1)]),
+        (19, []),
+        (20, [(1, 0)]),
+        (32, [(1, 0), (2, 0)]),
+        # Not S = 4, d = 0: a change from it to d = 1 would need the slots of S = 4, d = 1.
+        (44, [(1, 0), (2, 0), (1, 1), (2, 1)]),
+    ],
+)
+def test_the_less_stale_ones_are_kept_where_memory_is_short(n: int, expected: list[tuple[int, int]]) -> None:
+    def fits(schedules: Sequence[UpdateSchedule]) -> bool:
+        """Room for `n` gradient slots."""
+        staggered = (StaggeredSchedule.of(s, n_blocks=16, in_backward=True) for s in with_changes(schedules))
+        return max(s.n_slots for s in staggered) <= n
+
+    kept = that_fit(candidates_of([1, 2, 4], [0, 1]), fits)
+    assert [(s.update_interval, s.publish_lag) for s in kept] == expected
