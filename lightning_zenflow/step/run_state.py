@@ -10,12 +10,9 @@ Layout 5, of plain numbers, lists and CPU tensors::
     step, skipped       steps done, and how many of them were not finite
     trained             [parameter] whether it was trained, not frozen, in the last step
     ownership
-        selections      [selection][parameter] columns, None for all
-        of_block        [block] index into `selections`, None before the first selection
-        selected        index of the newest selection
-        waiting         blocks that have not changed to it
-        owned_entirely  blocks of which the device owns all entries, or will with their next window
-        entire          index of their selection
+        selections      {number: [slice] columns, None for all}; 0 is of blocks that are owned entirely
+        of_block        [block] number of the selection that it has, None before the first one
+        wanted          [block] number of the selection that it has, or changes to with its next window
     planner
         synchronous_until, changing_until
         selector        owned (positions of selected columns, None before the first selection), next, epoch
@@ -28,13 +25,14 @@ Layout 5, of plain numbers, lists and CPU tensors::
     in_backward         None, or what the next step's gradient norm is predicted from: ratio, last
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -71,47 +69,23 @@ class StepParts:
     """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
 
 
-class RunState:
-    """Collects the state of the components right after a flush, and restores it."""
+def layout_of(config: ZenFlowConfig, world_size: int, partition: Partition) -> dict[str, Any]:
+    """What must be the same for a run to continue another one bit for bit."""
+    return {
+        "config": config.numeric_values(),
+        "world_size": world_size,
+        "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
+    }
 
-    def __init__(self, config: ZenFlowConfig, world_size: int, parts: StepParts) -> None:
-        self._parts = parts
-        self._layout: dict[str, Any] = {
-            "config": config.numeric_values(),
-            "world_size": world_size,
-            "slices": [(s.begin, s.start, s.numel, s.columns) for s in parts.rank.partition.slices],
-        }
 
-    def state_dict(self, *, step: int, skipped: int, trained: Sequence[bool]) -> dict[str, Any]:
-        """State after `step` steps, of which `skipped` changed nothing; `trained` is of `Freezing`."""
-        return {
-            "version": VERSION,
-            "layout": self._layout,
-            "step": step,
-            "skipped": skipped,
-            "trained": trained,
-            "ownership": self._parts.ownership.state_dict(),
-            "planner": self._parts.planner.state_dict(),
-            "provisional": self._parts.provisional.state_dict(),
-            "in_backward": self._parts.fill.norms.state_dict(),
-        }
-
-    def difference(self, state: Mapping[str, Any]) -> str:
-        """Reason why a run cannot continue another one bit for bit; empty if it can."""
-        theirs = state["layout"]
-        if theirs["world_size"] != self._layout["world_size"]:
-            return f"it was saved by {theirs['world_size']} ranks, these are {self._layout['world_size']}"
-        config, saved = self._layout["config"], theirs["config"]
-        for key in {**config, **saved}:
-            if key not in config:
-                return f"it was saved with {key}={saved[key]!r}, a key that no longer exists"
-            if saved.get(key) != config[key]:
-                return f"it was saved with {key}={saved.get(key)!r}, now it is {config[key]!r}"
-        return "" if theirs == self._layout else "its partition is another"
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; AdamW's state has been loaded into the arena."""
-        self._parts.planner.load_state_dict(state["planner"])
-        self._parts.ownership.load_state_dict(state["ownership"], self._parts.planner.tail)
-        self._parts.provisional.load_state_dict(state["provisional"])
-        self._parts.fill.norms.load_state_dict(state["in_backward"])
+def difference_of(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Reason why a run cannot continue another one bit for bit, by their `layout_of`; empty if it can."""
+    if saved["world_size"] != present["world_size"]:
+        return f"it was saved by {saved['world_size']} ranks, these are {present['world_size']}"
+    theirs, ours = saved["config"], present["config"]
+    for key in {**ours, **theirs}:
+        if key not in ours:
+            return f"it was saved with {key}={theirs[key]!r}, a key that no longer exists"
+        if theirs.get(key) != ours[key]:
+            return f"it was saved with {key}={theirs.get(key)!r}, now it is {ours[key]!r}"
+    return "" if saved == present else "its partition is another"

@@ -13,7 +13,7 @@ from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
 from lightning_zenflow.step.context import StepContext, StepInputs, StepState
 from lightning_zenflow.step.freezing import Freezing
-from lightning_zenflow.step.run_state import RunState, StepParts
+from lightning_zenflow.step.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.rank_state import UnderWay
 
@@ -63,9 +63,8 @@ class ZenFlowStep:
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
-        self._config = config
-        self._parts = parts
-        self._run_state = RunState(config, dist.get_world_size(group), parts)
+        self._layout = layout_of(config, dist.get_world_size(group), parts.rank.partition)
+        self._counters, self._write_count = parts.counters, parts.write_count
         self._freezing = freezing
         self._group = group
         self._read_inputs = read_inputs
@@ -274,7 +273,7 @@ class ZenFlowStep:
             self._ownership.write_weights()
             self._gather_weights()
             # Not the arena's count: on a rank that holds only padding, no job ever counts steps there.
-            self._parts.write_count(int(self.count))
+            self._write_count(int(self.count))
             self._planner.interrupt()
             self._flushed_number = self.number
         self._flushing.mended()
@@ -288,9 +287,17 @@ class ZenFlowStep:
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
-        return self._run_state.state_dict(
-            step=self.number, skipped=int(self.skipped), trained=self._freezing.state_dict()
-        )
+        return {
+            "version": VERSION,
+            "layout": self._layout,
+            "step": self.number,
+            "skipped": int(self.skipped),
+            "trained": self._freezing.trained,
+            "ownership": self._ownership.state_dict(),
+            "planner": self._planner.state_dict(),
+            "provisional": self._provisional.state_dict(),
+            "in_backward": self._fill.norms.state_dict(),
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any] | None, count: int) -> str:
         """Continues a run; AdamW's state has been loaded into the arena.
@@ -303,7 +310,7 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else self._run_state.difference(saved)
+        difference = "it is not one of ZenFlow" if saved is None else difference_of(saved["layout"], self._layout)
         if saved is not None:
             self.number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])
@@ -312,11 +319,14 @@ class ZenFlowStep:
             self.start_over(count)
             return difference
         # Columns are restored for the parameters that were trained at the save; `follow_freezing` compares `requires_grad` with them.
-        if self._freezing.load_state_dict(saved["trained"]):
+        if self._freezing.update(saved["trained"]):
             self._change_ranges()
             self._freezing.followed()
         self.start_over(count)
-        self._run_state.load_state_dict(saved)
+        self._planner.load_state_dict(saved["planner"])
+        self._ownership.load_state_dict(saved["ownership"], self._planner.tail)
+        self._provisional.load_state_dict(saved["provisional"])
+        self._fill.norms.load_state_dict(saved["in_backward"])
         return ""
 
     def _change_ranges(self) -> None:
@@ -371,14 +381,14 @@ class ZenFlowStep:
     def _own_tail(self) -> None:
         """Makes the tail's blocks change to device-owned weights with their next windows."""
         if self._planner.tail:
-            self._ownership.own_entirely(self._planner.tail, self._freezing.all_columns())
+            self._ownership.own_entirely(self._planner.tail, self._freezing.of_slices())
 
     def _select(self, context: StepContext) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""
         columns = None
         if context.plan.releases:
             self._selector.start_over()
-            columns = self._freezing.no_columns()
+            columns = self._freezing.of_slices(self._freezing.no_columns())
         if (norms := context.column_norms) is not None:
             self._add_over_ranks(norms.flat)
             # The host waits for the proxies; counted as stall.
@@ -386,7 +396,7 @@ class ZenFlowStep:
                 selected = self._selector.select(norms, context.number)
             if selected is not None:
                 columns = self._freezing.of_slices(selected[0])
-                self._parts.counters.note_owned_share(selected[1])
+                self._counters.note_owned_share(selected[1])
         if columns is not None:
             self._ownership.select(columns)
             self._planner.columns_change(context.number)
