@@ -15,7 +15,7 @@ from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.topk.state_export import Columns, OwnedTile, StateSource
+from lightning_zenflow.topk.state_export import BlockStates, Columns, ExportRegion, OwnedTile
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -28,7 +28,9 @@ class DeviceColumns:
         source: where their exact state comes from.
     """
 
-    def __init__(self, rank: RankState, block: int, columns: Sequence[Columns | None], source: StateSource) -> None:
+    def __init__(
+        self, rank: RankState, block: int, columns: Sequence[Columns | None], source: BlockStates | ExportRegion
+    ) -> None:
         partition = rank.partition
         self._rank = rank
         self._source = source

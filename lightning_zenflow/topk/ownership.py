@@ -14,22 +14,13 @@ from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PastStep:
-    """Inputs of a step that is applied later."""
-
-    groups: Sequence[GroupHyperparameters]
-    scale: StepScale
-    gradients: list[Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Incoming:
     """A block's next columns, before their state has been loaded."""
 
     columns: DeviceColumns
-    steps: list[_PastStep] = field(default_factory=list)
-    """Steps after the block's last submission, which the arena does not have yet."""
+    steps: list[tuple[Sequence[GroupHyperparameters], StepScale, list[Tensor]]] = field(default_factory=list)
+    """Hyperparameters, scales and gradients of the steps after the block's last submission, which the arena does not have yet."""
 
 
 @dataclass(kw_only=True)
@@ -82,12 +73,11 @@ class Ownership:
     @property
     def numel(self) -> int:
         """Number of device-owned entries on this rank."""
-        return sum(columns.numel for columns in self.current if columns is not None)
+        return sum(columns.numel for columns in self._current)
 
     @property
-    def current(self) -> Sequence[DeviceColumns | None]:
-        """Device-owned entries of each block."""
-        return [block.current for block in self._blocks]
+    def _current(self) -> list[DeviceColumns]:
+        return [block.current for block in self._blocks if block.current is not None]
 
     @property
     def waiting(self) -> Set[int]:
@@ -105,7 +95,9 @@ class Ownership:
         for block in self._blocks:
             if block.wanted != _ENTIRE:
                 block.wanted = number
-        self._forget_selections()
+        # No block has or changes to the others any more.
+        in_use = {number for block in self._blocks for number in (block.wanted, block.selection)}
+        self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}
 
     def own_entirely(self, blocks: Set[int], columns: Sequence[Columns | None]) -> None:
         """Makes some blocks change at their next window boundary to all of their entries, for good.
@@ -140,7 +132,7 @@ class Ownership:
             assert block.wanted is not None
             columns = self._columns_of(number, block.wanted)
             columns.request("select")
-            block.incoming, block.selection = _Incoming(columns=columns), block.wanted
+            block.incoming, block.selection = _Incoming(columns), block.wanted
 
     def published(self, blocks: Iterable[int]) -> None:
         """Phase *publish* for blocks whose job is done; no other job of theirs may be in flight."""
@@ -149,7 +141,7 @@ class Ownership:
                 columns = block.incoming.columns
                 columns.load("select")
                 for past in block.incoming.steps:
-                    columns.step(past.groups, past.scale, past.gradients)
+                    columns.step(*past)
                 block.current, block.incoming = columns, None
 
     def reload(self) -> None:
@@ -173,14 +165,12 @@ class Ownership:
             if block.current is not None:
                 block.current.step(groups, scale)
             if block.incoming is not None:
-                gradients = block.incoming.columns.gradients()
-                block.incoming.steps.append(_PastStep(groups=groups, scale=scale, gradients=gradients))
+                block.incoming.steps.append((groups, scale, block.incoming.columns.gradients()))
 
     def write_weights(self) -> None:
         """Writes the owned entries into the model's weights."""
-        for columns in self.current:
-            if columns is not None:
-                columns.write_weights()
+        for columns in self._current:
+            columns.write_weights()
 
     def state_dict(self) -> dict[str, Any]:
         """Present and coming columns of every block, right after a flush; their values are the arena's."""
@@ -214,17 +204,12 @@ class Ownership:
 
     def _load_current(self) -> None:
         # The worker exports one block while the device copies another.
-        present = [columns for columns in self.current if columns is not None]
-        for columns in present:
+        current = self._current
+        for columns in current:
             columns.request("flush")
-        for columns in present:
+        for columns in current:
             columns.load("flush")
 
     def _columns_of(self, block: int, selection: int) -> DeviceColumns:
         source = BlockStates(self._rank) if selection == _ENTIRE else self._regions[block]
         return DeviceColumns(self._rank, block, self._selections[selection], source)
-
-    def _forget_selections(self) -> None:
-        """Forgets the columns that no block has or changes to any more."""
-        in_use = {number for block in self._blocks for number in (block.wanted, block.selection)}
-        self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -99,22 +98,6 @@ def export_bytes(partition: Partition, topk_ratio: float) -> int:
     return sum(RegionSize.of_block(partition, block, topk_ratio).n_bytes for block in blocks)
 
 
-class StateSource(Protocol):
-    """Source of the exact state of one block's entries."""
-
-    def request(self, tiles: Sequence[OwnedTile], cause: Cause) -> None:
-        """Asks for the state of these tiles' entries as it is after all jobs submitted so far."""
-
-    def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
-        """Copies what was requested, in stream order.
-
-        Args:
-            tiles: those of the request.
-            states: for each parameter group, [3, n] float32 on the device; the n entries of the tiles in their order.
-            cause: of a wait.
-        """
-
-
 class BlockStates:
     """State of whole blocks, which the training thread copies to the device straight from the arena.
 
@@ -126,10 +109,10 @@ class BlockStates:
         self._rank = rank
 
     def request(self, tiles: Sequence[OwnedTile], cause: Cause) -> None:
-        """See `StateSource`; nothing to do."""
+        """As `ExportRegion.request`; nothing to do."""
 
     def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
-        """See `StateSource`. Waits for the copies, because the arena's states are not page-locked."""
+        """As `ExportRegion.load`. Waits for the copies, because the arena's states are not page-locked."""
         arena, telemetry = self._rank.arena, self._rank.telemetry
         with telemetry.stalls.measure(cause):
             for owned in tiles:
@@ -195,7 +178,13 @@ class ExportRegion:
         self._worker.send()
 
     def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
-        """See `StateSource`. A stall only if the worker has not written the region yet."""
+        """Copies what was requested, in stream order. A stall only if the worker has not written the region yet.
+
+        Args:
+            tiles: those of the request.
+            states: for each parameter group, [3, n] float32 on the device; the n entries of the tiles in their order.
+            cause: of a wait.
+        """
         self._wait(cause)
         begin = 0
         for state in states:
