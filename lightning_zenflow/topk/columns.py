@@ -26,6 +26,9 @@ class DeviceColumns:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
         source: where their exact state comes from.
+
+    Attributes:
+        write_weights: writes the entries into the model's weights, over published ones; after `step` or `load` only.
     """
 
     def __init__(
@@ -34,24 +37,30 @@ class DeviceColumns:
         partition = rank.partition
         self._rank = rank
         self._source = source
-        self._by_tile: dict[int, OwnedTile] = {}
+        tiles: dict[int, OwnedTile] = {}
         numel = [0] * len(partition.group_begins)
         for tile_index in partition.blocks[block].tiles:
             tile = partition.tiles[tile_index]
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
-            if k == 0:
-                continue
-            group = partition.slices[tile.slice].param_group
-            owned = OwnedTile(tile=tile, param_group=group, begin=numel[group], columns=of_tile, k=k)
-            numel[group] += owned.numel
-            self._by_tile[tile_index] = owned
+            if k > 0:
+                group = partition.slices[tile.slice].param_group
+                tiles[tile_index] = OwnedTile(tile=tile, param_group=group, begin=numel[group], columns=of_tile, k=k)
+                numel[group] += tiles[tile_index].numel
+        self._tiles = list(tiles.values())
         # For each parameter group, master weights and moments of its n owned entries: [3, n] float32.
         self._states = [torch.empty(3, n, device=rank.device) for n in numel]
         # [n], model dtype: the step's gradient, filled as it arrives; after `step` or `load` the new weights, until the next gradient.
         self._staging = [weights.new_zeros(n) for n, weights in zip(numel, rank.weights, strict=True)]
         # Built once, because every step uses them.
-        self._selections = {i: self._selection(owned) for i, owned in self._by_tile.items()}
-        self._write = rank.kernels.column_writer([self._column_write(i, owned) for i, owned in self._by_tile.items()])
+        self._selections: dict[int, Selection] = {}
+        writes = []
+        for tile_index, owned in tiles.items():
+            tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
+            staging = owned.of_group(self._staging[owned.param_group])
+            matrix = rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
+            self._selections[tile_index] = Selection(columns=on_device, target=staging)
+            writes.append(ColumnWrite(matrix=matrix, columns=on_device, selected=staging))
+        self.write_weights = rank.kernels.column_writer(writes)
 
     @property
     def numel(self) -> int:
@@ -64,11 +73,11 @@ class DeviceColumns:
         Args:
             cause: of a wait for an earlier request.
         """
-        self._source.request(list(self._by_tile.values()), cause)
+        self._source.request(self._tiles, cause)
 
     def load(self, cause: Cause) -> None:
         """Takes over the requested state, in stream order. A stall only if the worker has not exported it yet."""
-        self._source.load(list(self._by_tile.values()), self._states, cause)
+        self._source.load(self._tiles, self._states, cause)
         for state, staging in zip(self._states, self._staging, strict=True):
             staging.copy_(state[0])
 
@@ -97,21 +106,6 @@ class DeviceColumns:
         for state, gradient, staging, group in zip(self._states, gradients, self._staging, groups, strict=True):
             if staging.numel():
                 self._rank.kernels.adamw_(state, gradient, staging, group, scale)
-
-    def write_weights(self) -> None:
-        """Writes the entries into the model's weights, over published ones; after `step` or `load` only."""
-        self._write()
-
-    def _selection(self, owned: OwnedTile) -> Selection:
-        return Selection(
-            columns=None if owned.columns is None else owned.columns.device,
-            target=owned.of_group(self._staging[owned.param_group]),
-        )
-
-    def _column_write(self, tile_index: int, owned: OwnedTile) -> ColumnWrite:
-        tile, selection = owned.tile, self._selections[tile_index]
-        matrix = self._rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
-        return ColumnWrite(matrix=matrix, columns=selection.columns, selected=selection.target)
 
 
 def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:
