@@ -176,8 +176,9 @@ class ScheduleControl:
         shares = [0.0] * dist.get_world_size(self._group)
         shares[dist.get_rank(self._group)] = len(tail) / max(1, self._arrivals.n_blocks)
         numbers = [load, stall, float(not self._can_own(tail - self.tail)), *shares]
-        local = runtime_of(self._rank.device).empty_on_host((len(numbers),), torch.float64)
-        local.copy_(torch.tensor(numbers, dtype=torch.float64))
-        values = local.to(self._rank.device, non_blocking=True, copy=True)
+        local = torch.tensor(numbers, dtype=torch.float64)
+        runtime = runtime_of(self._rank.device)
+        # From page-locked memory, so that the host does not wait for the copy.
+        values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)
         return AsyncHostCopy(values)

@@ -25,11 +25,7 @@ class Planner:
     """
 
     def __init__(
-        self,
-        config: ZenFlowConfig,
-        jobs: JobQueue,
-        control: ScheduleControl | None,
-        selector: Selector,
+        self, config: ZenFlowConfig, jobs: JobQueue, control: ScheduleControl | None, selector: Selector
     ) -> None:
         self._config = config
         self._jobs = jobs
@@ -78,7 +74,7 @@ class Planner:
         self._selector.load_state_dict(state["selector"])
         if self._control is not None and state["schedule"] is not None:
             self._control.load_state_dict(state["schedule"])
-            self._jobs.set_schedule(self._control.schedule, self._control.tail)
+        self.apply_schedule()
 
     def plan(self, step: int) -> StepPlan:
         """Plan of the next step."""
@@ -101,8 +97,8 @@ class Planner:
         """Notes new columns or a new tail in `step`: blocks change from now on, each with its own next window."""
         self._changing_until = step + self._jobs.max_publish_delay
 
-    def restore_schedule(self) -> None:
-        """Gives the jobs the schedule that was decided on last, after an exception has interrupted a change; right after a flush only."""
+    def apply_schedule(self) -> None:
+        """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
         if self._control is not None:
             self._jobs.set_schedule(self._control.schedule, self._control.tail)
 
@@ -130,18 +126,12 @@ class Planner:
         reason = self._control.end_step(step, plan, may_change=step >= self._changing_until)
         if reason is None:
             return False
-        schedule, tail = self._control.schedule, self._control.tail
-        self._jobs.set_schedule(schedule, tail)
-        tail_grows = schedule == before
-        if tail_grows:
+        self.apply_schedule()
+        now, n_blocks = self._control.schedule, self._jobs.staggered.n_blocks
+        change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
+        change += f" (before: {before.update_interval}, {before.publish_lag})"
+        if now == before:
             self.columns_change(step)
-            change = (
-                f"the device owns the blocks that arrive last, {len(tail)} of {self._jobs.staggered.n_blocks} on rank 0"
-            )
-        else:
-            change = (
-                f"update_interval={schedule.update_interval}, publish_lag={schedule.publish_lag}"
-                f" (before: {before.update_interval}, {before.publish_lag})"
-            )
+            change = f"the device owns the blocks that arrive last, {len(self.tail)} of {n_blocks} on rank 0"
         rank_zero_info(f"ZenFlow: from step {step + 1} on {change}: {reason}")
-        return tail_grows
+        return now == before

@@ -252,7 +252,7 @@ class ZenFlowStep:
             self._flush()
         if self._state == StepState.UNDER_WAY:
             # Selection, ownership and schedule may have been changed in part.
-            self._planner.restore_schedule()
+            self._planner.apply_schedule()
             self.start_over(int(self.count))
         self._end_micro_batches()
 
