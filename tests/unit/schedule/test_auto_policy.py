@@ -13,7 +13,6 @@ from lightning_zenflow.schedule.auto_policy import (
     SchedulePolicy,
     blocks_waited_for,
     candidates_of,
-    least_stale,
     load_and_stall,
     relative_cost,
     that_fit,
@@ -198,22 +197,6 @@ def test_single_slow_steps_change_nothing() -> None:
 def test_times_of_steps_are_summed_up_without_the_slowest() -> None:
     steps = [(1.0, 0.5, 0.0), (1.0, 0.5, 0.25), (1.0, 0.5, 9.0), (4.0, 0.75, 0.0)]
     assert load_and_stall(steps) == (0.5, 0.25 / 6.25)
-
-
-@pytest.mark.parametrize(
-    ("loads", "in_backward", "expected"),
-    [
-        ({(1, 0): 0.4, (1, 1): 0.35}, True, (1, 0)),
-        ({(1, 0): 0.5, (2, 0): 0.4, (1, 1): 0.45}, True, (2, 0)),
-        ({(1, 0): 0.5, (2, 0): 0.4, (1, 1): 0.45}, False, (1, 1)),
-        ({(1, 0): 3.0, (1, 1): 3.0, (2, 1): 2.0, (4, 1): 1.5, (8, 1): 1.5}, True, (4, 1)),
-    ],
-)
-def test_least_stale(loads: dict[tuple[int, int], float], in_backward: bool, expected: tuple[int, int]) -> None:
-    """The first that hides with a margin, or the first of those that come nearest to it."""
-    of_schedules = {UpdateSchedule(update_interval=s, publish_lag=d): load for (s, d), load in loads.items()}
-    found = least_stale(of_schedules, in_backward=in_backward)
-    assert (found.update_interval, found.publish_lag) == expected
 
 
 @pytest.mark.parametrize(
