@@ -14,7 +14,6 @@ the larger S.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 
@@ -211,20 +210,10 @@ class SchedulePolicy:
                 return f"the worker needs {load:.2f} of a step only"
         return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The schedule and the tail, as plain numbers. What was tried is forgotten."""
-        return {
-            "update_interval": self.schedule.update_interval,
-            "publish_lag": self.schedule.publish_lag,
-            "tail": self.tail,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`; ignores a schedule that is not a candidate, and a tail that is not allowed."""
-        schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
+    def restore(self, schedule: UpdateSchedule, tail: float) -> None:
+        """Continues a run; ignores a schedule that is not a candidate, and a tail that is not allowed. What was tried is forgotten."""
         if schedule in self._candidates:
-            self.schedule = schedule
-            self.tail = state["tail"] if self._allows_tail else 0.0
+            self.schedule, self.tail = schedule, tail if self._allows_tail else 0.0
 
     def _cost(self, schedule: UpdateSchedule) -> float:
         return relative_cost(schedule.update_interval, tentative=self._in_backward and schedule.publish_lag == 0)

@@ -4,6 +4,7 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping, Set
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -78,12 +79,13 @@ class ScheduleControl:
         return max(self._shortest, self.schedule.update_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the policy, and the tail. Excludes measured steps."""
-        return {**self._auto.state_dict(), "tail_blocks": sorted(self.tail)}
+        """Schedule and tail, as plain numbers. Excludes measured steps."""
+        return {**asdict(self.schedule), "tail": self._auto.tail, "tail_blocks": sorted(self.tail)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`, without a tail that the device has no room for."""
-        self._auto.load_state_dict(state)
+        schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
+        self._auto.restore(schedule, state["tail"])
         tail = frozenset(state["tail_blocks"] if self._auto.tail > 0 else ())
         self.tail = tail if self._can_own(tail) else frozenset()
         if self.tail != tail:
