@@ -73,11 +73,6 @@ class ScheduleControl:
         """The current schedule."""
         return self._auto.schedule
 
-    @property
-    def _length(self) -> int:
-        """Steps that are measured before the next look."""
-        return max(self._shortest, self.schedule.update_interval)
-
     def state_dict(self) -> dict[str, Any]:
         """Schedule and tail, as plain numbers. Excludes measured steps."""
         return {**asdict(self.schedule), "tail": self._auto.tail, "tail_blocks": sorted(self.tail)}
@@ -124,7 +119,7 @@ class ScheduleControl:
             self._left_out -= 1
         elif self._sent is None and not plan.changes_columns:
             self._steps.append((max(0.0, duration - waited), worker, 0.0 if plan.synchronous else waited))
-        if self._sent is None and len(self._steps) == self._length:
+        if self._sent is None and len(self._steps) == max(self._shortest, self.schedule.update_interval):
             load, stall = load_and_stall(self._steps)
             tail = self._tail_without_wait(load, stall)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.

@@ -34,11 +34,6 @@ class _OwnedBlock:
     current: DeviceColumns | None = None
     incoming: _Incoming | None = None
 
-    @property
-    def waits(self) -> bool:
-        """Whether the block changes its columns with its next window."""
-        return self.wanted != self.selection
-
 
 _ENTIRE = 0
 """Number of the selection of blocks that are owned entirely; those of columns count from 1."""
@@ -82,7 +77,7 @@ class Ownership:
     @property
     def waiting(self) -> Set[int]:
         """Blocks that change their columns with their next window; that window's job must be their only one in flight."""
-        return {number for number, block in enumerate(self._blocks) if block.waits}
+        return {number for number, block in enumerate(self._blocks) if block.wanted != block.selection}
 
     def select(self, columns: Sequence[Columns | None]) -> None:
         """Makes every block that is not owned entirely change to these columns at its next window boundary.

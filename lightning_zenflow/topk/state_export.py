@@ -92,10 +92,13 @@ class RegionSize:
 
 def export_bytes(partition: Partition, topk_ratio: float) -> int:
     """Size of the export section: 12 bytes for each entry that the device can own at most, and the tables."""
-    if topk_ratio == 0:
-        return 0
-    blocks = range(len(partition.blocks))
-    return sum(RegionSize.of_block(partition, block, topk_ratio).n_bytes for block in blocks)
+    return sum(size.n_bytes for size in _region_sizes(partition, topk_ratio))
+
+
+def _region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
+    """Of all blocks; none where nothing is selected."""
+    blocks = range(len(partition.blocks) if topk_ratio else 0)
+    return [RegionSize.of_block(partition, block, topk_ratio) for block in blocks]
 
 
 class BlockStates:
@@ -203,9 +206,6 @@ class ExportRegion:
 
 def export_regions(rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> list[ExportRegion]:
     """The region of each block in the arena's export section, for at most `topk_ratio` of the columns; none where that is 0."""
-    regions, begin = [], 0
-    for block in range(len(rank.partition.blocks) if topk_ratio else 0):
-        size = RegionSize.of_block(rank.partition, block, topk_ratio)
-        regions.append(ExportRegion(rank, worker, begin=begin, size=size))
-        begin += size.n_bytes
-    return regions
+    sizes = _region_sizes(rank.partition, topk_ratio)
+    begins = accumulate((size.n_bytes for size in sizes), initial=0)
+    return [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in zip(begins, sizes, strict=False)]
