@@ -43,7 +43,6 @@ class ScheduleControl:
 
     Attributes:
         tail: the rank's blocks that the device owns from their next window on, because they arrive last.
-        waits: whether a decision is overdue because the schedule was not allowed to change.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ScheduleControl:
         self._arrivals = arrivals
         self._group = group
         self.tail: frozenset[int] = frozenset()
-        self.waits = False
         self._shortest = _FIRST_LOOK
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
         self._sent: tuple[int, AsyncHostCopy, frozenset[int]] | None = None
@@ -89,8 +87,11 @@ class ScheduleControl:
             )
         self._sent = None
         self._steps.clear()
-        self.waits = False
         self.interrupt()
+
+    def waits(self, step: int) -> bool:
+        """Whether a decision is overdue before `step` because the schedule was not allowed to change."""
+        return self._sent is not None and step > self._sent[0]
 
     def interrupt(self, longest: int = 0) -> None:
         """Leaves out the next steps, after a synchronous step, a flush, or a look. Open windows have at most `longest` steps, or S."""
@@ -125,11 +126,9 @@ class ScheduleControl:
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
             readable = step + self.schedule.publish_lag + 1
             self._sent = readable, self._reduce(load, stall, tail), tail
-        if self._sent is None or step < self._sent[0]:
-            self.waits = False
+        if self._sent is None or step < self._sent[0] or not may_change:
             return None
-        self.waits = not may_change
-        return None if self.waits else self._decide(*self._sent[1:])
+        return self._decide(*self._sent[1:])
 
     def _decide(self, reduced: AsyncHostCopy, tail: frozenset[int]) -> str | None:
         self._sent, self._shortest = None, _LOOK

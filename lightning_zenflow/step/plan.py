@@ -80,7 +80,7 @@ class Planner:
         """Plan of the next step."""
         wants_columns = self._wants_columns
         synchronous = step <= self._synchronous_until
-        may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits)
+        may_change = step >= self._synchronous_until and not (self._control is not None and self._control.waits(step))
         selects = may_change and wants_columns and self._selector.is_due(step)
         releases = may_change and not wants_columns and self._selector.has_selected
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0

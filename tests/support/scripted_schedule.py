@@ -31,7 +31,7 @@ class ScriptedSchedule:
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
-        self.waits = False
+        self._waits = False
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
@@ -42,14 +42,18 @@ class ScriptedSchedule:
         self.schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
         self.tail = frozenset(state["tail_blocks"])
 
+    def waits(self, step: int) -> bool:
+        """As `ScheduleControl.waits`."""
+        return self._waits
+
     def interrupt(self) -> None:
         """No effect: nothing is measured."""
 
     def end_step(self, step: int, plan: StepPlan, *, may_change: bool) -> str | None:
         """As `ScheduleControl.end_step`."""
         due = bool(self._script) and step >= self._script[0][0]
-        self.waits = due and not may_change
-        if not due or self.waits:
+        self._waits = due and not may_change
+        if not due or self._waits:
             return None
         _, update_interval, publish_lag, *tail = self._script[0]
         before, self.schedule = self.schedule, UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
