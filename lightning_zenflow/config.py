@@ -174,7 +174,7 @@ class ZenFlowConfig(BaseModel):
 
     moments_dtype: Literal["float32", "bfloat16"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12; the
-    second moment is rounded stochastically, once a window. Checkpoints hold the same type; runs with either read both."""
+    second moment is rounded stochastically, once a window. Checkpoints hold float32; runs with either read both."""
 
     offload: Annotated[bool, AfterValidator(_without_effect)] = _key(False, changes_numbers=False)
     """Has no effect; a key of DeepSpeed's ZenFlow. The states of device-owned columns stay on the device."""

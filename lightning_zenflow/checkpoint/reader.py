@@ -24,6 +24,7 @@ from deepspeed.checkpoint.constants import (
 )
 
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.zero.saved_float32 import WithoutConversion
 
 _CHUNK_BYTES = 2**20
 
@@ -236,7 +237,8 @@ def _verify(file: Path) -> None:
 
 def _read(file: Path) -> Any:
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
-    return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
+    with WithoutConversion():
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
 
 
 def _optimizer_state(file: Path) -> dict[str, Any]:

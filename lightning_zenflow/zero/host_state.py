@@ -9,13 +9,14 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.zero.saved_float32 import SavedAsFloat32
 
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
 
-    Checkpoints hold the moments in the arena's type, which torch's optimizers convert to the weights' when they load them.
+    Every reader of a checkpoint gets the moments as float32.
 
     Args:
         optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
@@ -60,6 +61,14 @@ class HostState:
             flat.grad = None
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
+
+    def as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it; it shares the arena's memory."""
+        states = {}
+        for key, of_group in state["state"].items():
+            moments = {name: of_group[name] for name in self._moments[0] if of_group[name].dtype != torch.float32}
+            states[key] = {**of_group, **{name: moment.as_subclass(SavedAsFloat32) for name, moment in moments.items()}}
+        return {**state, "state": states}
 
     def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.

@@ -313,6 +313,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
         state: dict[str, Any] = super().state_dict()
+        state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(state[BASE_OPTIMIZER_STATE])
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 

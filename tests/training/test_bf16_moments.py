@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from gpu_cases import optimizer_of
 from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from models import SHAPES, LinearLossModule
 from rank_processes import run_on_ranks
 from replay_reference import noise_of, noise_seed, round_stochastically
@@ -130,12 +131,12 @@ class AsksForState(pl.Callback):
         self.are_the_arenas = [m.untyped_storage().data_ptr() in ours for m in moments]
 
 
-def test_checkpoints_hold_the_arenas_type_and_runs_with_either_load_them(
+def test_checkpoints_hold_float32_and_runs_with_either_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that loads the other type takes the exact state, or rounds it once to nearest.
 
-    What is saved is the arena's memory; loading gives the optimizer, which would convert them all at once, empty moments.
+    What is saved is the arena's memory, without a copy; loading gives the optimizer, which would convert them all at once, empty moments.
     """
     saved: dict[str, Run] = {}
     loaded: list[int] = []
@@ -150,7 +151,9 @@ def test_checkpoints_hold_the_arenas_type_and_runs_with_either_load_them(
     for dtype in ("float32", "bfloat16"):
         case = replace(short, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
         saved[dtype] = run_here(case, callbacks=[state])
-        assert all(moments.dtype == getattr(torch, dtype) for moments in saved_moments(tmp_path / dtype))
+        assert all(moments.dtype == torch.float32 for moments in saved_moments(tmp_path / dtype))
+        of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0, bf16=False)["base_optimizer_state"]["state"]
+        assert all(of_group["exp_avg"].dtype == getattr(torch, dtype) for of_group in of_rank.values())
         assert state.are_the_arenas and all(state.are_the_arenas)
     assert all(x.dtype == torch.float32 for x in state.found)
     assert_same_tensors(state.found, [x.float() for x in saved["bfloat16"].exp_avg_sq], "what DeepSpeed finds")
