@@ -1,20 +1,18 @@
 """Atomic creation and replacement of checkpoint directories, safe against a kill of the writing process and a failure of power.
 
 A checkpoint is written under a staging name in the same folder and renamed when it is complete. Names that only this module makes, with a
-shortened NAME and a random TOKEN:
+random TOKEN:
 
-* ``.NAME.TOKEN.zenflow-saving``: being written, or the checkpoint that has just been replaced.
-* ``.NAME.TOKEN.zenflow-lock``: file on which the process that saves holds a lock (flock), which ends with the process. The next save in
-  the folder, of any name, deletes what belongs to a lock that no process holds.
-* ``.NAME.TOKEN.zenflow-removed``: being deleted; the next save in the folder deletes it.
+* ``.TOKEN.zenflow-saving``: being written.
+* ``.TOKEN.zenflow-lock``: file on which the process that saves holds a lock (flock), which ends with the process. The next save in the
+  folder, of any name, deletes what belongs to a lock that no process holds.
+* ``.TOKEN.zenflow-removed``: being deleted; the next save in the folder deletes it.
 * ``STEM.zenflow-replaced.SUFFIX``: the complete checkpoint STEM.SUFFIX between two renames, see `StagedSave.commit`.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
@@ -22,15 +20,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Constants of renameat2(2)."""
-
 _PROBE_BYTES = 2**20
 
 _SAVING, _LOCK, _REMOVED, _REPLACED = (f".zenflow-{what}" for what in ("saving", "lock", "removed", "replaced"))
-
-_LONGEST_PART = 60
-"""Bytes of a checkpoint's name in the names made from it, so that these are never too long where that one is not."""
 
 
 class StagedSave:
@@ -57,8 +49,11 @@ class StagedSave:
             sync_all(folder.parent for folder in created)
         _clear(path.parent)
         recover(path)
-        self._lock_file, self._lock = _new_lock(path)
-        self.folder = self._lock_file.with_name(self._lock_file.name.removesuffix(_LOCK) + _SAVING)
+        self._lock_file = _beside(path, _LOCK)
+        self._lock_file.touch()
+        # Without a lock no process can tell that this one has ended, and none deletes its files.
+        self._lock_fd = _lock(self._lock_file, wait=True)
+        self.folder = self._lock_file.with_suffix(_SAVING)
         try:
             self.folder.mkdir()
         except BaseException:
@@ -68,25 +63,22 @@ class StagedSave:
     def commit(self) -> None:
         """Renames the directory to the checkpoint's path; deletes a previous checkpoint of this name.
 
-        Atomic on file systems that can exchange two names (`renameat2`: ext4, xfs, btrfs, tmpfs, overlayfs). On others, a kill between two
-        renames leaves the previous checkpoint complete under another name, until `recover`. Lightning takes it for ``last`` as well.
+        A kill between two renames leaves the previous checkpoint complete under another name, until `recover`. Lightning takes it for
+        ``last`` as well. Names are not exchanged in one system call, since network file systems cannot do it.
 
         Raises:
             OSError: the directory cannot be renamed or synced.
         """
         if self._sync:
             sync_all([*self.folder.rglob("*"), self.folder])
-        replaced = self.folder
-        if not os.path.lexists(self._path):
-            self.folder.rename(self._path)
-        elif not _exchange(self.folder, self._path):
-            replaced = _replaced_path(self._path)
+        replaced = _replaced_path(self._path)
+        if os.path.lexists(self._path):
             self._path.rename(replaced)
-            try:
-                self.folder.rename(self._path)
-            except OSError:
-                recover(self._path)
-                raise
+        try:
+            self.folder.rename(self._path)
+        except BaseException:
+            recover(self._path)
+            raise
         if self._sync:
             sync_all([self._path.parent])
         _discard(replaced)
@@ -99,9 +91,9 @@ class StagedSave:
 
     def _unlock(self) -> None:
         self._lock_file.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def recover(path: Path) -> None:
@@ -111,7 +103,7 @@ def recover(path: Path) -> None:
         OSError: it cannot be renamed.
     """
     replaced = _replaced_path(path)
-    if not os.path.lexists(path) and replaced.is_dir():
+    if not os.path.lexists(path) and os.path.lexists(replaced):
         replaced.rename(path)
 
 
@@ -151,79 +143,50 @@ def write_error(path: Path) -> OSError | None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
-        # A new one, which refers to no frame, and so to nothing that keeps a file open.
-        return OSError(error.errno, error.strerror)
+        return error
     return None
 
 
 def _clear(folder: Path) -> None:
     """Deletes what killed processes have left in a folder; nothing of a process that is alive, and nothing of the user's."""
     names = set(os.listdir(folder))
-    for name in names:
-        file = folder / name
+    for file in map(folder.joinpath, names):
         # What cannot be deleted, as another user's, is no reason not to save.
         with contextlib.suppress(OSError):
-            if name.startswith(".") and name.endswith(_REMOVED):
+            if file.suffix == _REMOVED:
                 _delete(file)
-            elif name.startswith(".") and name.endswith(_LOCK):
-                lock = _try_lock(file)
-                if lock is not None:
-                    _delete(folder / (name.removesuffix(_LOCK) + _SAVING))
-                    file.unlink(missing_ok=True)
-                    os.close(lock)
+            elif file.suffix == _LOCK and (lock := _lock(file, wait=False)) is not None:
+                _delete(file.with_suffix(_SAVING))
+                file.unlink(missing_ok=True)
+                os.close(lock)
             elif (replaced := _replaced_path(file)).name in names:
                 # The new checkpoint is in place.
                 _discard(replaced)
 
 
-def _new_lock(path: Path) -> tuple[Path, int | None]:
-    """Creates a lock file for a save; returns it with its descriptor, None where the file system has no locks.
+def _lock(file: Path, *, wait: bool) -> int | None:
+    """Locks a file; None if another process holds the lock (and `wait` is false) or has deleted the file, or if there are no locks.
 
-    Without a lock no process can tell that this one has ended, and none deletes its files.
+    The process that saves waits for one that looks whether it is alive, which takes no time.
     """
-    attempts = 3  # another process may have taken the lock of the new file for that of a killed one
-    for _ in range(attempts):
-        file = _beside(path, _LOCK)
-        file.touch(exist_ok=False)
-        lock = _try_lock(file)
-        if lock is not None:
-            return file, lock
-        file.unlink(missing_ok=True)
-    file.touch()
-    return file, None
-
-
-def _try_lock(file: Path) -> int | None:
-    """Locks a file that exists; None if another process holds the lock or has deleted the file, or if there are no locks."""
-    fd = None
-    try:
+    with contextlib.suppress(OSError):
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), file.stat()):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return fd
-    except OSError:
-        pass
-    if fd is not None:
-        os.close(fd)
+        except OSError:
+            os.close(fd)
     return None
 
 
 def _beside(path: Path, suffix: str) -> Path:
     """A new name in the folder of a checkpoint."""
-    return path.with_name(f".{_shortened(path.name)}.{secrets.token_hex(4)}{suffix}")
+    return path.with_name(f".{secrets.token_hex(8)}{suffix}")
 
 
 def _replaced_path(path: Path) -> Path:
     """Name of a checkpoint between two renames: that of a checkpoint, so that Lightning finds the last one under it."""
-    stem, suffix = path.stem, path.suffix
-    if len(os.fsencode(path.name)) > _LONGEST_PART:
-        digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-        stem, suffix = f"{_shortened(stem)}.{digest}", _shortened(suffix)
-    return path.with_name(f"{stem}{_REPLACED}{suffix}")
-
-
-def _shortened(name: str) -> str:
-    return os.fsencode(name)[:_LONGEST_PART].decode(errors="ignore")
+    return path.with_name(f"{path.stem}{_REPLACED}{path.suffix}")
 
 
 def _discard(path: Path) -> None:
@@ -241,16 +204,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):
         path.unlink(missing_ok=True)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchanges two names atomically; False if the file system or the C library does not support it."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(error, os.strerror(error), str(b))

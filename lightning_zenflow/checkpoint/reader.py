@@ -28,32 +28,35 @@ from lightning_zenflow.zero.saved_float32 import WithoutConversion
 
 _CHUNK_BYTES = 2**20
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of AdamW's moments in the state of a flat partition."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
-
-
-class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is nothing at a checkpoint's path."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint directory. Its file ``latest`` names the folder with one file of the model and one file per rank.
 
+    Content that is not what DeepSpeed writes may raise errors of any kind beside those named here.
+
     Raises:
-        MissingCheckpointError: there is no `path`.
-        CheckpointError: `path` is not a complete checkpoint of ZeRO stage 1 or 2.
+        CheckpointError: `path` is missing, or not a complete checkpoint of ZeRO stage 1 or 2.
     """
 
     path: Path
+    bf16: bool = False
+    """Whether this run's model is in bfloat16."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
         if not self.path.exists():
-            raise MissingCheckpointError(f"checkpoint {self.path}: the path must exist")
+            raise _refusal(self.path, "the path must exist")
+        has_latest = (self.path / "latest").is_file()
         for parent in (self.path.parent, self.path.parent.parent):
-            if not (self.path / "latest").is_file() and (parent / "latest").is_file():
+            if not has_latest and (parent / "latest").is_file():
                 raise _refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")
         if self.path.is_file():
             raise _refusal(
@@ -61,7 +64,7 @@ class SavedCheckpoint:
                 "the path must be a directory saved by ZenFlowStrategy or DeepSpeedStrategy, got a file. To take the weights from a"
                 " checkpoint of another strategy, use `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
             )
-        if not (self.path / "latest").is_file():
+        if not has_latest:
             raise _refusal(
                 self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
             )
@@ -86,13 +89,15 @@ class SavedCheckpoint:
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
-        """Content of the model file: weights, and state that all ranks share."""
-        with _reading(self._model_file):
-            states = _read(self._model_file)
-            # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
-            if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-                raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
-            int(states["dp_world_size"])
+        """Content of the model file: weights, and state that all ranks share.
+
+        Raises:
+            CheckpointError: the file is damaged, or another one.
+        """
+        states = _read(self._model_file)
+        # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
+        if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
+            raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
         return states
 
     @property
@@ -108,10 +113,10 @@ class SavedCheckpoint:
         """
         _verify(self._model_file)
 
-    def verify_optimizer(self, ranks: Iterable[int], *, bf16: bool) -> None:
+    def verify_optimizer(self, ranks: Iterable[int]) -> None:
         """As `verify_model`, for the files of some ranks of the run that saved."""
         for rank in ranks:
-            _verify(self._optimizer_file(rank, bf16=bf16))
+            _verify(self._optimizer_file(rank))
 
     def refuse_other_model(self, ours: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
         """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in order.
@@ -119,7 +124,15 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: they differ; the message names the first difference.
         """
-        for group, (saved, present) in enumerate(zip(self._saved_shapes(len(ours)), ours, strict=True)):
+        groups = self.model_states.get(PARAM_SHAPES)
+        if groups is None:
+            raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
+        if len(groups) != len(ours):
+            raise _refusal(
+                self.path,
+                f"configure_optimizers must return the saved number of parameter groups, {len(groups)}, got {len(ours)}",
+            )
+        for group, (saved, present) in enumerate(zip(groups, ours, strict=True)):
             if len(saved) != len(present):
                 # The missing names tell more than the first pair that differs.
                 unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
@@ -129,71 +142,82 @@ class SavedCheckpoint:
                     f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
                 )
             for theirs, own in zip(saved.items(), present.items(), strict=True):
-                if theirs != own:
-                    must, got = (f"{name} {list(shape)}" for name, shape in (theirs, own))
+                must, got = (f"{name} {list(shape)}" for name, shape in (theirs, own))
+                if must != got:
                     raise _refusal(
                         self.path,
                         f"the model must be the saved one: parameter group {group} must have {must}, got {got}",
                     )
 
-    def _saved_shapes(self, n_groups: int) -> list[dict[str, tuple[int, ...]]]:
-        with _reading(self._model_file):
-            saved = self.model_states.get(PARAM_SHAPES)
-            if saved is None:
-                raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
-            if len(saved) != n_groups:
-                raise _refusal(
-                    self.path,
-                    f"configure_optimizers must return the saved number of parameter groups, {len(saved)}, got {n_groups}",
-                )
-            return [{str(name): tuple(shape) for name, shape in group.items()} for group in saved]
-
-    def optimizer_state(self, rank: int, *, bf16: bool) -> dict[str, Any]:
-        """Optimizer state of one rank, in DeepSpeed's layout; large tensors are memory-mapped.
-
-        Args:
-            rank: rank of the run that saved.
-            bf16: whether this run's model is in bfloat16.
-
-        Raises:
-            CheckpointError: the state is missing, damaged, or not that of AdamW under ZeRO stage 1 or 2.
-        """
-        file = self._optimizer_file(rank, bf16=bf16)
-        with _reading(file):
-            return _optimizer_state(file)
-
-    def _optimizer_file(self, rank: int, *, bf16: bool) -> Path:
+    def _optimizer_file(self, rank: int) -> Path:
         # As `DeepSpeedEngine._get_rank_zero_ckpt_name`, which has no public counterpart.
         name, other = (f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_"))
-        if bf16:
+        if self.bf16:
             name, other = other, name
         file = self.folder / name
         if not file.is_file():
             if (self.folder / other).is_file():
-                saved, present = ("one without bf16", "bf16") if bf16 else ("bf16", "another")
+                saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
                 raise _refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
             raise _refusal(
                 self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{name}"
             )
         return file
 
-    def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int, bf16: bool) -> dict[str, Any]:
+    def optimizer_state(self, rank: int) -> dict[str, Any]:
+        """Optimizer state of one rank of the run that saved, in DeepSpeed's layout; large tensors are memory-mapped.
+
+        Raises:
+            CheckpointError: the state is missing, damaged, or not that of AdamW under ZeRO stage 1 or 2.
+        """
+        file = self._optimizer_file(rank)
+        content = _read(file)
+        state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+        if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
+            raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
+        base = state[BASE_OPTIMIZER_STATE]
+        if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
+            raise _refusal(
+                file, "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False"
+            )
+        flats = state[SINGLE_PARTITION_OF_FP32_GROUPS]
+        for group, (param_group, flat) in enumerate(zip(base["param_groups"], flats, strict=True)):
+            of_group = base["state"].get(param_group["params"][0], {})
+            missing = [key for key in ("step", *MOMENTS) if key not in of_group]
+            if missing:
+                raise _refusal(
+                    file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
+                )
+            # Master weights are saved without padding.
+            sizes = [of_group[name].numel() for name in MOMENTS]
+            if min(sizes) < flat.numel() or len(set(sizes)) > 1:
+                raise _refusal(
+                    file, f"parameter group {group} must have moments of {flat.numel()} elements or more, got {sizes}"
+                )
+        ours = state.get(CHECKPOINT_KEY)
+        if ours is not None and ours["version"] != VERSION:
+            raise _refusal(
+                file,
+                f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
+                " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
+            )
+        # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
+        return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
+
+    def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int) -> dict[str, Any]:
         """Optimizer state of one rank of this run, redistributed if the number of ranks has changed.
 
         Args:
             rank: rank of this run.
             partition_sizes: elements of each parameter group's flat partition in this run, including padding.
             world_size: number of ranks of this run.
-            bf16: see `optimizer_state`.
 
         Raises:
             CheckpointError: see `optimizer_state`.
         """
         if world_size == self.world_size:
-            return self.optimizer_state(rank, bf16=bf16)
-        saved = [self.optimizer_state(r, bf16=bf16) for r in range(self.world_size)]
-        with _reading(self.folder):
-            return repartition(saved, partition_sizes, rank)
+            return self.optimizer_state(rank)
+        return repartition([self.optimizer_state(r) for r in range(self.world_size)], partition_sizes, rank)
 
 
 def _refusal(path: Path, message: str) -> CheckpointError:
@@ -202,15 +226,13 @@ def _refusal(path: Path, message: str) -> CheckpointError:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Converts every error of a file whose content is not what it must be.
+    """Converts every error of a file that torch cannot read.
 
     Raises:
         CheckpointError: names the file; its cause is the error.
     """
     try:
         yield
-    except CheckpointError:
-        raise
     except (ImportError, AttributeError) as error:
         raise _refusal(
             file,
@@ -237,46 +259,8 @@ def _verify(file: Path) -> None:
 
 def _read(file: Path) -> Any:
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
-    with WithoutConversion():
+    with _reading(file), WithoutConversion():
         return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
-
-
-def _optimizer_state(file: Path) -> dict[str, Any]:
-    content = _read(file)
-    state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-    if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-        raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
-    base = state[BASE_OPTIMIZER_STATE]
-    if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-        raise _refusal(file, "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False")
-    for group, (param_group, flat) in enumerate(
-        zip(base["param_groups"], state[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
-    ):
-        of_group = base["state"].get(param_group["params"][0], {})
-        missing = [key for key in ("step", *MOMENTS) if key not in of_group]
-        if missing:
-            raise _refusal(
-                file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
-            )
-        # Master weights are saved without padding.
-        sizes = [of_group[name].numel() for name in MOMENTS]
-        if min(sizes) < flat.numel() or len(set(sizes)) > 1:
-            raise _refusal(
-                file, f"parameter group {group} must have moments of {flat.numel()} elements or more, got {sizes}"
-            )
-    ours = state.get(CHECKPOINT_KEY)
-    if ours is not None and ours["version"] != VERSION:
-        raise _refusal(
-            file,
-            f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
-            " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
-        )
-    # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
-    return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of AdamW's moments in the state of a flat partition."""
 
 
 def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[int], rank: int) -> dict[str, Any]:

@@ -5,13 +5,10 @@ Run as a script, which is a process that has everything imported and forks one c
 
 import json
 import os
-import random
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +19,28 @@ from typing_extensions import override
 
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.checkpoint import atomic
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from models import LinearLossModule
 from rank_processes import free_port
 
-_EVENTS = ("open", "os.", "shutil.", "ctypes.dlsym")
-"""Of Python's audit hooks: whatever touches the file system, and the call that exchanges two names."""
+_EVENTS = ("open", "os.", "shutil.")
+"""Of Python's audit hooks: whatever touches the file system."""
 KILLED_SAVE = 2
 """Of each process, counted from 1: the one before is progress."""
-RENAMES = 10
-"""Events of a save that are renames, at most."""
 
 
 class WatchSaves(pl.Callback):
-    """Kills the process at the n-th event of a save of its step, or only tells that it has begun.
+    """Kills the process at the n-th event of a save.
 
     Args:
         folder: where checkpoints are written; events elsewhere are of no interest.
         kill_at: number of the event, counted from 0; None: never.
-        begun: called where the save begins.
     """
 
-    def __init__(self, folder: Path, kill_at: int | None, begun: Callable[[], object]) -> None:
+    def __init__(self, folder: Path, kill_at: int | None) -> None:
         self.events: list[str] = []
         self._folder = str(folder)
         self._kill_at = kill_at
-        self._begun = begun
         self._steps = 0
         sys.addaudithook(self._hook)
 
@@ -56,7 +48,7 @@ class WatchSaves(pl.Callback):
         if self._steps != KILLED_SAVE or not event.startswith(_EVENTS):
             return
         # Deleting a folder names what is in it without its path.
-        if event in ("ctypes.dlsym", "os.remove", "os.rmdir") or any(self._folder in str(arg) for arg in args):
+        if event in ("os.remove", "os.rmdir") or any(self._folder in str(arg) for arg in args):
             if len(self.events) == self._kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.events.append(event)
@@ -65,8 +57,6 @@ class WatchSaves(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         # Comes before that of ModelCheckpoint, which Lightning puts at the end.
         self._steps += 1
-        if self._steps == KILLED_SAVE:
-            self._begun()
 
 
 def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLossModule:
@@ -95,11 +85,9 @@ def in_child(function: Callable[[], None]) -> int:
     os._exit(0)
 
 
-def assert_ended(pid: int, *signals: int) -> None:
-    """Waits for a process; it must have ended well, or by one of these signals."""
-    status = os.waitpid(pid, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    assert code == 0 or -code in signals, f"a run ended with {code}"
+def assert_ended(pid: int, code: int = 0) -> None:
+    """Waits for a process, which must have ended well or, with a negative code, by a signal."""
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
 
 
 def assert_usable(folder: Path) -> None:
@@ -108,64 +96,40 @@ def assert_usable(folder: Path) -> None:
     for path in folder.iterdir():
         if not path.name.startswith("."):
             saved = SavedCheckpoint(path)
-            saved.optimizer_state(0, bf16=False)
+            saved.optimizer_state(0)
 
 
-def run_injected(folder: Path, steps: int, points: list[float]) -> None:
-    """Kills one process after the other, each at one of its second save's events; `points` are 0 to 1, first to last event, or none:
-    at each rename."""
+def run_killed(folder: Path, steps: int, points: list[float]) -> None:
+    """Kills one process after the other, each at one of its second save's events; `points` are 0 to 1, first to last event."""
     log = folder.parent / "events.json"
 
     def rehearse() -> None:
-        watch = WatchSaves(folder, None, lambda: None)
+        watch = WatchSaves(folder, None)
         train(folder, KILLED_SAVE + 1, watch)
         log.write_text(json.dumps(watch.events))
 
     assert_ended(in_child(rehearse))
     events = json.loads(log.read_text())
     print("events of a save:", events)
-    renames = [i for i, event in enumerate(events) if event == "os.rename"]
-    assert len(renames) <= RENAMES
-    for kill_at in [round(point * (len(events) - 1)) for point in points] or renames:
+    for point in points:
+        kill_at = round(point * (len(events) - 1))
         assert_ended(
-            in_child(lambda kill_at=kill_at: train(folder, steps, WatchSaves(folder, kill_at, lambda: None))),
-            signal.SIGKILL,
+            in_child(lambda kill_at=kill_at: train(folder, steps, WatchSaves(folder, kill_at))), -signal.SIGKILL
         )
         assert_usable(folder)
 
 
-def run_random(folder: Path, steps: int, kills: int) -> None:
-    """Kills one process after the other at a random instant after its second save has begun."""
-    rng = random.Random(20261121)
-    for _ in range(kills):
-        read, write = os.pipe()
-        watch = partial(WatchSaves, folder, None, partial(os.write, write, b"x"))
-        pid = in_child(lambda watch=watch: train(folder, steps, watch()))
-        os.close(write)
-        os.read(read, 1)
-        os.close(read)
-        # Two saves and a removal take about as long on an idle machine; where they take longer, it is killed early on.
-        time.sleep(rng.uniform(0, 0.15))
-        os.kill(pid, signal.SIGKILL)
-        assert_ended(pid, signal.SIGKILL)
-        assert_usable(folder)
-
-
-def main(folder: Path, how: str, argument: str) -> None:
+def main(folder: Path, points: list[float]) -> None:
     """Runs as said, then to the end, and the same undisturbed; writes the weights of both."""
     torch.set_num_threads(1)
     disturbed, undisturbed = folder / "disturbed", folder / "undisturbed"
-    n_kills = (len(json.loads(argument)) or RENAMES) if how == "injected" else int(argument)
     # Of each killed process one step is certain.
-    steps = KILLED_SAVE + 2 * n_kills + 2
+    steps = KILLED_SAVE + 2 * len(points) + 2
 
     def finish(where: Path) -> None:
         torch.save(train(where, steps).state_dict(), f"{where}.pt")
 
-    if how == "injected":
-        run_injected(disturbed, steps, json.loads(argument))
-    else:
-        run_random(disturbed, steps, n_kills)
+    run_killed(disturbed, steps, points)
     for where in (disturbed, undisturbed):
         assert_ended(in_child(lambda where=where: finish(where)))
     # Whatever the killed saves left is cleared away by later ones.
@@ -174,7 +138,4 @@ def main(folder: Path, how: str, argument: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[4] == "no exchange":
-        # As on a file system that cannot exchange two names.
-        atomic._exchange = lambda a, b: False
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -152,7 +152,7 @@ def test_checkpoints_hold_float32_and_runs_with_either_load_them(
         case = replace(short, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
         saved[dtype] = run_here(case, callbacks=[state])
         assert all(moments.dtype == torch.float32 for moments in saved_moments(tmp_path / dtype))
-        of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0, bf16=False)["base_optimizer_state"]["state"]
+        of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0)["base_optimizer_state"]["state"]
         assert all(of_group["exp_avg"].dtype == getattr(torch, dtype) for of_group in of_rank.values())
         assert state.are_the_arenas and all(state.are_the_arenas)
     assert all(x.dtype == torch.float32 for x in state.found)
