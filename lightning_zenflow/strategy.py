@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.client_state import as_lightning_saved, load_averaged, to_save
+from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.attach import attach_monitors, insert_first
@@ -239,11 +239,14 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         module, path = self.lightning_module, Path(checkpoint_path)
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
             client_state = load_weights_together(path, partial(super().load_checkpoint, checkpoint_path, weights_only))
-            return load_averaged(client_state, module)
-        max_norm = self.zenflow_optimizer.max_norm
+            if AVERAGED in client_state:
+                # As from Lightning's own checkpoints.
+                module.load_state_dict(client_state[AVERAGED], strict=module.strict_loading)
+            return as_lightning_saved(client_state, module)
+        max_norm = self.zenflow_optimizer.clip_grad
         client_state = self._load(self.deepspeed_engine, path, strict=module.strict_loading)
         # DeepSpeed takes over the saved one; the Trainer's counts.
-        self.zenflow_optimizer.clip_to(max_norm)
+        self.zenflow_optimizer.clip_grad = max_norm
         return as_lightning_saved(client_state, module)
 
     @override

@@ -172,7 +172,8 @@ class StepTimer(pl.Callback):
         self._result.losses = torch.stack(self._losses).tolist()
 
     def _read_zenflow(self, optimizer: ZenFlowZeroOptimizer) -> None:
-        self._result.schedule = [optimizer.schedule.update_interval, optimizer.schedule.publish_lag]
+        schedule = optimizer.parts.jobs.schedule
+        self._result.schedule = [schedule.update_interval, schedule.publish_lag]
         rank = optimizer.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         self._result.page_locked_bytes = sum(end - begin for begin, end in rank.arena.ranges_of_device())

@@ -9,7 +9,8 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
+from torch import Tensor
 
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 from lightning_zenflow.zero.saved_float32 import WithoutConversion
@@ -278,28 +280,25 @@ def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[in
         State in the layout of `saved`, with copied tensors. All but AdamW's state is that of the first rank.
     """
     base = saved[0][BASE_OPTIMIZER_STATE]
-    keys = [param_group["params"][0] for param_group in base["param_groups"]]
     masters, states = [], {}
-    for group, (key, size) in enumerate(zip(keys, partition_sizes, strict=True)):
-        first = base["state"][key]
-        # Padding stays 0; it is never read.
-        master, *moments = (torch.zeros(size) for _ in range(1 + len(MOMENTS)))
-        begin = rank * size
-        offset = 0
-        for state in saved:
-            part = state[SINGLE_PARTITION_OF_FP32_GROUPS][group]
-            lower, upper = max(begin, offset), min(begin + size, offset + part.numel())
-            if lower < upper:
-                theirs = state[BASE_OPTIMIZER_STATE]["state"][key]
-                sources = [part, *(theirs[name] for name in MOMENTS)]
-                for target, source in zip((master, *moments), sources, strict=True):
-                    target[lower - begin : upper - begin] = source[lower - offset : upper - offset]
-            offset += part.numel()
-        masters.append(master)
-        states[key] = {**first, **dict(zip(MOMENTS, moments, strict=True))}
+    for group, (param_group, size) in enumerate(zip(base["param_groups"], partition_sizes, strict=True)):
+        key = param_group["params"][0]
+        flats = [state[SINGLE_PARTITION_OF_FP32_GROUPS][group] for state in saved]
+        of_ranks = [state[BASE_OPTIMIZER_STATE]["state"][key] for state in saved]
+        part = partial(_part, [flat.numel() for flat in flats], rank * size, size)
+        masters.append(part(flats))
+        states[key] = {**of_ranks[0], **{name: part([state[name] for state in of_ranks]) for name in MOMENTS}}
     return {
         **saved[0],
         SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         GROUP_PADDINGS: [0] * len(masters),
         BASE_OPTIMIZER_STATE: {**base, "state": states},
     }
+
+
+def _part(lengths: Sequence[int], begin: int, size: int, tensors: Sequence[Tensor]) -> Tensor:
+    """`size` elements from `begin` of the first `lengths` elements of each tensor, end to end; [size] float32, 0 behind the last."""
+    ends = zip(tensors, lengths, accumulate(lengths), strict=True)
+    parts = [t[:n][max(0, begin - end + n) : max(0, begin + size - end + n)] for t, n, end in ends]
+    joined = torch.cat(parts).float()
+    return torch.nn.functional.pad(joined, (0, size - joined.numel()))

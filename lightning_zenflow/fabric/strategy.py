@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.load import _move_state_into
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zenflow.checkpoint.client_state import to_save
+from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
-from lightning_zenflow.fabric.checkpoint import CheckpointHooks
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
+from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.zero.engine import inference_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -33,7 +37,7 @@ _BELONGS_TO_THE_LOOP = {
 }
 
 
-class ZenFlowStrategy(CheckpointHooks):
+class ZenFlowStrategy(Session, DeepSpeedStrategy):
     """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
 
     ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
@@ -59,6 +63,8 @@ class ZenFlowStrategy(CheckpointHooks):
         MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
+    deepspeed_strategy = DeepSpeedStrategy
+
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
         super().__init__(config, given_keys(given), options)
@@ -69,12 +75,15 @@ class ZenFlowStrategy(CheckpointHooks):
                 )
         # DeepSpeed clips to 1 where nothing is said.
         self.config = {"gradient_clipping": 0.0, **self.config}
+        # DeepSpeed's, of the model that is trained.
+        self._engine: Any = None
+        # Whether an error has interrupted a backward pass.
+        self._was_interrupted = False
         self._micro_batches = MicroBatches()
         # Lightning's own extension point, though its name is private; `DeepSpeedStrategy` has none.
         self._backward_sync_control = self._micro_batches
-        self._max_norm = (
-            0.0  # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping
-        )
+        # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping.
+        self._max_norm = 0.0
         self._norm_of_step: float | None = None
         self._forward = ExitStack()
         self._meter: StepMeter | None = None
@@ -91,12 +100,8 @@ class ZenFlowStrategy(CheckpointHooks):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        """Sets up the model that is trained.
-
-        Args:
-            module: the model.
-            optimizers: one, AdamW or Adam, with any number of parameter groups.
-            scheduler: is returned as it is: the loop calls its `step()`, as under Fabric's other strategies.
+        """Sets up the model that is trained, with one optimizer, AdamW or Adam. The loop calls the scheduler's `step()`, as under Fabric's
+        other strategies.
 
         Raises:
             MisconfigurationException: ZenFlow does not support the model or the optimizer, or there are several.
@@ -121,10 +126,10 @@ class ZenFlowStrategy(CheckpointHooks):
         self._engine = engine = self._deepspeed_engine
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
-        optimizer = self._trained("fabric.setup")
-        self._max_norm = optimizer.max_norm
+        optimizer: ZenFlowZeroOptimizer = engine.optimizer
+        self._max_norm = optimizer.clip_grad
         # The first step may be clipped: no block is submitted before its factor is known.
-        optimizer.clip_to(self._max_norm or math.inf)
+        optimizer.clip_grad = self._max_norm or math.inf
         self._meter = StepMeter(optimizer)
         self._meter.sample_copies(skip=1)
         # Until the first forward pass.
@@ -134,8 +139,8 @@ class ZenFlowStrategy(CheckpointHooks):
             self._timeline = TimelineFile(Path(self.zenflow_config.timeline), optimizer, first=first, last=last)
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         engine.register_forward_pre_hook(_weak(self._begin_forward))
-        engine.register_forward_hook(_weak(self._end_forward), always_call=True)
-        module.register_state_dict_pre_hook(_weak(self._before_state_dict))  # type: ignore[no-untyped-call]
+        engine.register_forward_hook(_weak(self._forward.close), always_call=True)
+        module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
         return engine, [optimizer], scheduler
 
     @override
@@ -146,12 +151,11 @@ class ZenFlowStrategy(CheckpointHooks):
             RuntimeError: the step's last micro-batch was before; `module` is not the model with the optimizer; a backward pass before this
                 one was interrupted by an error.
         """
-        optimizer = self._trained("fabric.backward")
+        step = self._usable_step("fabric.backward")
         is_other = module is not self._engine
         if is_other:
             raise RuntimeError("fabric.backward: model must be the one that was set up with the optimizer, got another")
-        self._refuse_partial_gradients("fabric.backward")
-        if optimizer.zenflow_step.is_complete:
+        if step.is_complete:
             raise RuntimeError(
                 "fabric.backward was called twice in a step, or after `fabric.clip_gradients`: call `optimizer.step()` between them, or run"
                 " all micro-batches of a step but the last under `fabric.no_backward_sync(model)`, and clip after the last"
@@ -218,7 +222,8 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         self._after_backward("optimizer.step")
         max_norm, self._norm_of_step = self._norm_of_step, None
-        self._trained("optimizer.step").clip_to(self._max_norm if max_norm is None else max_norm)
+        assert self.zenflow_optimizer is not None
+        self.zenflow_optimizer.clip_grad = self._max_norm if max_norm is None else max_norm
         self._engine.set_gradient_accumulation_boundary(True)
         with self._explained():
             output = super().optimizer_step(self._engine)
@@ -227,6 +232,96 @@ class ZenFlowStrategy(CheckpointHooks):
         if self._timeline is not None:
             self._timeline.end_step()
         return output
+
+    @override
+    def flush(self) -> None:
+        """Makes weights and optimizer states exact; all ranks call it together, between two steps.
+
+        Raises:
+            RuntimeError: a step has its gradients and has not been done.
+        """
+        step = None if self.zenflow_optimizer is None else self.zenflow_optimizer.zenflow_step
+        if step is not None and step.is_complete and not (self._was_interrupted or step.was_interrupted):
+            raise RuntimeError(
+                "weights are read between fabric.backward and optimizer.step: call `optimizer.step()` before, or `optimizer.zero_grad()` to"
+                " drop the gradients"
+            )
+        super().flush()
+
+    @override
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Saves the exact state after the last step, atomically, as a folder that the Trainer's strategy and DeepSpeed read as well.
+
+        Raises:
+            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
+        """
+        self.flush()
+        save = super().save_checkpoint
+        content = state if self._engine is None else to_save(state, self._engine)
+        self._save(path, lambda folder: save(folder, content, storage_options, filter))
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """State of `optimizer.state_dict()`, exact.
+
+        Raises:
+            RuntimeError: a step has its gradients and has not been done.
+        """
+        self.flush()
+        return super().get_optimizer_state(optimizer)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO stage 1 or 2.
+
+        Args:
+            path: folder of the checkpoint; for `fabric.load_raw` a file with a state dict.
+            state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
+                For `fabric.load_raw` the model.
+            strict: whether the model must have exactly the saved weights and buffers.
+            weights_only: see `torch.load`; for `fabric.load_raw` only.
+
+        Returns:
+            Everything else in the checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or of another model.
+        """
+        optimizer = self.zenflow_optimizer
+        if isinstance(state, (Optimizer, ZenFlowZeroOptimizer)):
+            raise MisconfigurationException(
+                "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
+            )
+        if isinstance(state, Module):
+            # DeepSpeed's engine names its parameters "module.NAME".
+            self.flush()
+            super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
+            if optimizer is not None and state is self._engine:
+                optimizer.reset_master_from_model()
+            return {}
+        items = list((state or {}).values())
+        if not state or optimizer is None or not any(item is self._engine for item in items):
+            return load_weights_together(
+                Path(path), partial(super().load_checkpoint, path, state, strict, weights_only)
+            )
+        has_optimizer = any(item is optimizer for item in items)
+        client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
+        ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
+        # Private: what Lightning's own strategies load further objects with.
+        _move_state_into(client_state, state, keys=set(state) - ours)
+        return client_state
 
     def metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
@@ -259,23 +354,20 @@ class ZenFlowStrategy(CheckpointHooks):
             self._timeline.close()
         super().teardown()
 
-    def _trained(self, what: str) -> ZenFlowZeroOptimizer:
+    def _usable_step(self, what: str) -> ZenFlowStep:
         optimizer = self.zenflow_optimizer
         if optimizer is None or optimizer.closed:
             ended = "training has ended" if optimizer is not None else "no model has been set up"
             raise RuntimeError(f"{what}: {ended}; call `model, optimizer = fabric.setup(model, optimizer)` before")
-        return optimizer
-
-    def _refuse_partial_gradients(self, what: str) -> None:
         if self._was_interrupted:
             raise RuntimeError(
                 f"{what}: an error has interrupted a backward pass, and DeepSpeed's buckets hold a part of its gradients; start again from"
                 " a checkpoint"
             )
+        return optimizer.zenflow_step
 
     def _after_backward(self, what: str) -> ZenFlowStep:
-        step = self._trained(what).zenflow_step
-        self._refuse_partial_gradients(what)
+        step = self._usable_step(what)
         if step.was_interrupted:
             raise RuntimeError(
                 f"{what}: an exception has interrupted the step before; go on with a forward pass or `optimizer.zero_grad()`, which first"
@@ -287,22 +379,15 @@ class ZenFlowStrategy(CheckpointHooks):
             )
         return step
 
-    def _begin_forward(self, engine: Any, args: Any) -> None:
-        if not engine.module.training:
-            if self._meter is not None:
-                self._meter.pause()
+    def _begin_forward(self) -> None:
+        assert self._meter is not None
+        if not self._engine.module.training:
+            self._meter.pause()
             self.flush()
         elif torch.is_grad_enabled():
-            if self._meter is not None:
-                self._meter.resume()
+            self._meter.resume()
             self._begin_micro_batch()
             self._forward.enter_context(self._span("forward"))
-
-    def _end_forward(self, engine: Any, args: Any, output: Any) -> None:
-        self._forward.close()
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.flush()
 
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
@@ -325,13 +410,12 @@ class MicroBatches(_BackwardSyncControl):
             self.more_to_come = before
 
 
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls a method for as long as its object is alive."""
+def _weak(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook that calls a method for as long as its object is alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*arguments)
+    def call(*_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive()
 
     return call

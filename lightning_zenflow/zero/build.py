@@ -2,7 +2,7 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -49,11 +49,7 @@ class ZeroPartition:
     """This rank's part of the training state, as DeepSpeed's optimizer holds it."""
 
     optimizer: Optimizer
-    """The user's; its parameters are the fp32 partitions."""
-    fp32_groups: list[Tensor]
-    """For each parameter group the rank's fp32 partition, which is replaced by the arena's."""
-    partition_sizes: Sequence[int]
-    """Elements of each, padding included."""
+    """The user's. The parameter of each group is the rank's flat fp32 partition, which is replaced by the arena's."""
     slices: Sequence[Slice]
     """Parts of the model's parameters that lie in the partitions."""
     weights: Sequence[Tensor]
@@ -133,10 +129,10 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
         RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
-    n_blocks = blocks_wanted(
-        config.update_intervals, in_backward=config.submits_in_backward, numel=sum(zero.partition_sizes)
-    )
-    partition = build_partition(zero.slices, zero.partition_sizes, n_blocks)
+    # Padding included.
+    sizes = [group["params"][0].numel() for group in zero.optimizer.param_groups]
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes))
+    partition = build_partition(zero.slices, sizes, n_blocks)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
     policy = _agree(plan, resources.ranks_on_host)
     # Outermost, so that ranks that have built their parts release them if another one has not.
@@ -203,22 +199,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         stalls=rank.telemetry.stalls,
     )
     undo.callback(worker.kill)
-    sizes = zero.partition_sizes
-    host_state = HostState(
-        zero.optimizer, zero.fp32_groups, partition=plan.partition, partition_sizes=sizes, arena=arena
-    )
-    step = _make_step(config, zero, rank, worker, policy, host_state.write_count)
-    return RankParts(worker=worker, host_state=host_state, step=step)
-
-
-def _make_step(
-    config: ZenFlowConfig,
-    zero: ZeroPartition,
-    rank: RankState,
-    worker: SupervisedWorker,
-    policy: SchedulePolicy,
-    write_count: Callable[[int], None],
-) -> StepParts:
+    host_state = HostState(zero.optimizer, partition=plan.partition, arena=arena)
     slots, publisher = SlotPool(rank.partition, rank.arena, rank.books), Publisher(rank)
     jobs = JobQueue(
         rank,
@@ -246,7 +227,7 @@ def _make_step(
         control = ScheduleControl(policy, config, rank, fill.arrivals, group=zero.group)
     planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
-    return StepParts(
+    step = StepParts(
         rank=rank,
         slots=slots,
         jobs=jobs,
@@ -256,9 +237,10 @@ def _make_step(
         selector=selector,
         planner=planner,
         counters=CounterReader(rank, jobs, fill.in_backward, ownership, skipped=skipped),
-        write_count=write_count,
+        write_count=host_state.write_count,
         skipped=skipped,
     )
+    return RankParts(worker=worker, host_state=host_state, step=step)
 
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:

@@ -1,16 +1,18 @@
 """Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.step.step import ZenFlowStep
-from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.zero.slices import parameters_in_order
+
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
 class FullState:
@@ -20,33 +22,20 @@ class FullState:
     and become None when the optimizer is destroyed; `attach` replaces them.
 
     Args:
-        step: the rank's step; its gradients are read.
-        arena: its states are read and written.
-        slices: of the rank's partition.
-        parameters: trained parameters, in the order in which `Slice.parameter` counts them.
-        names: of the parameters.
-        group: data-parallel ranks.
-        flush: makes the arena exact; raises an error if the exact state is lost.
+        optimizer: the rank's optimizer, complete.
     """
 
-    def __init__(
-        self,
-        step: ZenFlowStep,
-        arena: Arena,
-        slices: Sequence[Slice],
-        parameters: Sequence[Tensor],
-        names: Sequence[str],
-        group: dist.ProcessGroup,
-        *,
-        flush: Callable[[], None],
-    ) -> None:
-        self._step = step
-        self._states = {None: arena.master, "exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
-        self._slices = {s.parameter: (index, s) for index, s in enumerate(slices)}
-        self._parameters = parameters
-        self._names = names
-        self._group = group
-        self._flush = flush
+    def __init__(self, optimizer: "ZenFlowZeroOptimizer") -> None:
+        rank = optimizer.parts.rank
+        self._optimizer = optimizer
+        self._step = optimizer.zenflow_step
+        self._states = {
+            None: rank.arena.master,
+            "exp_avg": rank.arena.exp_avg,
+            "exp_avg_sq": rank.arena.exp_avg_sq,
+        }
+        self._slices = {s.parameter: (index, s) for index, s in enumerate(rank.partition.slices)}
+        self._parameters = parameters_in_order(optimizer)
 
     def attach(self) -> None:
         """Replaces the methods that DeepSpeed has added to the parameters.
@@ -88,7 +77,7 @@ class FullState:
         state, shape = self._state(optim_state_key), self._parameters[number].shape
         if value.shape != shape:
             raise ValueError(
-                f"the new value of {self._names[number]} must have the shape {list(shape)}, got {list(value.shape)}"
+                f"the new value of {self._name(number)} must have the shape {list(shape)}, got {list(value.shape)}"
             )
         if number in self._slices:
             _, s = self._slices[number]
@@ -106,7 +95,7 @@ class FullState:
         """
         if not self._step.has_gradients:
             raise ValueError(
-                f"safe_get_full_grad({self._names[number]}): gradients are there after the backward pass of a step's last micro-batch and"
+                f"safe_get_full_grad({self._name(number)}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
         return self._whole(number, lambda index, _: self._step.gradient(index))
@@ -114,18 +103,21 @@ class FullState:
     def refuse_gradient(self, number: int, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
         raise RuntimeError(
-            f"safe_set_full_grad({self._names[number]}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
+            f"safe_set_full_grad({self._name(number)}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
             " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
         )
+
+    def _name(self, number: int) -> str:
+        return str(self._optimizer.param_names[self._parameters[number]])
 
     def _make_exact(self, number: int, caller: str) -> None:
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(
-                f"{caller}({self._names[number]}): the gradients of a step are there and have not been applied; call it between steps, as"
+                f"{caller}({self._name(number)}): the gradients of a step are there and have not been applied; call it between steps, as"
                 " in the Trainer's `on_train_batch_start` or `on_train_batch_end`"
             )
-        self._flush()
+        self._optimizer.flush()
 
     def _state(self, key: str | None) -> Tensor:
         if key not in self._states:
@@ -139,5 +131,5 @@ class FullState:
         if number in self._slices:
             index, s = self._slices[number]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
-        dist.all_reduce(flat, group=self._group)
+        dist.all_reduce(flat, group=self._optimizer.dp_process_group)
         return flat.view(parameter.shape)

@@ -1,6 +1,6 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,26 +19,18 @@ class HostState:
     Every reader of a checkpoint gets the moments as float32.
 
     Args:
-        optimizer: the user's optimizer, whose parameters are the flat partitions; its state is created here.
-        flats: for each parameter group, DeepSpeed's flat fp32 partition; its values are copied into the arena.
+        optimizer: the user's optimizer, whose parameters are DeepSpeed's flat fp32 partitions, one of each parameter group. Their values
+            are copied into the arena, and the optimizer's state is created here.
         partition: of this rank.
-        partition_sizes: elements of each flat partition, padding included.
         arena: memory of the state from now on.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        flats: Sequence[Tensor],
-        *,
-        partition: Partition,
-        partition_sizes: Sequence[int],
-        arena: Arena,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, *, partition: Partition, arena: Arena) -> None:
         self._optimizer = optimizer
-        self._flats = flats
+        self._flats: list[Tensor] = [group["params"][0] for group in optimizer.param_groups]
         self._moments: list[dict[str, Tensor]] = []
-        for flat, begin, numel in zip(flats, partition.group_begins, partition_sizes, strict=True):
+        for flat, begin in zip(self._flats, partition.group_begins, strict=True):
+            numel = flat.numel()
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master

@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import row_length
-from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -50,6 +49,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         telemetry: stall clock, tracer and copied bytes.
         counters: all counters, to be read at any time.
         parts: components of the step.
+        clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
+            Infinity: no clipping, which backward passes do not rely on.
+        worker_cores: logical cores of the worker.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
     """
 
@@ -59,6 +61,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
         self._config = zenflow
         self._resources = resources
+        self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
         try:
@@ -82,8 +85,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._trained_parameters = parameters = parameters_in_order(self)
         zero = ZeroPartition(
             optimizer=self.optimizer,
-            fp32_groups=self.single_partition_of_fp32_groups,
-            partition_sizes=self.partition_size,
             slices=read_slices(self),
             weights=[
                 partitions[dist.get_rank(group=group)].detach()
@@ -110,15 +111,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             read_inputs=self._read_inputs,
             gather_weights=self._gather_weights,
         )
-        self._full_state = FullState(
-            self.zenflow_step,
-            self._rank.arena,
-            self._rank.partition.slices,
-            parameters,
-            zero.names,
-            self.dp_process_group,
-            flush=self.flush,
-        )
+        self._full_state = FullState(self)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
@@ -212,20 +205,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Default hyperparameters of the user's optimizer; Lightning's `LearningRateMonitor` reads them, as from torch's."""
         return dict(self.optimizer.defaults)
 
-    @property
-    def max_norm(self) -> float:
-        """Largest norm of the whole gradient after clipping; 0: no clipping."""
-        return float(self.clip_grad)
-
-    def clip_to(self, max_norm: float) -> None:
-        """Clips the next steps; a step that is complete already is clipped so as well.
-
-        Args:
-            max_norm: largest norm of the whole gradient after clipping; 0: no clipping. Infinity: no clipping, which backward passes do not
-                rely on.
-        """
-        self.clip_grad = max_norm
-
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
         # Private: DeepSpeed's own way to do the same with its buffers.
@@ -234,7 +213,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def _read_inputs(self) -> StepInputs:
         groups = read_hyperparameters(self.optimizer)
-        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=self.max_norm)
+        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
 
     def _gather_weights(self) -> None:
         """Exchanges the ranks' updated weights, as ZeRO-2."""
@@ -282,26 +261,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if not keep_state:
             self._host_state.clear()
         self._rank.arena.close(keep_state=keep_state)
-
-    @property
-    def schedule(self) -> UpdateSchedule:
-        """S and d of the next steps."""
-        return self.parts.jobs.schedule
-
-    @property
-    def skipped(self) -> Tensor:
-        """0-D int64 on the device: steps that changed nothing because their gradient norm was not finite."""
-        return self.zenflow_step.skipped
-
-    @property
-    def worker_pid(self) -> int | None:
-        """Process id of the worker; None once it has ended."""
-        return None if self._worker is None else self._worker.pid
-
-    @property
-    def worker_cores(self) -> list[int]:
-        """Logical cores of the worker."""
-        return list(self._resources.cores.cores)
 
     @property
     def closed(self) -> bool:

@@ -52,7 +52,7 @@ class DirectStep:
         assert dist.group.WORLD is not None
         self.parameters = [w for group in groups for w in group]
         self.shown = [self._flat(group) for group in groups]
-        slices, sizes = slices_of_rank(groups, rank=0, world_size=1)
+        slices, _ = slices_of_rank(groups, rank=0, world_size=1)
         self.masters = [nn.Parameter(flat.float().cpu().clone()) for flat in self.shown]
         self.optimizer = optimizer or torch.optim.AdamW(
             [{"params": [w]} for w in self.masters], lr=0.02, betas=(0.9, 0.99), weight_decay=0.1
@@ -61,8 +61,6 @@ class DirectStep:
             group["params"] = [master]
         zero = ZeroPartition(
             optimizer=self.optimizer,
-            fp32_groups=list(self.masters),
-            partition_sizes=sizes,
             slices=slices,
             weights=self.shown,
             names=names or [str(number) for number in range(len(self.parameters))],

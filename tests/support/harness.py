@@ -212,7 +212,7 @@ class Recorder(pl.Callback):
     ) -> None:
         optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
         if optimizer is not None:
-            schedule = optimizer.schedule
+            schedule = optimizer.parts.jobs.schedule
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
             arena = optimizer.parts.rank.arena
@@ -335,7 +335,7 @@ def read_state(run: Run, optimizer: ZenFlowZeroOptimizer | None) -> list[list[Te
     """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group."""
     if optimizer is None:
         return []
-    run.skipped = int(optimizer.skipped)
+    run.skipped = int(optimizer.zenflow_step.skipped)
     partitions = []
     for flat in optimizer.single_partition_of_fp32_groups:
         state = optimizer.optimizer.state[flat]

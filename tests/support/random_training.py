@@ -243,7 +243,7 @@ def train_and_check(training: Training, keys: dict[str, Any]) -> None:
     trainer.fit(model)
     assert trainer.global_step == training.steps
     assert strategy.zenflow_optimizer is not None
-    max_norm = strategy.zenflow_optimizer.max_norm
+    max_norm = strategy.zenflow_optimizer.clip_grad
     # A forward pass behind a step submitted in backward sees a predicted clip factor.
     predicted = config.submits_in_backward and max_norm > 0
     nothing_late = config.is_immediate and config.weight_prediction in ("auto", 0) and not predicted
