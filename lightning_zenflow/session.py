@@ -24,7 +24,7 @@ from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.config import prepare_deepspeed_config, refuse_options, says_bucket_size, set_bucket_size
 from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
-from lightning_zenflow.zero.engine import optimizer_of, zenflow_optimizer
+from lightning_zenflow.zero.engine import zenflow_optimizer
 from lightning_zenflow.zero.environment import RankEnvironment, rank_resources
 from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -49,9 +49,7 @@ class Session(RankEnvironment):
         zenflow_optimizer: the optimizer of the present or last set-up; None before the first.
 
     Raises:
-        ConfigValueError: a key has a value that is not allowed.
-        MisconfigurationException: a keyword is unknown; `config` cannot be read.
-        RuntimeError: this version of Lightning lacks a method that the strategy overrides.
+        RuntimeError: this version of Lightning lacks a method that the strategy overrides; and what both strategies raise.
     """
 
     config: Any
@@ -106,9 +104,9 @@ class Session(RankEnvironment):
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
         factory = partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)
-        with zenflow_optimizer(factory, model):
+        with zenflow_optimizer(factory, model) as optimizers:
             built = initialize()
-            self.zenflow_optimizer = optimizer_of(built[0])
+        (self.zenflow_optimizer,) = optimizers
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         return built
@@ -179,22 +177,16 @@ class Session(RankEnvironment):
         # Before the engine loads weights, which updates in flight would overwrite.
         with self._explained():
             self.zenflow_optimizer.flush()
-            return load_together(
-                engine, self.zenflow_optimizer, Path(path), strict=strict, optimizer_states=optimizer_states
-            )
-
-    def _explain(self, error: BaseException) -> None:
-        """Adds to an error of the communication between ranks which ones are lost."""
-        if self._lost_ranks is not None:
-            self._lost_ranks.explain(error)
+            return load_together(engine, Path(path), strict=strict, optimizer_states=optimizer_states)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Context whose errors are explained."""
+        """Context that adds to an error of the communication between ranks which ones are lost."""
         try:
             yield
         except RuntimeError as error:
-            self._explain(error)
+            if self._lost_ranks is not None:
+                self._lost_ranks.explain(error)
             raise
 
     @override

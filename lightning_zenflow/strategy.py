@@ -133,9 +133,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             )
             if says_nothing_of_clipping(self._users_config, trainer.gradient_clip_val):
                 rank_zero_info(
-                    "ZenFlowStrategy does not clip: neither the DeepSpeed config's gradient_clipping nor the Trainer's gradient_clip_val"
-                    " is set. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then: set gradient_clipping to 1.0 for the same,"
-                    " to 0 for none"
+                    "ZenFlowStrategy does not clip, as nothing sets a norm. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then:"
+                    " set gradient_clipping to 1.0 for the same, to 0 for none"
                 )
         super()._format_config()
 
@@ -253,7 +252,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._over = True
-        self._explain(exception)
+        if self._lost_ranks is not None:
+            self._lost_ranks.explain(exception)
         super().on_exception(exception)
 
     @property

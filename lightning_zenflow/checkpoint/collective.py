@@ -120,14 +120,8 @@ def _verify_model(path: Path) -> None:
 
 
 def load_weights_together(path: Path, load: Callable[[], T]) -> T:
-    """Loads weights from a checkpoint of any number of ranks by DeepSpeed's engine. A collective: all ranks must call it.
-
-    Args:
-        path: path of the checkpoint.
-        load: loads it.
-
-    Returns:
-        The result of `load`.
+    """Result of `load`, which loads weights from a checkpoint of any number of ranks by DeepSpeed's engine. A collective: all ranks must
+    call it.
 
     Raises:
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
@@ -139,16 +133,13 @@ def load_weights_together(path: Path, load: Callable[[], T]) -> T:
         return load()
 
 
-def load_together(
-    engine: Any, optimizer: ZenFlowZeroOptimizer, path: Path, *, strict: bool, optimizer_states: bool = True
-) -> dict[str, Any]:
+def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
     """Loads model and optimizer from a checkpoint of any number of ranks. A collective: all ranks must call it.
 
     The engine loads the model. It refuses optimizer state of another number of ranks, so `SavedCheckpoint` reads that.
 
     Args:
         engine: DeepSpeed's engine.
-        optimizer: optimizer of the engine.
         path: path of the checkpoint.
         strict: whether the model must have exactly the saved weights and buffers.
         optimizer_states: whether the optimizer's state is loaded; if not, only weights are.
@@ -159,6 +150,7 @@ def load_together(
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
     """
+    optimizer: ZenFlowZeroOptimizer = engine.optimizer
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _verify_model(path)
     with _loading(path):

@@ -1,6 +1,5 @@
 """Construction of a rank's components from DeepSpeed's optimizer."""
 
-import dataclasses
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -106,19 +105,9 @@ class MemoryPlan:
             export_bytes=export_bytes(self.partition, config.owned_ratio),
         )
 
-    def largest(self) -> ArenaSizes:
-        """Sizes for every schedule that the configuration allows; what is not used takes no memory."""
-        return self.sizes(self.candidates, tail=self.config.allows_tail)
-
     def n_bytes(self, schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
         """Host memory for a run that may use all of the schedules."""
         return arena_bytes(self.partition, self.sizes(schedules, tail=tail))
-
-    def bytes_at_start(self, schedule: UpdateSchedule) -> int:
-        """Host memory that a run uses at first."""
-        first = self.sizes([schedule], tail=False)
-        used = dataclasses.replace(self.largest(), n_slots=first.n_slots, n_publish_buffers=first.n_publish_buffers)
-        return arena_bytes(self.partition, used)
 
 
 def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
@@ -163,7 +152,7 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
     problem = check_host_memory(
-        first=plan.bytes_at_start(policy.schedule),
+        first=plan.n_bytes([policy.schedule], tail=False),
         largest=plan.n_bytes(kept, tail=allows_tail),
         ranks=ranks_on_host,
         keys=", ".join(f"{key}={getattr(config, key)!r}" for key in keys),
@@ -182,7 +171,9 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     """Makes the components, in the order in which one needs another; `undo` releases them."""
     config, zero, cores = plan.config, plan.zero, resources.cores.cores
     device = zero.weights[0].device
-    arena = Arena(plan.partition, plan.largest(), device=device, cores=cores)
+    # For every schedule that the configuration allows: what is not used takes no memory.
+    sizes = plan.sizes(plan.candidates, tail=config.allows_tail)
+    arena = Arena(plan.partition, sizes, device=device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     rank = RankState(
         partition=plan.partition,

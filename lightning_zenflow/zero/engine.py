@@ -16,7 +16,9 @@ from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 
 @contextmanager
-def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Module) -> Iterator[None]:
+def zenflow_optimizer(
+    factory: Callable[..., ZenFlowZeroOptimizer], module: Module
+) -> Iterator[list[ZenFlowZeroOptimizer]]:
     """Makes ``deepspeed.initialize`` build its ZeRO-1/2 optimizer with `factory`; an error in the context destroys the optimizer.
 
     Private: the engine constructs `DeepSpeedZeroOptimizer` by a module-level name in ``deepspeed.runtime.engine`` and has no other
@@ -26,6 +28,9 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Modu
         factory: makes the optimizer, with DeepSpeed's arguments.
         module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
             contiguous from now on.
+
+    Returns:
+        The optimizer, at the end of the context.
 
     Raises:
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
@@ -47,7 +52,9 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Modu
 
     engine_module.DeepSpeedZeroOptimizer = build
     try:
-        yield
+        yield built
+        if not built:
+            raise _unsupported("its engine built another optimizer")
     except BaseException:
         # The engine failed after it had built its optimizer; no other component holds the worker.
         for unused in built:
@@ -59,25 +66,8 @@ def zenflow_optimizer(factory: Callable[..., ZenFlowZeroOptimizer], module: Modu
         engine_module.DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer
 
 
-def optimizer_of(engine: Any) -> ZenFlowZeroOptimizer:
-    """Optimizer of an engine that was initialised in `zenflow_optimizer`.
-
-    Raises:
-        RuntimeError: the engine built another optimizer.
-    """
-    if not isinstance(engine.optimizer, ZenFlowZeroOptimizer):
-        raise _unsupported(f"its engine built {type(engine.optimizer).__name__}")
-    return engine.optimizer
-
-
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
-    """DeepSpeed's engine of a model without optimizer, which converts its weights to the training's precision.
-
-    Args:
-        module: the model.
-        config: the training's DeepSpeed configuration, of which only the precision counts.
-        device: this rank's.
-    """
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration."""
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in ("fp16", "bf16") if key in config}}
     engine, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=device.index),

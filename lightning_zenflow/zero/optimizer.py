@@ -70,6 +70,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if not self.closed:
                 self.close(keep_state=False)
             raise
+        # Lightning's `LearningRateMonitor` reads them, as from torch's.
+        self.defaults = dict(self.optimizer.defaults)
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
         self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
@@ -199,11 +201,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """As DeepSpeed's, and drops the gradients that no step has used."""
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Default hyperparameters of the user's optimizer; Lightning's `LearningRateMonitor` reads them, as from torch's."""
-        return dict(self.optimizer.defaults)
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
