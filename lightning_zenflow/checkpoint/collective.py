@@ -1,5 +1,6 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,9 +66,10 @@ def _saving(path: Path, folder: Path) -> Iterator[None]:
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # torch's file writer raises RuntimeError, without a reason.
             cause = reason if isinstance(reason, OSError) else write_error(folder)
-            if cause is not None:
-                # They refer to the writer's open file, which would take room on the disk when it has been deleted.
-                reason.__traceback__ = reason.__context__ = None
+            # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
+            for error in (reason, reason.__context__):
+                if error is not None:
+                    traceback.clear_frames(error.__traceback__)
             advice = " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
             raise OSError(
                 f"checkpoint {path} could not be saved: {cause or reason}; training can continue."

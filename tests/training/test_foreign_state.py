@@ -20,7 +20,6 @@ from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from models import LinearLossModule
-from reference import adamw_reference
 from side_by_side import NOTHING_LATE
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -82,35 +81,6 @@ def test_gradients_are_read_behind_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(RUNTIMES, "cpu", BehindTheHost)
     fit(linear(), ZenFlowStrategy(**LATE), callbacks=[At("on_before_optimizer_step", peek)])
     assert waited == [1] * 3
-
-
-@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
-def test_state_between_steps_and_after_fit_is_exact(keys: dict[str, Any]) -> None:
-    """AdamW's in float64."""
-    seen: list[list[list[Tensor | None]]] = []
-    model = linear()
-    groups = model.parameter_groups()
-    of_group = [p for group in groups for p in group]
-    before = [p.detach().clone() for p in of_group]
-    peek = At("on_train_batch_end", lambda m: seen.append(read(m)) if m.global_step in (3, 7) else None)
-    fit(model, ZenFlowStrategy(**keys), steps=7, callbacks=[peek])
-    order = [[id(p) for p in model.parameters()].index(id(p)) for p in of_group]
-    gradients = [
-        [
-            torch.zeros_like(w) if (g := model.gradient(i, step, 0, 0)) is None else g
-            for i, w in zip(order, before, strict=True)
-        ]
-        for step in range(7)
-    ]
-    hyperparameters = [
-        [h for h, ps in zip(model.optimizer_options.groups(step), groups, strict=True) for _ in ps] for step in range(7)
-    ]
-    for state, steps in ((seen[0], 3), (seen[1], 7), (read(model), 7)):
-        exact = adamw_reference(before, gradients[:steps], hyperparameters[:steps])
-        for place, i in enumerate(order):
-            for ours, theirs in zip(state[i], (exact.weights, exact.exp_avg, exact.exp_avg_sq), strict=True):
-                assert ours is not None
-                torch.testing.assert_close(ours.double(), theirs[place], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("nothing late", 1), ("late", 2), ("in backward", 2)])
