@@ -37,7 +37,15 @@ def run_all(cases: dict[str, Case], ranks: int) -> dict[str, Run]:
     return {name: of_ranks[0] for name, of_ranks in runs.items()}
 
 
-def check(tmp_path: Path, names: Sequence[str], before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("names", "before", "after"),
+    [
+        (["limit", "bf16"], 1, 2),
+        (["everything"], 2, 1),
+        *(pytest.param(list(CASES), *ranks, marks=pytest.mark.slow) for ranks in [(1, 2), (2, 1), (2, 4), (4, 2)]),
+    ],
+)
+def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Path) -> None:
     """Saves after 5 steps; loads that without a step, and goes on with both numbers of ranks."""
     saving: dict[str, Case] = {}
     loading: dict[str, Case] = {}
@@ -58,17 +66,3 @@ def check(tmp_path: Path, names: Sequence[str], before: int, after: int) -> None
         assert len(other.losses) == len(same.losses) == STEPS - 5
         for a, b in zip(other.master, same.master, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
-
-
-def test_from_one_to_two(tmp_path: Path) -> None:
-    check(tmp_path, ["limit", "bf16"], 1, 2)
-
-
-def test_from_two_to_one(tmp_path: Path) -> None:
-    check(tmp_path, ["everything"], 2, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 4), (4, 2)])
-def test_every_case(before: int, after: int, tmp_path: Path) -> None:
-    check(tmp_path, list(CASES), before, after)

@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,55 +162,49 @@ def test_an_interrupted_backward_pass_ends_training_but_not_the_exact_state(loop
     with pytest.raises(RuntimeError, match="out of memory"):
         fabric.backward(model.loss(2, 0, 0))
     handle.remove()
-    further = {
-        "fabric.backward": lambda: fabric.backward(model.loss(2, 0, 0)),
-        "fabric.clip_gradients": lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0),
-        "optimizer.step": optimizer.step,
-    }
-    for name, call in further.items():
-        with pytest.raises(RuntimeError, match=f"{name}: an error has interrupted a backward pass"):
-            call()
+    interrupted = "an error has interrupted a backward pass"
+    assert_refused(
+        (lambda: fabric.backward(model.loss(2, 0, 0)), f"fabric.backward: {interrupted}"),
+        (lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0), f"fabric.clip_gradients: {interrupted}"),
+        (optimizer.step, f"optimizer.step: {interrupted}"),
+    )
     assert model.state_dict() and optimizer.zenflow_step.is_exact
+
+
+def assert_refused(*calls: tuple[Callable[[], object], str]) -> None:
+    for call, message in calls:
+        with pytest.raises((RuntimeError, MisconfigurationException), match=message):
+            call()
 
 
 def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
     fabric, model, optimizer = loop
-    for arguments, message in [
-        ({"clip_val": 1.0}, "clip_val must be absent under ZenFlow"),
-        ({"max_norm": 0.0}, "max_norm must be a number > 0, got 0.0"),
-        ({"max_norm": 1.0, "norm_type": "inf"}, "norm_type must be 2"),
-    ]:
-        with pytest.raises(MisconfigurationException, match=message):
-            fabric.clip_gradients(model, optimizer, **arguments)
-    with pytest.raises(RuntimeError, match="fabric.clip_gradients must come after"):
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(RuntimeError, match="optimizer.step must come after"):
-        optimizer.step()
-    with pytest.raises(MisconfigurationException, match="without arguments under ZenFlow, got closure"):
-        optimizer.step(lambda: None)
-    with pytest.raises(MisconfigurationException, match="one model with an optimizer, got a second one"):
-        second = nn.Linear(2, 2)
-        fabric.setup(second, torch.optim.AdamW(second.parameters()))
-    fabric.backward(model.loss(2, 0, 0))
-    with pytest.raises(RuntimeError, match="fabric.backward was called twice in a step"):
-        fabric.backward(model.loss(2, 1, 0))
-    reads = (
-        model.state_dict,
-        optimizer.state_dict,
-        fabric.strategy.flush,
-        lambda: fabric.save(tmp_path / "c", {"model": model}),
+    clip = partial(fabric.clip_gradients, model, optimizer)
+    again = "between fabric.backward and optimizer.step"
+    assert_refused(
+        (lambda: clip(clip_val=1.0), "clip_val must be absent under ZenFlow"),
+        (lambda: clip(max_norm=0.0), "max_norm must be a number > 0, got 0.0"),
+        (lambda: clip(max_norm=1.0, norm_type="inf"), "norm_type must be 2"),
+        (lambda: clip(max_norm=1.0), "fabric.clip_gradients must come after"),
+        (optimizer.step, "optimizer.step must come after"),
+        (lambda: optimizer.step(lambda: None), "without arguments under ZenFlow, got closure"),
+        (lambda: fabric.setup(*linear()), "one model with an optimizer, got a second one"),
     )
-    for read in reads:
-        with pytest.raises(RuntimeError, match="between fabric.backward and optimizer.step"):
-            read()
+    fabric.backward(model.loss(2, 0, 0))
+    assert_refused(
+        (lambda: fabric.backward(model.loss(2, 1, 0)), "fabric.backward was called twice in a step"),
+        (model.state_dict, again),
+        (optimizer.state_dict, again),
+        (fabric.strategy.flush, again),
+        (lambda: fabric.save(tmp_path / "c", {"model": model}), again),
+    )
     optimizer.step()
     with fabric.no_backward_sync(model):
         fabric.backward(model.loss(3, 0, 0))
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    with pytest.raises(RuntimeError, match="or after `fabric.clip_gradients`"):
-        fabric.backward(model.loss(3, 1, 0))
-    with pytest.raises(RuntimeError, match="between fabric.backward and optimizer.step"):
-        model.state_dict()
+    clip(max_norm=1.0)
+    assert_refused(
+        (lambda: fabric.backward(model.loss(3, 1, 0)), "or after `fabric.clip_gradients`"), (model.state_dict, again)
+    )
     optimizer.step()
 
 
@@ -217,32 +213,22 @@ def linear(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, torch.optim.AdamW(module.parameters(), **options)
 
 
-def test_models_and_optimizers_are_refused_by_name() -> None:
+def test_settings_models_and_optimizers_are_refused_by_name() -> None:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=ZenFlowStrategy(worker_cores=1))
     fabric.launch()
     sparse = nn.Embedding(3, 3, sparse=True)
-    for arguments, message in [
-        ((*linear(), torch.optim.AdamW([nn.Parameter(torch.ones(1))])), "must have one optimizer, got 2"),
-        (linear(amsgrad=True), "amsgrad must be False"),
-        ((sparse, torch.optim.AdamW(sparse.parameters())), "sparse must be"),
-    ]:
-        with pytest.raises(MisconfigurationException, match=message):
-            fabric.setup(*arguments)
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    stage_3 = {"zero_optimization": {"stage": 3}}
+    assert_refused(
+        (lambda: fabric.setup(*linear(), other), "must have one optimizer, got 2"),
+        (lambda: fabric.setup(*linear(amsgrad=True)), "amsgrad must be False"),
+        (lambda: fabric.setup(sparse, torch.optim.AdamW(sparse.parameters())), "sparse must be"),
+        (lambda: ZenFlowStrategy(topk_ration=0.1), "topk_ratio"),
+        (lambda: ZenFlowStrategy({"gradient_accumulation_steps": 4}), "use `fabric.no_backward_sync"),
+        (lambda: ZenFlowStrategy({"optimizer": {"type": "AdamW"}}), "optimizer must be absent with Fabric"),
+        (lambda: ZenFlowStrategy(stage_3), "zero_optimization.stage must be 2"),
+    )
     assert workers() == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"topk_ration": 0.1}, "topk_ratio"),
-        ({"config": {"gradient_accumulation_steps": 4}}, "use `fabric.no_backward_sync"),
-        ({"config": {"optimizer": {"type": "AdamW"}}}, "optimizer must be absent with Fabric"),
-        ({"config": {"zero_optimization": {"stage": 3}}}, "zero_optimization.stage must be 2"),
-    ],
-)
-def test_settings_are_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        ZenFlowStrategy(**options)
 
 
 def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins(no_worker_is_left: None) -> None:
@@ -259,24 +245,20 @@ def test_the_worker_ends_with_what_refers_to_it_and_another_training_begins(no_w
         assert workers() == []
 
 
-def test_a_script_that_tears_nothing_down_ends_cleanly(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        """
+SCRIPT = """
 from fabric_runs import set_up, train_step
 from harness import workers
 from networks import SmallNet
 
 fabric, model, optimizer, _ = set_up(SmallNet(), update_interval=4, publish_lag=1)
-for step in range(3):
-    train_step(fabric, model, optimizer, step)
+train_step(fabric, model, optimizer, 0)
 fabric.print("worker", *workers())
 """
-    )
+
+
+def test_a_script_that_tears_nothing_down_ends_cleanly() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("worker")]
