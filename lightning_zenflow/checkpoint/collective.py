@@ -15,7 +15,6 @@ from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.slices import shapes_by_name
 
 T = TypeVar("T")
 
@@ -158,7 +157,8 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     with _loading(path):
         # `bfloat16_enabled` and, below, `partition_size` (elements of each group's flat partition) are DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
-        saved.refuse_other_model(shapes_by_name(optimizer))
+        # In the order of training and of checkpoints.
+        saved.refuse_other_model([{optimizer.param_names[p]: p.shape for p in g} for g in optimizer.bit16_groups])
         # Each file once, whatever the number of ranks.
         saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):

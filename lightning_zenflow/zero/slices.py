@@ -39,9 +39,3 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
 def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
     """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
     return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
-
-
-def shapes_by_name(zero_optimizer: Any) -> list[dict[str, tuple[int, ...]]]:
-    """For each parameter group the shapes of its parameters by name, in the order of training and of checkpoints."""
-    names = zero_optimizer.param_names
-    return [{names[p]: tuple(p.shape) for p in group} for group in zero_optimizer.bit16_groups]
