@@ -152,6 +152,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
                 one was interrupted by an error.
         """
         step = self._usable_step("fabric.backward")
+        # Not in the condition itself, for the type checker.
         is_other = module is not self._engine
         if is_other:
             raise RuntimeError("fabric.backward: model must be the one that was set up with the optimizer, got another")
@@ -268,11 +269,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """State of `optimizer.state_dict()`, exact.
-
-        Raises:
-            RuntimeError: a step has its gradients and has not been done.
-        """
+        """State of `optimizer.state_dict()`, exact; errors are those of `flush`."""
         self.flush()
         return super().get_optimizer_state(optimizer)
 
@@ -339,9 +336,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     def summary(self) -> str | None:
         """Table of step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
-        if self._meter is None:
-            return None
-        return self._meter.summary(self.zenflow_config)
+        return None if self._meter is None else self._meter.summary(self.zenflow_config)
 
     @override
     def teardown(self) -> None:
@@ -392,10 +387,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
 class MicroBatches(_BackwardSyncControl):
-    """State of `fabric.no_backward_sync`: whether the step has further micro-batches.
-
-    ZeRO-2 reduces the gradients of every micro-batch all the same, because each rank keeps its part only.
-    """
+    """Whether the step has further micro-batches. ZeRO-2 reduces the gradients of each, because a rank keeps its part only."""
 
     def __init__(self) -> None:
         self.more_to_come = False

@@ -207,15 +207,12 @@ class SavedCheckpoint:
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
     def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int) -> dict[str, Any]:
-        """Optimizer state of one rank of this run, redistributed if the number of ranks has changed.
+        """As `optimizer_state`, of one rank of this run, redistributed if the number of ranks has changed.
 
         Args:
-            rank: rank of this run.
+            rank: of this run.
+            world_size: of this run.
             partition_sizes: elements of each parameter group's flat partition in this run, including padding.
-            world_size: number of ranks of this run.
-
-        Raises:
-            CheckpointError: see `optimizer_state`.
         """
         if world_size == self.world_size:
             return self.optimizer_state(rank)

@@ -64,13 +64,10 @@ _LightningsStrategy: Any = object
 
 
 class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
-    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher.
-
-    Attributes:
-        deepspeed_strategy: Lightning's class that the strategy extends.
-    """
+    """Mixin of a `DeepSpeedStrategy`, Fabric's or the Trainer's: it runs on CPUs too, and in one process without a launcher."""
 
     deepspeed_strategy: ClassVar[type[Any]]
+    """Lightning's class that the strategy extends."""
     _variables_before: dict[str, str | None] | None = None
 
     @property
