@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import fcntl
 import logging
+import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -31,11 +32,6 @@ _PAGE_BYTES = 4096
 _CACHE_LINE_BYTES = 64
 
 WORD_BYTES = ctypes.sizeof(protocol.StepWord)
-
-# Indices of parts of 4 bytes. That of a field of 8 is its low half, since the protocol is little-endian.
-_CLIP, _CHECK, _LOW = (
-    field.offset // 4 for field in (protocol.StepWord.clip, protocol.StepWord.check, protocol.StepWord.sequence)
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +94,8 @@ class StepWords:
         clip, sequence, check = _fields(word)
         clip.copy_(factor)
         sequence.fill_(step)
-        torch.bitwise_xor(word[_CLIP], word[_LOW], out=check)
+        # With the low half of the number: the protocol is little-endian.
+        torch.bitwise_xor(word[0], word[2], out=check)
         self[index].copy_(word, non_blocking=True)
 
     def reset(self) -> None:
@@ -107,12 +104,8 @@ class StepWords:
 
 
 def _fields(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors (float32), sequence numbers (int64) and checks (int32) of words, each [...]; `words` is [..., 4] int32."""
-    return (
-        words.view(torch.float32)[..., _CLIP],
-        words.view(torch.int64)[..., _LOW // 2],
-        words[..., _CHECK],
-    )
+    """Factors (float32), sequence numbers (int64) and checks (int32) of words, each [...]; `words` is [..., 4] int32, a `StepWord`."""
+    return words.view(torch.float32)[..., 0], words.view(torch.int64)[..., 1], words[..., 1]
 
 
 class Arena:
@@ -125,12 +118,14 @@ class Arena:
         cores: of the worker; page-locked memory is allocated on their NUMA nodes. Empty: on the caller's node.
 
     Attributes:
+        fd: the memfd, for the worker to inherit; owned by the arena.
         master: [partition.numel] float32, the exact weights.
         exp_avg: [partition.numel] `moments_dtype`, first moments.
         exp_avg_sq: [partition.numel] `moments_dtype`, second moments.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
         export: [export_bytes] uint8; the export section.
+        export_offset: its begin, in bytes from the start of the arena.
         step_words: of the step records.
         block_words: of the blocks' last jobs in backward.
     """
@@ -138,13 +133,12 @@ class Arena:
     def __init__(
         self, partition: Partition, sizes: ArenaSizes, *, device: torch.device, cores: Sequence[int] = ()
     ) -> None:
-        self._sizes = sizes
-        header = _layout(partition, sizes)
-        self._fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._fd, header.total_bytes)
+        header, sections = _layout(partition, sizes)
+        self.fd = os.memfd_create(MEMORY_PREFIX + "arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, header.total_bytes)
         # Who inherits it can neither take more memory nor cut off what others have mapped. Memory is still freed, by holes in the file.
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        self._memory = mmap.mmap(self._fd, header.total_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._memory = mmap.mmap(self.fd, header.total_bytes)
         # Forked dataloader workers must neither keep nor copy the optimizer states.
         exclude_from_children(self._memory)
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
@@ -155,41 +149,29 @@ class Arena:
         for block_entry, block in zip(blocks, partition.blocks, strict=True):
             block_entry.begin, block_entry.end = block.begin, block.end
 
-        self.master = self._tensor(torch.float32, header.master_offset, header.numel)
-        self.exp_avg = self._tensor(sizes.moments_dtype, header.exp_avg_offset, header.numel)
-        self.exp_avg_sq = self._tensor(sizes.moments_dtype, header.exp_avg_sq_offset, header.numel)
-        shape = (sizes.n_slots, header.slot_numel)
-        self.slots = self._tensor(sizes.dtype, header.slots_offset, shape[0] * shape[1]).view(shape)
-        shape = (sizes.n_publish_buffers, header.slot_numel)
-        self.publish = self._tensor(sizes.dtype, header.publish_offset, shape[0] * shape[1]).view(shape)
-        self.export = self._tensor(torch.uint8, header.export_offset, sizes.export_bytes)
-        records = self._tensor(torch.uint8, header.step_records_offset, sizes.n_step_records * header.step_record_bytes)
-        records = records.view(sizes.n_step_records, header.step_record_bytes)
+        def array(name: str) -> Tensor:
+            offset, dtype, shape = sections[name]
+            if math.prod(shape) == 0:
+                return torch.empty(shape, dtype=dtype)
+            return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
+
+        self.master, self.exp_avg, self.exp_avg_sq = map(array, ("master", "exp_avg", "exp_avg_sq"))
+        self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
+        self.export_offset = int(header.export_offset)
+        records = array("step_records")
         self.step_words = StepWords(records[:, protocol.StepRecord.word.offset :])
-        block_words = self._tensor(torch.uint8, header.block_words_offset, header.n_blocks * WORD_BYTES)
-        self.block_words = StepWords(block_words.view(header.n_blocks, WORD_BYTES))
+        self.block_words = StepWords(array("block_words"))
         count_begin = protocol.StepRecord.count.offset
         self._counts = records[:, count_begin : count_begin + 8].view(torch.int64).squeeze(1)
         self._runtime = runtime_of(device)
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
         self._page_locked: list[int] = []  # addresses
-        self._state_end = int(header.slots_offset)
-
-    @property
-    def fd(self) -> int:
-        """The memfd, for the worker to inherit; owned by the arena."""
-        return self._fd
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the shared memory that may be in use. The rest takes no memory."""
         return sum(end - begin for begin, end in self._reserved)
-
-    @property
-    def export_offset(self) -> int:
-        """Begin of the export section, in bytes from the start of the arena."""
-        return int(self._header.export_offset)
 
     def reserve(self, *, n_slots: int, n_publish_buffers: int, touch: Touch | None = None) -> None:
         """Reserves all but the other slots and publish buffers, and page-locks it for a CUDA device. Reservations are permanent.
@@ -202,49 +184,48 @@ class Arena:
             n_publish_buffers: number of publish buffers, from the first on.
             touch: allocates memory that is to be page-locked.
         """
-        row_bytes = self.slots.element_size() * self.slots.shape[1]
-        header = self._header
-        n_before = len(self.ranges_of_device())
-        self._reserve(0, header.master_offset)
-        self._reserve(header.master_offset, header.slots_offset)
-        self._reserve(header.slots_offset, header.slots_offset + n_slots * row_bytes)
-        self._reserve(header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes)
-        self._reserve(header.export_offset, header.export_offset + header.export_bytes)
-        if self._runtime.runs_behind:
-            for begin, end in self.ranges_of_device()[n_before:]:
-                if touch is not None:
-                    # Slots and publish buffers of a section are rows; every block is divided among all threads.
-                    n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
-                    touch(begin, n_rows, (end - begin) // n_rows)
-                try:
-                    with running_on(self._cores):
-                        self._runtime.page_lock(self._address() + begin, end - begin)
-                except RuntimeError as refusal:
-                    warn_of_pageable_memory(refusal)
-                else:
-                    self._page_locked.append(self._address() + begin)
+        header, row_bytes = self._header, self.slots.element_size() * self.slots.shape[1]
+        for begin, end in (
+            (0, header.master_offset),
+            (header.master_offset, header.slots_offset),
+            (header.slots_offset, header.slots_offset + n_slots * row_bytes),
+            (header.publish_offset, header.publish_offset + n_publish_buffers * row_bytes),
+            (header.export_offset, header.export_offset + header.export_bytes),
+        ):
+            for reserved_begin, reserved_end in self._reserved:
+                if reserved_begin <= begin < reserved_end:
+                    begin = reserved_end
+            # Whole memory pages.
+            end = _round_up(end, _PAGE_BYTES)
+            if begin < end:
+                self._reserved.append((begin, end))
+                if self._runtime.runs_behind and begin != header.master_offset:
+                    self._page_lock(begin, end, row_bytes, touch)
+
+    def _page_lock(self, begin: int, end: int, row_bytes: int, touch: Touch | None) -> None:
+        if touch is not None:
+            # Slots and publish buffers of a section are rows; every block is divided among all threads.
+            n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
+            touch(begin, n_rows, (end - begin) // n_rows)
+        try:
+            with running_on(self._cores):
+                self._runtime.page_lock(self._address() + begin, end - begin)
+        except RuntimeError as refusal:
+            warn_of_pageable_memory(refusal)
+        else:
+            self._page_locked.append(self._address() + begin)
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
         """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
 
         The device gets state from the export section only.
         """
-        states = range(self._header.master_offset, self._header.slots_offset)
-        return [(begin, end) for begin, end in self._reserved if begin not in states]
-
-    def _reserve(self, begin: int, end: int) -> None:
-        """Reserves [begin, end), rounded up to whole memory pages, without what is already reserved at its start."""
-        end = _round_up(end, _PAGE_BYTES)
-        for reserved_begin, reserved_end in self._reserved:
-            if reserved_begin <= begin < reserved_end:
-                begin = reserved_end
-        if begin < end:
-            self._reserved.append((begin, end))
+        return [(begin, end) for begin, end in self._reserved if begin != self._header.master_offset]
 
     @property
     def n_step_records(self) -> int:
         """Capacity of the ring of step records: step t lives in record t % n_step_records."""
-        return self._sizes.n_step_records
+        return len(self.step_words)
 
     @property
     def resolved(self) -> tuple[int, int]:
@@ -297,9 +278,9 @@ class Arena:
         Args:
             keep_state: whether to keep master weights and moments; everything behind them is always freed.
         """
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
             # After an error, copies may still be in flight.
             releases: list[Callable[[], None]] = [self._runtime.synchronize]
             releases += [partial(self._runtime.page_unlock, address) for address in self._page_locked]
@@ -309,7 +290,7 @@ class Arena:
                 except RuntimeError as fault:
                     # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
                     _log.warning("at the end of training the device reports: %s", fault)
-        begin = _round_up(self._state_end, mmap.PAGESIZE) if keep_state else 0
+        begin = _round_up(self._header.slots_offset, mmap.PAGESIZE) if keep_state else 0
         # A rank with only padding has no slots.
         if begin < len(self._memory):
             # Fails if all memory of the process is locked (`mlockall`); it is then freed with the mapping.
@@ -319,61 +300,62 @@ class Arena:
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    def _tensor(self, dtype: torch.dtype, offset: int, numel: int) -> Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=numel)
-
 
 def arena_bytes(partition: Partition, sizes: ArenaSizes) -> int:
     """Size of the arena in bytes of host memory."""
-    return int(_layout(partition, sizes).total_bytes)
+    header, _ = _layout(partition, sizes)
+    return int(header.total_bytes)
 
 
-def _layout(partition: Partition, sizes: ArenaSizes) -> protocol.ArenaHeader:
+def _layout(
+    partition: Partition, sizes: ArenaSizes
+) -> tuple[protocol.ArenaHeader, dict[str, tuple[int, torch.dtype, tuple[int, ...]]]]:
+    """The header, and the offset, element type and shape of each section behind it; of structures, the bytes."""
+    dtype, moments = sizes.dtype, sizes.moments_dtype
+    n_blocks, numel = len(partition.blocks), partition.numel
+    # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
+    slot_numel = _round_up(partition.block_numel, _PAGE_BYTES // dtype.itemsize)
+    n_sets = 2 * sizes.n_param_groups
+    record_bytes = ctypes.sizeof(protocol.StepRecord) + n_sets * ctypes.sizeof(protocol.Hyperparameters)
+    record_bytes = _round_up(record_bytes, _CACHE_LINE_BYTES)
     header = protocol.ArenaHeader(
         magic=protocol.MAGIC,
         version=protocol.VERSION,
-        gradient_dtype=protocol.DATA_TYPES[sizes.dtype],
-        weight_dtype=protocol.DATA_TYPES[sizes.dtype],
-        moments_dtype=protocol.DATA_TYPES[sizes.moments_dtype],
-        numel=partition.numel,
+        gradient_dtype=protocol.DATA_TYPES[dtype],
+        weight_dtype=protocol.DATA_TYPES[dtype],
+        moments_dtype=protocol.DATA_TYPES[moments],
+        numel=numel,
         n_ranges=len(partition.ranges),
-        n_blocks=len(partition.blocks),
+        n_blocks=n_blocks,
         n_param_groups=sizes.n_param_groups,
         n_step_records=sizes.n_step_records,
+        step_record_bytes=record_bytes,
         n_slots=sizes.n_slots,
         n_publish_buffers=sizes.n_publish_buffers,
+        slot_numel=slot_numel,
         n_journal_entries=sizes.n_threads,
-        # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
-        slot_numel=_round_up(partition.block_numel, _PAGE_BYTES // sizes.dtype.itemsize),
+        export_bytes=sizes.export_bytes,
     )
-    end = protocol.HEADER_BYTES
-
-    def reserve(n_bytes: int) -> int:
-        nonlocal end
-        begin = end
-        end = _round_up(begin + n_bytes, _PAGE_BYTES)
-        return begin
-
-    header.ranges_offset = reserve(len(partition.slices) * ctypes.sizeof(protocol.Range))
-    header.blocks_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.Block))
-    header.step_record_bytes = _round_up(
-        ctypes.sizeof(protocol.StepRecord) + 2 * sizes.n_param_groups * ctypes.sizeof(protocol.Hyperparameters),
-        _CACHE_LINE_BYTES,
-    )
-    header.step_records_offset = reserve(sizes.n_step_records * header.step_record_bytes)
-    header.block_words_offset = reserve(header.n_blocks * ctypes.sizeof(protocol.StepWord))
-    header.journal_offset = reserve(header.n_journal_entries * ctypes.sizeof(protocol.JournalEntry))
-    header.master_offset = reserve(4 * header.numel)
-    header.exp_avg_offset = reserve(sizes.moments_dtype.itemsize * header.numel)
-    header.exp_avg_sq_offset = reserve(sizes.moments_dtype.itemsize * header.numel)
-    header.slots_offset = reserve(sizes.dtype.itemsize * sizes.n_slots * header.slot_numel)
-    header.publish_offset = reserve(sizes.dtype.itemsize * sizes.n_publish_buffers * header.slot_numel)
-    header.export_offset = reserve(sizes.export_bytes)
-    header.export_bytes = sizes.export_bytes
+    contents: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "ranges": (torch.uint8, (len(partition.slices), ctypes.sizeof(protocol.Range))),
+        "blocks": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.Block))),
+        "step_records": (torch.uint8, (sizes.n_step_records, record_bytes)),
+        "block_words": (torch.uint8, (n_blocks, WORD_BYTES)),
+        "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(protocol.JournalEntry))),
+        "master": (torch.float32, (numel,)),
+        "exp_avg": (moments, (numel,)),
+        "exp_avg_sq": (moments, (numel,)),
+        "slots": (dtype, (sizes.n_slots, slot_numel)),
+        "publish": (dtype, (sizes.n_publish_buffers, slot_numel)),
+        "export": (torch.uint8, (sizes.export_bytes,)),
+    }
+    sections, end = {}, protocol.HEADER_BYTES
+    for name, (kind, shape) in contents.items():
+        sections[name] = end, kind, shape
+        setattr(header, f"{name}_offset", end)
+        end = _round_up(end + kind.itemsize * math.prod(shape), _PAGE_BYTES)
     header.total_bytes = end
-    return header
+    return header, sections
 
 
 def _round_up(value: int, multiple: int) -> int:
