@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import cannot_run, worker_executable
-from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.causes import threads_refused, why_it_cannot_start
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, keep_from_children
@@ -58,8 +57,7 @@ class JobMessage:
     prediction_steps: float = 0.0
     has_tentative: bool = False
 
-    def message(self) -> bytes:
-        """Its bytes on the socket."""
+    def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(
             type=protocol.MessageType.JOB,
             block=self.block,
@@ -75,6 +73,14 @@ class JobMessage:
 
 Request = protocol.Export | protocol.Touch
 """Requests to the worker beside jobs; executed in order with them, and idempotent."""
+
+_Answer = protocol.Ready | protocol.Done | protocol.Acknowledged
+
+_ANSWERS: dict[int, type[_Answer]] = {
+    protocol.MessageType.READY: protocol.Ready,
+    protocol.MessageType.DONE: protocol.Done,
+    protocol.MessageType.ACKNOWLEDGED: protocol.Acknowledged,
+}
 
 
 def worker_environment() -> dict[str, str]:
@@ -141,7 +147,8 @@ class Worker:
                 raise WorkerError(message) from error
         try:
             # The start takes as long as the system needs to allocate the states, 12 bytes a parameter.
-            ready = protocol.Ready.from_buffer_copy(self._receive(protocol.MessageType.READY, timeout_s))
+            ready = self.wait()
+            assert isinstance(ready, protocol.Ready), "the worker's first message"
             if ready.version != protocol.VERSION:
                 raise WorkerError(
                     f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"
@@ -164,26 +171,31 @@ class Worker:
             WorkerKilled: a signal ended the worker.
             WorkerError: the worker exited, or does not receive messages.
         """
-        self._send(message.message() if isinstance(message, JobMessage) else bytes(message))
+        self._send(bytes(message))
 
-    def wait(self) -> Completion:
-        """Waits for the answer to the oldest unacknowledged message, a job.
-
-        Raises:
-            WorkerKilled: a signal ended the worker.
-            WorkerError: the worker reported an error, exited, or did not answer in time.
-        """
-        done = protocol.Done.from_buffer_copy(self._receive(protocol.MessageType.DONE, self._timeout_s))
-        return Completion(job_id=done.job_id, start_ns=done.start_ns, wait_ns=done.wait_ns, busy_ns=done.busy_ns)
-
-    def wait_for_request(self) -> protocol.Acknowledged:
-        """Waits for the answer to the oldest unacknowledged message, a request.
+    def wait(self) -> _Answer:
+        """Waits for the answer to the oldest unanswered message.
 
         Raises:
             WorkerKilled: a signal ended the worker.
             WorkerError: the worker reported an error, exited, or did not answer in time.
         """
-        return protocol.Acknowledged.from_buffer_copy(self._receive(protocol.MessageType.ACKNOWLEDGED, self._timeout_s))
+        if self._inbox:
+            message = self._inbox.popleft()
+        elif self._answers.poll(self._timeout_s * 1000):
+            message = self._read()
+        else:
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) did not answer within {self._timeout_s:g} s;"
+                " raise `worker_timeout` if it is only slow" + self._quoted_stderr()
+            )
+        if not message:
+            raise self._death()
+        kind = protocol.MessageHeader.from_buffer_copy(message).type
+        if kind == protocol.MessageType.ERROR:
+            text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
+            raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
+        return _ANSWERS[kind].from_buffer_copy(message)
 
     def has_answered(self) -> bool:
         """Whether a wait for the oldest unacknowledged message would return or raise immediately."""
@@ -242,26 +254,6 @@ class Worker:
             return self._socket.recv(protocol.MAX_MESSAGE_BYTES)
         except OSError as error:
             raise self._death() from error
-
-    def _receive(self, expected: protocol.MessageType, timeout_s: float) -> bytes:
-        if self._inbox:
-            message = self._inbox.popleft()
-        elif self._answers.poll(timeout_s * 1000):
-            message = self._read()
-        else:
-            raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) did not answer within {timeout_s:g} s;"
-                " raise `worker_timeout` if it is only slow" + self._quoted_stderr()
-            )
-        if not message:
-            raise self._death()
-        kind = protocol.MessageHeader.from_buffer_copy(message).type
-        if kind == protocol.MessageType.ERROR:
-            text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
-            raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
-        if kind != expected:
-            raise WorkerError(f"the ZenFlow worker's message must be {expected.name}, got type {kind}")
-        return message
 
     def _death(self) -> WorkerError:
         """The error for a worker that has closed its end."""

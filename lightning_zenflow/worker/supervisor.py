@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 from lightning_zenflow.native.protocol import Export, MessageType, Touch
 from lightning_zenflow.telemetry.counters import Completion
@@ -72,7 +73,7 @@ class SupervisedWorker:
         self._failure: WorkerError | None = None
         self._restart_times: deque[float] = deque()
         self._memory_kills = OutOfMemoryKills()
-        self._n_requests = 0
+        self._request_ids = count(1)
         self._worker = self._start()
 
     @property
@@ -107,14 +108,12 @@ class SupervisedWorker:
         Until the request is answered, a killed worker repeats it. So no job that changes these entries may be enqueued before, unless the
         result is not wanted any more.
         """
-        self._n_requests += 1
-        ids = {"type": MessageType.EXPORT, "request_id": self._n_requests}
+        ids = {"type": MessageType.EXPORT, "request_id": next(self._request_ids)}
         return self.enqueue(Export(**ids, tiles_offset=tiles_offset, n_tiles=n_tiles))
 
     def touch(self, offset: int, n_rows: int, row_bytes: int) -> None:
         """Allocates [offset, offset + n_rows * row_bytes) of the arena on the NUMA nodes of the worker's threads, and waits for it."""
-        self._n_requests += 1
-        ids = {"type": MessageType.TOUCH, "request_id": self._n_requests}
+        ids = {"type": MessageType.TOUCH, "request_id": next(self._request_ids)}
         self.wait_for(self.submit(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
 
     def wait_for(self, submission: Submission) -> None:
@@ -179,14 +178,14 @@ class SupervisedWorker:
 
     def _receive_oldest(self) -> None:
         submission = self._unanswered[0]
-        message = submission.message
+        message, answer = submission.message, self._worker.wait()
         if isinstance(message, JobMessage):
-            submission.completion = self._worker.wait()
-            assert submission.completion.job_id == message.job_id, "the worker answers in order of submission"
+            times = {"start_ns": answer.start_ns, "wait_ns": answer.wait_ns, "busy_ns": answer.busy_ns}
+            submission.completion = Completion(job_id=answer.job_id, **times)
+            assert answer.job_id == message.job_id, "the worker answers in order of submission"
         else:
-            done = self._worker.wait_for_request()
-            assert done.request_id == message.request_id, "the worker answers in order of submission"
-            self._stalls.worker_busy_s += 1e-9 * done.busy_ns
+            assert answer.request_id == message.request_id, "the worker answers in order of submission"
+            self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.popleft()
         self._n_sent -= 1

@@ -32,7 +32,6 @@ _STATEMENTS = {
     "synchronize",
     "keep_for",
     "used",
-    "wait_for_request",
 }
 _OTHER_DEVICES = ("CudaRuntime", "HostRuntime")
 _TESTS = "tests/training/test_device_order.py"

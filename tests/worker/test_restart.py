@@ -103,12 +103,12 @@ class Start:
 
 class KilledAtStart(Worker):
     @override
-    def _receive(self, *args: Any) -> bytes:
+    def wait(self) -> Any:
         os.kill(self.pid, signal.SIGKILL)
         wait_for(lambda: not is_alive(self.pid))
         # A message that it sent before counts no more.
         self._socket.recv(1 << 16)
-        return super()._receive(*args)
+        return super().wait()
 
 
 def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
