@@ -1,6 +1,5 @@
 """What this machine has and how fast it is, on one screen, and what to expect of it."""
 
-import math
 import os
 import platform
 import resource
@@ -55,9 +54,7 @@ def examine() -> str:
         speed = f"{pcie[i]:.1f} GB/s each way" if pcie else "not measured"
         rows[f"GPU {i}"] = f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB; PCIe {speed}"
     free = free_host_memory()
-    expected = expectations(
-        [gpu.total_memory / 1e9 for gpu in gpus], pcie, worker, free_gb=free.n_bytes / 1e9 if free else math.inf
-    )
+    expected = expectations([gpu.total_memory / 1e9 for gpu in gpus], pcie, worker, free_gb=free.n_bytes / 1e9)
     table = tabulate(rows.items(), tablefmt="plain", disable_numparse=True)
     return "\n".join([table, "", "What to expect", *(f"- {sentence}" for sentence in problems + expected)])
 
@@ -115,8 +112,7 @@ def _facts() -> dict[str, str]:
         "compiler": str(shutil.which(os.environ.get("CXX") or "g++")),
         "cores": f"{len(set(core_siblings(cores).values()))} physical, {len(cores)} logical, of this process;"
         f" {len(numa_nodes(cores))} NUMA nodes known{''.join(limits)}",
-        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, "
-        + (f"{free.n_bytes / 1e9:.1f} GB free ({free.limit})" if free else "free memory unknown"),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, {free.n_bytes / 1e9:.1f} GB free ({free.limit})",
         "memlock": "unlimited" if memlock == resource.RLIM_INFINITY else f"{memlock / 1e9:.3g} GB",
     }
 

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from lightning_zenflow.worker.topology import control_groups, read_file
+from lightning_zenflow.worker.topology import control_groups, read_table
 
 _ROOT = Path("/")
 
@@ -58,11 +58,5 @@ def threads_refused(output: str) -> str:
 def _counts(root: Path) -> dict[str, int]:
     """Kills so far, by the file that says so: the nearest control group first, the machine last."""
     # With the kills of descendants.
-    files = [folder / "memory.events" for folder in control_groups(root)]
-    counts = {}
-    for path in (*files, root / "proc/vmstat"):
-        for line in read_file(path).splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill" and count.isdigit():
-                counts[str(path)] = int(count)
-    return counts
+    files = [*(folder / "memory.events" for folder in control_groups(root)), root / "proc/vmstat"]
+    return {str(path): table["oom_kill"] for path in files if "oom_kill" in (table := read_table(path))}

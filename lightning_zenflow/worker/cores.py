@@ -111,10 +111,7 @@ def _one_per_physical_core(cores: Sequence[int], siblings: Mapping[int, tuple[in
 
 
 def _part(cores: list[int], rank: int, ranks: int) -> list[int]:
-    """As `_run`; one core in turn if there are fewer cores than ranks."""
-    return [cores[rank % len(cores)]] if len(cores) < ranks else _run(cores, rank, ranks)
-
-
-def _run(cores: list[int], rank: int, ranks: int) -> list[int]:
-    """The rank-th of `ranks` nearly equal runs of the list; may be empty."""
+    """The rank-th of `ranks` nearly equal runs of the list; one core in turn if there are fewer cores than ranks."""
+    if len(cores) < ranks:
+        return [cores[rank % len(cores)]]
     return cores[len(cores) * rank // ranks : len(cores) * (rank + 1) // ranks]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_zenflow.worker.topology import control_groups, read_file
+from lightning_zenflow.worker.topology import control_groups, read_file, read_table
 
 _log = logging.getLogger(__name__)
 
@@ -31,18 +31,16 @@ class FreeMemory:
     """Name of the limit, for messages."""
 
 
-def free_host_memory(root: Path | None = None) -> FreeMemory | None:
-    """Least free memory of the machine and of this process' control groups; None if unknown.
-
-    Args:
-        root: folder with ``proc`` and ``sys``; None for "/".
+def free_host_memory() -> FreeMemory:
+    """Least free memory of the machine and of this process' control groups; infinite if unknown.
 
     Raises:
         ValueError: the environment variable `HOST_MEMORY`, which overrides both, is not a number above 0.
     """
     given = os.environ.get(HOST_MEMORY)
     if given is None:
-        return min(_free_memory(root or _ROOT), key=lambda free: free.n_bytes, default=None)
+        unknown = FreeMemory(n_bytes=math.inf, limit="unknown")
+        return min(_free_memory(_ROOT), key=lambda free: free.n_bytes, default=unknown)
     try:
         gib = float(given)
     except ValueError:
@@ -54,39 +52,20 @@ def free_host_memory(root: Path | None = None) -> FreeMemory | None:
     return FreeMemory(n_bytes=gib * 2**30, limit=HOST_MEMORY)
 
 
-def host_bytes_for(ranks: int, root: Path | None = None) -> float:
-    """Host memory that the arena of each of this host's ranks may take, in bytes; infinite if unknown.
-
-    Args:
-        ranks: number of ranks on this host.
-        root: folder with ``proc`` and ``sys``; None for "/".
-    """
-    try:
-        free = free_host_memory(root)
-    except ValueError:
-        return math.inf  # `check_host_memory` refuses it.
-    return math.inf if free is None else free.n_bytes / ranks
-
-
-def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: Path | None = None) -> str | None:
+def check_host_memory(*, first: int, largest: int, ranks: int, keys: str) -> str | None:
     """Checks that the arenas of this host's ranks fit; warns if they fit only at first.
 
     Args:
         first: bytes of one rank's arena at the start.
-        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it
-            is needed.
+        largest: bytes with the largest S and d of "auto"; the difference to `first` is allocated when it is needed.
         ranks: number of ranks on this host.
         keys: keys that determine the sizes, with their values, for messages.
-        root: folder with ``proc`` and ``sys``; None for "/".
 
     Returns:
         An error message, or None.
     """
-    try:
-        free = free_host_memory(root)
-    except ValueError as error:
-        return str(error)
-    if free is None or math.isinf(free.n_bytes):
+    free = free_host_memory()
+    if math.isinf(free.n_bytes):
         return None
     available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
     advice = (
@@ -106,13 +85,13 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str, root: 
 
 
 def _free_memory(root: Path) -> Iterator[FreeMemory]:
-    machine = _table(root / "proc/meminfo")
+    machine = read_table(root / "proc/meminfo")
     if "MemAvailable:" in machine:
         yield FreeMemory(n_bytes=1024 * machine["MemAvailable:"], limit="MemAvailable of the machine")
     for group in control_groups(root):
         limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
         if limit is not None and usage is not None:
-            statistics = _table(group / "memory.stat")
+            statistics = read_table(group / "memory.stat")
             # The page cache, which the kernel reclaims on demand.
             cache = statistics.get("inactive_file", 0) + statistics.get("active_file", 0)
             n_bytes = max(0, limit - max(0, usage - cache))
@@ -122,11 +101,6 @@ def _free_memory(root: Path) -> Iterator[FreeMemory]:
 def _number(path: Path) -> int | None:
     text = read_file(path)
     return int(text) if text.isdigit() else None
-
-
-def _table(path: Path) -> dict[str, int]:
-    rows = map(str.split, read_file(path).splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _gib(n_bytes: int) -> str:

@@ -52,12 +52,10 @@ def read_place(device: torch.device, root: Path = _ROOT) -> Place:
         device: device of the model.
         root: folder with ``proc`` and ``sys``.
     """
-    address = runtime_of(device).pci_address()
-    node = () if address is None else gpu_numa_cores(address, root)
     return Place(
         host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
-        gpu_cores=socket_cores(node[0], root) or node if node else (),
+        gpu_cores=_gpu_cores(runtime_of(device).pci_address(), root),
         quotas=cpu_quotas(root),
     )
 
@@ -70,25 +68,19 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
     return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank())
 
 
-def gpu_numa_cores(pci_address: str, root: Path = _ROOT) -> tuple[int, ...]:
-    """Cores of a PCI device's NUMA node; none if unknown, as in most virtual machines.
-
-    Args:
-        pci_address: for example "0000:3b:00.0".
-        root: folder with ``sys``.
-    """
-    folder = root / "sys/bus/pci/devices" / pci_address
+def _gpu_cores(pci_address: str | None, root: Path) -> tuple[int, ...]:
+    """Cores of the socket of a GPU's NUMA node; none if unknown, as in most virtual machines, or without a GPU."""
+    folder = root / "sys/bus/pci/devices" / str(pci_address)
     # local_cpulist of a device without a node lists all cores.
     if read_file(folder / "numa_node") in ("", "-1"):
         return ()
-    return tuple(parse_core_list(read_file(folder / "local_cpulist")))
-
-
-def socket_cores(core: int, root: Path = _ROOT) -> tuple[int, ...]:
-    """All cores of a core's socket, which may have several NUMA nodes; none if unknown."""
-    folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
-    # core_siblings_list is the name before Linux 5.3.
-    return tuple(parse_core_list(read_file(folder / "package_cpus_list") or read_file(folder / "core_siblings_list")))
+    node = parse_core_list(read_file(folder / "local_cpulist"))
+    if not node:
+        return ()
+    # A socket may have several nodes. core_siblings_list is the name before Linux 5.3.
+    folder = root / f"sys/devices/system/cpu/cpu{node[0]}/topology"
+    socket = read_file(folder / "package_cpus_list") or read_file(folder / "core_siblings_list")
+    return tuple(parse_core_list(socket) or node)
 
 
 @contextmanager
@@ -147,6 +139,12 @@ def read_file(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def read_table(path: Path) -> dict[str, int]:
+    """Numbers by name, from a file with one of each a line; empty if it cannot be read."""
+    rows = map(str.split, read_file(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def control_groups(root: Path) -> Iterator[Path]:

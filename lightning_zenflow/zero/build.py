@@ -34,7 +34,7 @@ from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import WorkerCores
-from lightning_zenflow.worker.memory import check_host_memory, host_bytes_for
+from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -142,7 +142,7 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     config, candidates = plan.config, plan.candidates
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
-    available = host_bytes_for(ranks_on_host)
+    available = free_host_memory().n_bytes / ranks_on_host
     fitting = that_fit(candidates, lambda some: plan.n_bytes(some, tail=config.requires_tail) <= available)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(fitting) or candidates

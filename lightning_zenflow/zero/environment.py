@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
+from lightning_zenflow.worker.memory import free_host_memory
 from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
 
 
@@ -34,10 +35,11 @@ def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host
     """Chooses the worker's cores; all ranks call it together.
 
     Raises:
-        ValueError: this or another rank may not use the cores that `worker_cores` asks for.
+        ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
     """
     places, index = places_on_this_host(read_place(device))
     with raising_together(ValueError):
+        free_host_memory()  # Refuses a wrong value of its environment variable.
         cores = worker_cores(
             config.worker_cores,
             places=places,
