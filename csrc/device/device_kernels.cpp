@@ -20,29 +20,18 @@ InstructionSet instruction_set() {
 
 DeviceKernels kernels(uint32_t dtype) { return device_kernels(static_cast<DataType>(dtype), instruction_set()); }
 
-template <bool kGather, typename T>
-void copy_columns(const zenflow_columns& columns) {
+template <typename T>
+void scatter_columns(const zenflow_columns& columns) {
     T* matrix = static_cast<T*>(columns.matrix);
-    T* selected = static_cast<T*>(columns.selected);
+    const T* selected = static_cast<const T*>(columns.selected);
     if (columns.n_selected == 0) return;
     if (columns.indices == nullptr) {
-        const size_t bytes = static_cast<size_t>(columns.rows * columns.width) * sizeof(T);
-        std::memcpy(kGather ? selected : matrix, kGather ? matrix : selected, bytes);
+        std::memcpy(matrix, selected, static_cast<size_t>(columns.rows * columns.width) * sizeof(T));
         return;
     }
     for (int64_t row = 0; row < columns.rows; ++row, matrix += columns.width, selected += columns.n_selected) {
-        for (int64_t i = 0; i < columns.n_selected; ++i) {
-            T& entry = matrix[columns.indices[i]];
-            kGather ? selected[i] = entry : entry = selected[i];
-        }
+        for (int64_t i = 0; i < columns.n_selected; ++i) matrix[columns.indices[i]] = selected[i];
     }
-}
-
-template <bool kGather>
-void copy_all_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {
-    const bool wide = static_cast<DataType>(dtype) == DataType::kFloat32;
-    const auto copy = wide ? copy_columns<kGather, uint32_t> : copy_columns<kGather, uint16_t>;
-    for (int64_t i = 0; i < n; ++i) copy(columns[i]);
 }
 
 }  // namespace
@@ -66,10 +55,8 @@ void zenflow_adamw(const zenflow_adamw_args* args) {
                                                                    static_cast<size_t>(args->n), window, args->weights, nullptr);
 }
 
-void zenflow_gather_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {
-    zenflow::copy_all_columns<true>(columns, n, dtype);
-}
-
 void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype) {
-    zenflow::copy_all_columns<false>(columns, n, dtype);
+    const bool wide = static_cast<zenflow::DataType>(dtype) == zenflow::DataType::kFloat32;
+    const auto scatter = wide ? zenflow::scatter_columns<uint32_t> : zenflow::scatter_columns<uint16_t>;
+    for (int64_t i = 0; i < n; ++i) scatter(columns[i]);
 }

@@ -93,11 +93,10 @@ struct zenflow_columns {
     int64_t width;
     const int64_t* indices;  // [n_selected]; null: all columns
     int64_t n_selected;
-    void* selected;  // [rows, n_selected]
+    const void* selected;  // [rows, n_selected]
 };
 
-// selected <- matrix[:, indices], or the inverse, for each of `n` matrices of one type.
-void zenflow_gather_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype);
+// matrix[:, indices] <- selected, for each of `n` matrices of one type.
 void zenflow_scatter_columns(const zenflow_columns* columns, int64_t n, uint32_t dtype);
 
 }  // extern "C"

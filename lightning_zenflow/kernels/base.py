@@ -177,22 +177,18 @@ class Kernels(ABC):
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
         """Returns a function that does matrix[:, columns] <- selected for all writes; prepared once, called in every step."""
         some = [(w.matrix, w.columns, w.selected) for w in writes if w.columns is not None]
-        whole = [(w.matrix, w.selected) for w in writes if w.columns is None]
-        targets, sources = [target for target, _ in whole], [source for _, source in whole]
+        whole = [w for w in writes if w.columns is None]
+        targets, sources = [w.matrix for w in whole], [w.selected for w in whole]
 
         def write() -> None:
             for matrix, columns, selected in some:
-                self.scatter_columns(matrix, columns, selected)
+                matrix.index_copy_(1, columns, selected)
             if whole:
                 # Biases and norms are many and small: one call for all of them.
                 torch._foreach_copy_(targets, sources)
 
         return write
 
-    @abstractmethod
     def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
         """Does selected <- matrix[:, columns]; [rows, width], [k] int64, [rows, k]."""
-
-    @abstractmethod
-    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        """Does matrix[:, columns] <- selected; shapes as in `gather_columns`."""
+        selected.copy_(matrix.index_select(1, columns))

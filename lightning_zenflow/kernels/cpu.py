@@ -16,6 +16,7 @@ from lightning_zenflow.kernels.base import IN_ORDER, ColumnWrite, Destination, K
 from lightning_zenflow.kernels.factored import NOISE_NUMEL, Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import cannot_run, device_library
+from lightning_zenflow.native.protocol import fields
 
 _SMALLEST_PART = 1 << 18
 """Elements; fewer do not pay for a thread."""
@@ -27,84 +28,58 @@ _float, _double = ctypes.c_float, ctypes.c_double
 
 
 class _RouteArgs(ctypes.Structure):
-    _fields_ = (
-        ("gradient", _pointer),
-        ("rows", _int64),
-        ("columns", _int64),
-        ("row_squared_norms", _pointer),
-        ("col_squared_norms", _pointer),
-        ("slot", _pointer),
-        ("indices", _pointer),
-        ("n_selected", _int64),
-        ("selected", _pointer),
-        ("dtype", _uint32),
+    _fields_ = fields(
+        (_pointer, "gradient"),
+        (_int64, "rows columns"),
+        (_pointer, "row_squared_norms col_squared_norms slot indices"),
+        (_int64, "n_selected"),
+        (_pointer, "selected"),
+        (_uint32, "dtype"),
     )
 
 
 class _FactoredStepArgs(ctypes.Structure):
-    _fields_ = (
-        ("row_squared_norms", _pointer),
-        ("rows", _int64),
-        ("col_squared_norms", _pointer),
-        ("columns", _int64),
-        ("row", _pointer),
-        ("col", _pointer),
-        ("steps", _pointer),
-        ("row_scale", _pointer),
-        ("col_scale", _pointer),
-        ("beta2", _double),
-        ("lr", _double),
-        ("scale", _float),
+    _fields_ = fields(
+        (_pointer, "row_squared_norms"),
+        (_int64, "rows"),
+        (_pointer, "col_squared_norms"),
+        (_int64, "columns"),
+        (_pointer, "row col steps row_scale col_scale"),
+        (_double, "beta2 lr"),
+        (_float, "scale"),
     )
 
 
 class _ProvisionalUpdateArgs(ctypes.Structure):
-    _fields_ = (
-        ("weights", _pointer),
-        ("gradient", _pointer),
-        ("rows", _int64),
-        ("columns", _int64),
-        ("row_scale", _pointer),
-        ("col_scale", _pointer),
-        ("noise", _pointer),
-        ("noise_mask", _int64),
-        ("first", _int64),
-        ("size", _float),
-        ("dtype", _uint32),
+    _fields_ = fields(
+        (_pointer, "weights gradient"),
+        (_int64, "rows columns"),
+        (_pointer, "row_scale col_scale noise"),
+        (_int64, "noise_mask first"),
+        (_float, "size"),
+        (_uint32, "dtype"),
     )
 
 
 class _AdamwArgs(ctypes.Structure):
-    _fields_ = (
-        ("master", _pointer),
-        ("exp_avg", _pointer),
-        ("exp_avg_sq", _pointer),
-        ("gradient", _pointer),
-        ("weights", _pointer),
-        ("n", _int64),
-        ("hyperparameters", ctypes.POINTER(protocol.Hyperparameters)),
-        ("count", _int64),
-        ("factor", _float),
-        ("dtype", _uint32),
+    _fields_ = fields(
+        (_pointer, "master exp_avg exp_avg_sq gradient weights"),
+        (_int64, "n"),
+        (ctypes.POINTER(protocol.Hyperparameters), "hyperparameters"),
+        (_int64, "count"),
+        (_float, "factor"),
+        (_uint32, "dtype"),
     )
 
 
 class _Columns(ctypes.Structure):
-    _fields_ = (
-        ("matrix", _pointer),
-        ("rows", _int64),
-        ("width", _int64),
-        ("indices", _pointer),
-        ("n_selected", _int64),
-        ("selected", _pointer),
+    _fields_ = fields(
+        (_pointer, "matrix"),
+        (_int64, "rows width"),
+        (_pointer, "indices"),
+        (_int64, "n_selected"),
+        (_pointer, "selected"),
     )
-
-    @classmethod
-    def of(cls, matrix: Tensor, columns: Tensor | None, selected: Tensor, begin: int, end: int) -> "_Columns":
-        """Rows [begin, end)."""
-        indices = None if columns is None else columns.data_ptr()
-        first, first_selected = _address(matrix, begin), _address(selected, begin)
-        return cls(first, end - begin, matrix.shape[1], indices, selected.shape[1], first_selected)
 
 
 @cache
@@ -119,7 +94,6 @@ def _library() -> ctypes.CDLL:
     library.zenflow_factored_step.restype = ctypes.c_bool
     library.zenflow_provisional_update.argtypes = [ctypes.POINTER(_ProvisionalUpdateArgs)]
     library.zenflow_adamw.argtypes = [ctypes.POINTER(_AdamwArgs)]
-    library.zenflow_gather_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     library.zenflow_scatter_columns.argtypes = [ctypes.POINTER(_Columns), _int64, _uint32]
     return library
 
@@ -221,7 +195,7 @@ class CpuKernels(Kernels):
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
         n_rows, n_columns = weights.shape
-        bits = noise.draw_address()
+        bits = noise.draw_tile().data_ptr()
         if not factors.finite:
             return
         row_scale, col_scale = factors.row_scale.contiguous(), factors.col_scale.contiguous()
@@ -229,21 +203,9 @@ class CpuKernels(Kernels):
         target, source, rows, columns = (t.data_ptr() for t in (weights, gradient, row_scale, col_scale))
 
         def run(_: int, begin: int, end: int) -> None:
-            self._library.zenflow_provisional_update(
-                _ProvisionalUpdateArgs(
-                    target + begin * row_bytes,
-                    source + begin * row_bytes,
-                    end - begin,
-                    n_columns,
-                    rows + begin * _FLOAT_BYTES,
-                    columns,
-                    bits,
-                    NOISE_NUMEL - 1,
-                    begin * n_columns,
-                    size,
-                    dtype,
-                )
-            )
+            outputs = target + begin * row_bytes, source + begin * row_bytes, end - begin, n_columns
+            scales = rows + begin * _FLOAT_BYTES, columns, bits, NOISE_NUMEL - 1, begin * n_columns, size
+            self._library.zenflow_provisional_update(_ProvisionalUpdateArgs(*outputs, *scales, dtype))
 
         _in_parallel(run, _parts(n_rows, n_columns))
 
@@ -258,7 +220,7 @@ class CpuKernels(Kernels):
         steps, factor, dtype = int(scale.count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
 
         def run(_: int, begin: int, end: int) -> None:
-            addresses = (_address(tensor, begin) for tensor in (*state, gradient, weights))
+            addresses = (t.data_ptr() + begin * t.element_size() for t in (*state, gradient, weights))
             self._library.zenflow_adamw(
                 _AdamwArgs(*addresses, end - begin, ctypes.pointer(values), steps, factor, dtype)
             )
@@ -266,44 +228,19 @@ class CpuKernels(Kernels):
         _in_parallel(run, _parts(gradient.numel(), 1))
 
     @override
-    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        dtype = protocol.DATA_TYPES[matrix.dtype]
-
-        def run(_: int, begin: int, end: int) -> None:
-            self._library.zenflow_gather_columns(_Columns.of(matrix, columns, selected, begin, end), 1, dtype)
-
-        _in_parallel(run, _parts(*matrix.shape))
-
-    @override
-    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
-
-    @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
-        n = max(1, min(torch.get_num_threads(), sum(w.selected.numel() for w in writes) // _SMALLEST_PART))
-        tables = [_table(writes, part, n) for part in range(n)]
-        return partial(self._write_columns, tables, list(writes))
+        table = (_Columns * len(writes))()
+        for entry, w in zip(table, writes, strict=True):
+            entry.matrix, entry.rows, entry.width = w.matrix.data_ptr(), *w.matrix.shape
+            entry.indices = None if w.columns is None else w.columns.data_ptr()
+            entry.n_selected, entry.selected = w.selected.shape[1], w.selected.data_ptr()
+        return partial(self._write_columns, table, list(writes))
 
-    def _write_columns(self, tables: Sequence[Any], writes: Sequence[ColumnWrite]) -> None:
-        """Executes each table on its own thread; they point into the tensors of `writes`."""
-        if not writes:
-            return
-        dtype = protocol.DATA_TYPES[writes[0].matrix.dtype]
-
-        def run(part: int, _: int, __: int) -> None:
-            self._library.zenflow_scatter_columns(tables[part], len(tables[part]), dtype)
-
-        _in_parallel(run, [(part, 0, 0) for part in range(len(tables))])
-
-
-def _table(writes: Sequence[ColumnWrite], part: int, n_parts: int) -> Any:
-    """One of `n_parts` shares of the writes' rows, as an array of `_Columns`."""
-    entries = []
-    for write in writes:
-        n_rows = write.matrix.shape[0]
-        begin, end = n_rows * part // n_parts, n_rows * (part + 1) // n_parts
-        entries.append(_Columns.of(write.matrix, write.columns, write.selected, begin, end))
-    return (_Columns * len(entries))(*entries)
+    def _write_columns(self, table: Any, writes: Sequence[ColumnWrite]) -> None:
+        """Executes a table, which points into the tensors of `writes`."""
+        if writes:
+            dtype = protocol.DATA_TYPES[writes[0].matrix.dtype]
+            self._library.zenflow_scatter_columns(table, len(table), dtype)
 
 
 def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]:
@@ -314,11 +251,6 @@ def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]
     n_selected = target.shape[1]
     first = target.data_ptr() + row * n_selected * target.itemsize
     return 0 if columns is None else columns.data_ptr(), n_selected, first
-
-
-def _address(tensor: Tensor, row: int = 0) -> int:
-    """Address of a row of a contiguous tensor."""
-    return int(tensor.data_ptr()) + row * tensor.stride(0) * tensor.element_size()
 
 
 def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:

@@ -90,20 +90,14 @@ class RoundingNoise:
 
     def draw_tile(self) -> Tensor:
         """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
-        return self._bits.narrow(0, self._draw_offset(), NOISE_NUMEL)
-
-    def draw_address(self) -> int:
-        """The address of the tile that `draw_tile` would return, for compiled code on the same device."""
-        return self._bits.data_ptr() + self._draw_offset() * self._bits.itemsize
+        offset = self._offsets.randrange(NOISE_NUMEL) // self._alignment * self._alignment
+        return self._bits.narrow(0, offset, NOISE_NUMEL)
 
     def draw(self, numel: int) -> Tensor:
         """[numel] int32, each 0 to 65535."""
         repeats = -(-numel // NOISE_NUMEL)
         tile = self.draw_tile()
         return (tile.repeat(repeats) if repeats > 1 else tile).narrow(0, 0, numel)
-
-    def _draw_offset(self) -> int:
-        return self._offsets.randrange(NOISE_NUMEL) // self._alignment * self._alignment
 
 
 def round_stochastically_(target: Tensor, values: Tensor, noise: RoundingNoise) -> None:

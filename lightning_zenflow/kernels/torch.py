@@ -51,11 +51,3 @@ class TorchKernels(Kernels):
             master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
         master.sub_(torch.where(finite, update.mul_(coefficients.step_size), 0.0))
         weights.copy_(master)
-
-    @override
-    def gather_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        selected.copy_(matrix.index_select(1, columns))
-
-    @override
-    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        matrix.index_copy_(1, columns, selected)

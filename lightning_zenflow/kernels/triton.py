@@ -177,10 +177,6 @@ class TritonKernels(Kernels):
             tile_rows=_COPY_ROWS, tile_columns=_COPY_COLUMNS, enable_fp_fusion=False,
         )  # fmt: skip
 
-    @override
-    def scatter_columns(self, matrix: Tensor, columns: Tensor, selected: Tensor) -> None:
-        self.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
-
 
 def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
     """For `write_columns`: of each write the addresses and sizes; of each program its write, and its number in that write."""

@@ -216,18 +216,8 @@ def gather_columns(
 ):  # fmt: skip
     """Gathers columns: selected <- matrix[:, columns]."""
     _copy_rectangle(
-        tl.program_id(0),
-        matrix,
-        columns,
-        n_selected,
-        selected,
-        n_rows,
-        width,
-        n_selected,
-        True,
-        tile_rows,
-        tile_columns,
-    )
+        tl.program_id(0), matrix, columns, n_selected, selected, n_rows, width, n_selected, True, tile_rows, tile_columns
+    )  # fmt: skip
 
 
 @triton.jit
