@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -26,49 +26,29 @@ PAGEABLE_MEMORY = (
 """What it costs where the system refuses to page-lock memory, and how to change it."""
 
 
-class Event(Protocol):
-    """A point in a stream's order, as `torch.cuda.Event`."""
+class Event:
+    """A point in a stream's order, as `torch.cuda.Event`; on the CPU one that everything precedes."""
 
     def query(self) -> bool:
         """Whether the device has reached the event. Does not wait."""
+        return True
 
     def synchronize(self) -> None:
         """Makes the host wait until the device has reached the event."""
 
     def elapsed_time(self, end_event: "Event", /) -> float:
         """Milliseconds of the device between two events that were recorded with timing."""
+        return 0.0
 
 
-class Stream(Protocol):
-    """A queue of the device, as `torch.cuda.Stream`."""
+class Stream:
+    """A queue of the device, as `torch.cuda.Stream`; on the CPU one that is always empty."""
 
     def wait_stream(self, stream: "Stream", /) -> None:
         """Orders later work of this stream behind the present end of another one. The host does not wait."""
 
     def wait_event(self, event: Event, /) -> None:
         """Orders later work of this stream behind an event. The host does not wait."""
-
-    def synchronize(self) -> None:
-        """Makes the host wait for all work of this stream."""
-
-
-class _Done:
-    """Stream or event that everything precedes."""
-
-    def wait_stream(self, stream: Stream, /) -> None: ...
-
-    def wait_event(self, event: Event, /) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: Event, /) -> float:
-        return 0.0
-
-
-_DONE = _Done()
 
 
 class HostRuntime:
@@ -90,11 +70,11 @@ class HostRuntime:
 
     def new_stream(self) -> Stream:
         """A new stream."""
-        return _DONE
+        return Stream()
 
     def current_stream(self) -> Stream:
         """The stream that operations of this thread are enqueued on."""
-        return _DONE
+        return Stream()
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Makes `stream` the current one in the context."""
@@ -102,7 +82,7 @@ class HostRuntime:
 
     def record_event(self, *, timing: bool = False) -> Event:
         """Records a new event on the current stream, with a timestamp for `Event.elapsed_time` if `timing`."""
-        return _DONE
+        return Event()
 
     def synchronize(self) -> None:
         """Makes the host wait for all work of the device."""

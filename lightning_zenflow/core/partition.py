@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -224,19 +224,14 @@ def split_tile(tile: Tile, numel: int) -> tuple[Tile, Tile | None]:
         return tile, None
     if tile.rows == 1:
         width = max(1, numel)
-        head = Tile(slice=tile.slice, begin=tile.begin, rows=1, first_column=tile.first_column, width=width)
-        return head, Tile(
-            slice=tile.slice,
-            begin=tile.begin + width,
-            rows=1,
-            first_column=tile.first_column + width,
-            width=tile.width - width,
-        )
+        head = replace(tile, width=width)
+        rest = replace(tile, begin=head.end, first_column=tile.first_column + width, width=tile.width - width)
+        return head, rest
     rows = max(1, round(numel / tile.width))
     if rows >= tile.rows:
         return tile, None
-    head = Tile(slice=tile.slice, begin=tile.begin, rows=rows, first_column=0, width=tile.width)
-    return head, Tile(slice=tile.slice, begin=head.end, rows=tile.rows - rows, first_column=0, width=tile.width)
+    head = replace(tile, rows=rows)
+    return head, replace(tile, begin=head.end, rows=tile.rows - rows)
 
 
 def merge_ranges(parts: Iterable[Slice | Range]) -> list[Range]:
