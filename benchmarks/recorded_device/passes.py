@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.recorded_device.device import RecordedDevice
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.torch import TorchKernels
 
 _OF_PASSES = ("route", "select", "column_writer")
 """Methods that call passes and copy."""
@@ -18,7 +17,7 @@ def one_launch_a_pass(device: RecordedDevice) -> Kernels:
     """The kernels of a recorded device."""
 
     def whole(name: str) -> Callable[..., Any]:
-        run = getattr(TorchKernels, name)
+        run = getattr(Kernels, name)
 
         def noted(self: Kernels, *args: Any, **kwargs: Any) -> Any:
             if device.is_within_pass:
@@ -33,5 +32,5 @@ def one_launch_a_pass(device: RecordedDevice) -> Kernels:
         for name, value in vars(Kernels).items()
         if callable(value) and name not in _OF_PASSES and not name.startswith("_")
     ]
-    made: type[TorchKernels] = type("OneLaunchKernels", (TorchKernels,), {name: whole(name) for name in passes})
+    made: type[Kernels] = type("OneLaunchKernels", (Kernels,), {name: whole(name) for name in passes})
     return made()

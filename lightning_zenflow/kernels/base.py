@@ -1,10 +1,8 @@
-"""The interface of the device's passes over gradients and weights.
+"""The device's passes over gradients and weights, by torch's operations: they run on any device and define the result of each pass.
 
-`kernels.torch.TorchKernels` runs on any device and defines the result of each pass; `kernels.cpu.CpuKernels` replaces it on a CPU and
-`kernels.triton.TritonKernels` on CUDA. `kernels.select.kernels_for` chooses.
+`kernels.cpu.CpuKernels` overrides them on a CPU and `kernels.triton.TritonKernels` on CUDA. `kernels.select.kernels_for` chooses.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,8 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale, add_up
-from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment, factored_step_
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.factored import (
+    Factors,
+    RoundingNoise,
+    SecondMoment,
+    factored_step_,
+    provisional_values,
+    round_stochastically_,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,11 +34,6 @@ class SquaredNorms:
     """[n, rows] float32; None without `per_axis`."""
     column_parts: Tensor | None
     """[n, columns] float32; None without `per_axis`."""
-
-    @property
-    def total(self) -> Tensor:
-        """0-D float64."""
-        return add_up([self.parts])
 
     @property
     def rows(self) -> Tensor:
@@ -93,8 +93,12 @@ IN_ORDER = nullcontext()
 """Copies to slots in the order of everything else."""
 
 
-class Kernels(ABC):
-    """The passes of one step. Matrices are contiguous, [rows, columns]; no pass synchronises with the device."""
+class Kernels:
+    """The passes of one step, by torch's operations. Matrices are contiguous, [rows, columns]; no pass synchronises with the device.
+
+    AdamW's order of operations is that of the worker's replay kernel and of DeepSpeedCPUAdam. torch fuses other pairs of operations than
+    the kernel, so the two agree to a few units in the last place, not bit for bit.
+    """
 
     def route(
         self,
@@ -127,7 +131,6 @@ class Kernels(ABC):
             else:
                 self.gather_columns(part, selection.columns, selection.target)
 
-    @abstractmethod
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
         """Computes sums of squares.
 
@@ -135,6 +138,13 @@ class Kernels(ABC):
             gradient: [rows, columns], model dtype.
             per_axis: adds the sums of each row and of each column; the total has the same bits with and without.
         """
+        # The total is the sum of the rows' in float64: torch's float32 sums over long vectors are off by 1e-5.
+        rows = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float32)
+        parts = rows.double().square().sum(0, keepdim=True)
+        if not per_axis:
+            return SquaredNorms(parts=parts, row_parts=None, column_parts=None)
+        columns = torch.linalg.vector_norm(gradient, dim=0, keepdim=True, dtype=torch.float32)
+        return SquaredNorms(parts=parts, row_parts=rows.square_().unsqueeze(0), column_parts=columns.square_())
 
     def factored_step_(
         self, moment: SecondMoment, squared_norms: SquaredNorms, *, beta2: float, lr: float, scale: Tensor
@@ -142,7 +152,6 @@ class Kernels(ABC):
         """See `kernels.factored.factored_step_`; the squared norms are those of rows and columns."""
         return factored_step_(moment, squared_norms.rows, squared_norms.columns, beta2=beta2, lr=lr, scale=scale)
 
-    @abstractmethod
     def provisional_update_(
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
@@ -155,8 +164,9 @@ class Kernels(ABC):
             noise: random bits for stochastic rounding.
             size: b, the size of the provisional update.
         """
+        values = provisional_values(weights, gradient, factors, size=size)
+        round_stochastically_(weights, values, noise)
 
-    @abstractmethod
     def adamw_(
         self, state: Tensor, gradient: Tensor, weights: Tensor, h: GroupHyperparameters, scale: StepScale
     ) -> None:
@@ -173,6 +183,20 @@ class Kernels(ABC):
             h: hyperparameters of the parameter group.
             scale: factor on the gradient and number of applied steps.
         """
+        (master, exp_avg, exp_avg_sq), finite = state, scale.finite
+        one = torch.ones_like(scale.count)
+        coefficients = scale.coefficients(h)
+        g = torch.where(finite, gradient.float() * scale.factor, 0.0)
+        if h.weight_decay != 0 and not h.decoupled:
+            g = torch.where(finite, torch.add(g, master, alpha=h.weight_decay), 0.0)
+        exp_avg.mul_(torch.where(finite, one * h.beta1, one)).add_(g, alpha=1 - h.beta1)
+        exp_avg_sq.mul_(torch.where(finite, one * h.beta2, one)).addcmul_(g, g, value=1 - h.beta2)
+        denominator = exp_avg_sq.sqrt().mul_(coefficients.inv_sqrt_bias_correction2).add_(h.eps)
+        update = torch.div(exp_avg, denominator, out=denominator)
+        if h.weight_decay != 0 and h.decoupled:
+            master.mul_(torch.where(finite, one * (1 - h.lr * h.weight_decay), one))
+        master.sub_(torch.where(finite, update.mul_(coefficients.step_size), 0.0))
+        weights.copy_(master)
 
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
         """Returns a function that does matrix[:, columns] <- selected for all writes; prepared once, called in every step."""

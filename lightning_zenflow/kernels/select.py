@@ -6,7 +6,6 @@ import os
 import torch
 
 from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.torch import TorchKernels
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def kernels_for(device: torch.device) -> Kernels:
         return CpuKernels()
     if name != "torch":
         raise ValueError(f"{_VARIABLE} must be torch, triton or cpu, or not be set, got {name!r}")
-    return TorchKernels()
+    return Kernels()
 
 
 def _triton_or_torch(device: torch.device) -> Kernels:
@@ -54,5 +53,5 @@ def _triton_or_torch(device: torch.device) -> Kernels:
             error,
             _VARIABLE,
         )
-        return TorchKernels()
+        return Kernels()
     return kernels

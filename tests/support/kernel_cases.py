@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.kernels.cpu import CpuKernels
-from lightning_zenflow.kernels.torch import TorchKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -50,7 +49,7 @@ class Implementation:
             from lightning_zenflow.kernels.triton import TritonKernels
 
             return TritonKernels()
-        return TorchKernels() if self.name == "torch" else CpuKernels()
+        return Kernels() if self.name == "torch" else CpuKernels()
 
     @property
     def device(self) -> torch.device:

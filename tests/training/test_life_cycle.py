@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
@@ -247,7 +247,7 @@ class ReadsOfDeviceValues(TorchDispatchMode):
 def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward and optimizer step of all steps after the selection, provisional updates and weight prediction included."""
     # Those for a GPU; where the device is the CPU there is nothing to wait for.
-    monkeypatch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: TorchKernels())
+    monkeypatch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: Kernels())
     mode = ReadsOfDeviceValues()
 
     class Watched(LinearLossModule):

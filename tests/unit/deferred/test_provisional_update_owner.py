@@ -12,8 +12,7 @@ from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.deferred.in_flight import JobsInFlight
 from lightning_zenflow.deferred.memory import Publisher
 from lightning_zenflow.deferred.provisional_update import LateTile, ProvisionalUpdate
-from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.kernels.torch import TorchKernels
+from lightning_zenflow.kernels.base import Destination, Kernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.counters import Traffic
@@ -189,7 +188,7 @@ def test_gradients_that_come_back_are_counted(
     whole = Slice(parameter=0, param_group=0, begin=0, start=0, numel=24, columns=4, is_matrix=True)
     partition = build_partition([whole], [24], 1)
     weights = torch.zeros(24, dtype=torch.bfloat16)
-    rank = make_rank_state(partition, [weights], kernels=TorchKernels())
+    rank = make_rank_state(partition, [weights], kernels=Kernels())
     in_flight = InFlight()
     provisional = make_update(rank, in_flight)
     one = torch.ones(())
