@@ -1,4 +1,4 @@
-"""The worker process with the real executable: numbers, errors, death, and leftovers."""
+"""The worker process with the real executable: start, end, privileges and leftovers; and the memory that it shares."""
 
 import os
 import signal
@@ -9,13 +9,15 @@ import psutil
 import pytest
 import torch
 
+from direct_step import direct_step
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.topology import allowed_cores
-from processes import is_alive, leaves_no_file_open, wait_for
-from reference import Group, adamw_reference
-from small_arena import GROUPS, fill_slot, gradient_of, make_arena, make_partition, write_step
+from lightning_zenflow.zero import build as assembly
+from lightning_zenflow.zero.host_state import HostState
+from processes import leaves_no_file_open
+from small_arena import fill_slot, make_arena, make_partition, write_step
 
 
 @pytest.fixture
@@ -37,135 +39,45 @@ def worker(arena: Arena) -> Iterator[Worker]:
     worker.kill()
 
 
-@pytest.fixture
-def impatient(worker: Worker) -> Worker:
-    """A worker that has started in its own time, whose answers are waited for briefly."""
-    worker._timeout_s = 0.2
-    return worker
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_jobs_give_the_oracles_numbers(partition: Partition, dtype: torch.dtype, n_threads: int) -> None:
-    arena = make_arena(partition, dtype)
-    initial = arena.master.clone()
-    worker = Worker(arena, cores=(allowed_cores() * 2)[:n_threads], timeout_s=30)
-    # Windows of 3, 1 and 2 steps; step 4 has a gradient that is not finite, and is skipped.
-    factors = {1: 1.0, 2: 0.25, 3: 1.0, 4: float("nan"), 5: 0.5, 6: 1.0}
-    slot = 0
-    job_id = 0
-    for window in ([1, 2, 3], [4], [5, 6]):
-        for step in window:
-            write_step(arena, step, factor=factors[step])
-        for block in range(len(partition.blocks)):
-            slots = []
-            for step in window:
-                fill_slot(arena, partition, block, slot, step)
-                slots.append(slot)
-                slot = (slot + 1) % arena.slots.shape[0]
-            job_id += 1
-            worker.submit(
-                JobMessage(job_id=job_id, block=block, first_step=window[0], slots=slots, publish_buffer=job_id % 4)
-            )
-            assert worker.wait().job_id == job_id
-            b = partition.blocks[block]
-            published = arena.publish[job_id % 4, : b.end - b.begin]
-            for s in partition.slices:
-                begin, end = max(s.begin, b.begin), min(s.end, b.end)
-                if begin < end:
-                    expected = arena.master[begin:end].to(dtype)
-                    assert torch.equal(published[begin - b.begin : end - b.begin], expected)
-    assert arena.resolved == (6, 5)
-    worker.close()
-
-    applied = [step for step in factors if step != 4]
-    exact = adamw_reference(
-        [initial[s.begin : s.end] for s in partition.slices],
-        [
-            [gradient_of(partition, step, dtype).double()[s.begin : s.end] * factors[step] for s in partition.slices]
-            for step in applied
-        ],
-        [[Group(**{key: getattr(h, key) for key in Group.__dataclass_fields__}) for h in GROUPS] for _ in applied],
-    )
-    for i, s in enumerate(partition.slices):
-        for ours, theirs in (
-            (arena.master, exact.weights),
-            (arena.exp_avg, exact.exp_avg),
-            (arena.exp_avg_sq, exact.exp_avg_sq),
-        ):
-            # float32 with a few roundings a step, against float64.
-            torch.testing.assert_close(ours[s.begin : s.end].double(), theirs[i], rtol=1e-6, atol=1e-6)
-    # Padding is never touched.
-    padding = torch.ones(partition.numel, dtype=torch.bool)
-    for s in partition.slices:
-        padding[s.begin : s.end] = False
-    assert torch.equal(arena.master[padding], initial[padding])
-    assert not arena.exp_avg[padding].any()
-    arena.close(keep_state=False)
-
-
-def test_the_workers_error_reaches_the_caller(arena: Arena, worker: Worker) -> None:
-    worker.submit(JobMessage(job_id=1, block=3, first_step=1, slots=[0], publish_buffer=0))
-    with pytest.raises(WorkerError, match=f"(?s)process {worker.pid}.*failed.*block must be below n_blocks = 3, got 3"):
-        worker.wait()
-    wait_for(lambda: not is_alive(worker.pid))
-    with pytest.raises(WorkerError, match="exited with status 1"):
-        worker.wait()
-
-
-def test_a_killed_worker_is_named_with_its_signal(arena: Arena, worker: Worker) -> None:
-    """Where an answer is waited for and where a job is submitted."""
-    write_step(arena, 1, seal=False)
-    worker.submit(JobMessage(job_id=1, block=0, first_step=1, slots=[0], publish_buffer=0))
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="was killed by signal 9"):
-        worker.wait()
-    with pytest.raises(WorkerError, match="was killed by signal 9"):
-        worker.submit(JobMessage(job_id=2, block=0, first_step=1, slots=[0], publish_buffer=0))
-
-
-def test_more_messages_than_the_socket_holds(arena: Arena) -> None:
+def test_more_messages_than_the_socket_holds(worker: Worker) -> None:
     """Neither end waits in `send` for the other one to read."""
-    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=20)
     n = 3000
     for job_id in range(1, n + 1):
         worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
     assert [worker.wait().job_id for _ in range(n)] == list(range(1, n + 1))
-    worker.close()
 
 
-def test_a_worker_that_does_not_answer(impatient: Worker) -> None:
-    os.kill(impatient.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
-        impatient.wait()
-    impatient.kill()
-    assert not is_alive(impatient.pid)
-
-
-def a_script(folder: Path, commands: str) -> str:
-    """A program in the place of the worker."""
-    script = folder / "worker"
+@pytest.mark.parametrize(
+    ("commands", "timeout_s", "message"),
+    [
+        ("exec sleep 1000", 0.2, "did not answer within 0.2 s; raise `worker_timeout`"),
+        ("echo 'no libc here' >&2\nexit 3", 5, "(?s)exited with status 3.*no libc here"),
+    ],
+)
+def test_an_executable_that_is_not_the_worker(
+    commands: str, timeout_s: float, message: str, arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "worker"
     script.write_text(f"#!/bin/sh\n{commands}\n")
     script.chmod(0o755)
-    return str(script)
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(script))
+    with pytest.raises(WorkerError, match=message):
+        Worker(arena, cores=[0], timeout_s=timeout_s)
 
 
-def test_a_worker_that_is_never_ready(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", a_script(tmp_path, "exec sleep 1000"))
-    with pytest.raises(WorkerError, match="did not answer within 0.2 s; raise `worker_timeout`"):
-        Worker(arena, cores=[0], timeout_s=0.2)
+def test_a_worker_that_receives_nothing(worker: Worker) -> None:
+    """Started in its own time, it is waited for briefly."""
+    worker._timeout_s = 0.2
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="received no message within 0.2 s"):
+        for job_id in range(1, 3000):
+            worker.submit(JobMessage(job_id=job_id, block=0, first_step=1, slots=[], publish_buffer=0))
 
 
 @pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
 def test_limits_on_the_trainers_threads(arena: Arena, monkeypatch: pytest.MonkeyPatch, limit: str, value: str) -> None:
     monkeypatch.setenv(limit, value)
     Worker(arena, cores=(allowed_cores() * 2)[:2], timeout_s=30).close()
-
-
-def test_an_executable_that_is_not_the_worker(arena: Arena, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", a_script(tmp_path, "echo 'no libc here' >&2\nexit 3"))
-    with pytest.raises(WorkerError, match="(?s)exited with status 3.*no libc here"):
-        Worker(arena, cores=[0], timeout_s=5)
 
 
 def test_nothing_is_left_open(partition: Partition) -> None:
@@ -184,7 +96,7 @@ def test_nothing_is_left_open(partition: Partition) -> None:
 
     start_and_close(fail=False)
     with leaves_no_file_open():
-        for fail in (False, True, False, True):
+        for fail in (False, True):
             start_and_close(fail=fail)
 
 
@@ -207,31 +119,31 @@ def test_the_state_outlives_the_arena(partition: Partition) -> None:
     assert torch.equal(master, expected)
 
 
-def test_arena_bytes(partition: Partition, arena: Arena) -> None:
-    sizes = ArenaSizes(n_param_groups=2, n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
-    assert arena_bytes(partition, sizes) == os.fstat(arena.fd).st_size
-
-
-def test_slots_and_buffers_are_reserved_as_needed(arena: Arena) -> None:
-    arena.reserve(n_slots=0, n_publish_buffers=0)
-    state = arena.reserved_bytes
-    row_bytes = arena.slots.shape[1] * arena.slots.element_size()
-    sizes = []
-    for n_slots, n_buffers in ((3, 1), (3, 1), (2, 1), (10, 2), (16, 4), (1, 1)):
-        arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers)
-        sizes.append(arena.reserved_bytes - state)
-    assert sizes == sorted(sizes)
-    assert sizes[0] == sizes[1] == sizes[2]
-    assert 4 * row_bytes <= sizes[0] < 4 * row_bytes + 2 * 4096
-    assert arena.reserved_bytes == os.fstat(arena.fd).st_size, "each byte once"
-
-
-def test_the_shared_memory_has_a_fixed_size(arena: Arena) -> None:
+def test_the_shared_memory_has_a_fixed_size(partition: Partition, arena: Arena) -> None:
     """A process with the descriptor can neither grow the memory nor cut off mappings of others."""
+    sizes = ArenaSizes(n_param_groups=2, n_step_records=16, n_slots=16, n_publish_buffers=4, dtype=torch.float32)
     size = os.fstat(arena.fd).st_size
+    assert arena_bytes(partition, sizes) == size
     for other in (2 * size, 0):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, other)
+
+
+@pytest.mark.parametrize("dtype, n_bytes", [("float32", 12), ("bfloat16", 8)])
+def test_states_are_there_before_the_trainer_writes(dtype: str, n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker touches them at its start, on its own NUMA nodes, and no other memory."""
+    seen = []
+
+    class LooksFirst(HostState):
+        def __init__(self, *args, arena, **kwargs) -> None:  # type: ignore[no-untyped-def]
+            seen.append((os.fstat(arena.fd), n_bytes * arena.master.numel()))
+            super().__init__(*args, arena=arena, **kwargs)
+
+    monkeypatch.setattr(assembly, "HostState", LooksFirst)
+    with direct_step([[torch.zeros(512, 512)]], publish_lag=1, moments_dtype=dtype):
+        [(file, states)] = seen
+    # Header and tables are the trainer's.
+    assert states <= 512 * file.st_blocks < states + 10 * 4096 < file.st_size
 
 
 def test_the_worker_has_what_it_needs_and_no_more(worker: Worker) -> None:

@@ -6,10 +6,8 @@ import os
 import random
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import psutil
@@ -18,8 +16,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import Case, fit, run_here, workers
-from lightning_zenflow import ZenFlowStrategy
+from direct_step import direct_step
+from harness import Case, run_here
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.telemetry.stalls import StallClock
 from lightning_zenflow.telemetry.tracing import Tracer
@@ -27,11 +25,10 @@ from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
-from models import TINY, LinearLossModule
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, make_partition, write_step
-from worker_killer import KillsWorker, optimizer_of
+from worker_killer import KillsWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -83,8 +80,10 @@ def arena(partition: Partition) -> Iterator[Arena]:
     arena.close(keep_state=False)
 
 
-def is_dead(pid: int) -> bool:
-    return not is_alive(pid)
+def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
+    pid = worker.pid
+    os.kill(pid, number)
+    wait_for(lambda: not is_alive(pid))
 
 
 class Start:
@@ -133,16 +132,15 @@ def state(arena: Arena) -> list[Tensor]:
 
 
 @pytest.fixture
-def expected(partition: Partition) -> list[Tensor]:
+def expected(partition: Partition) -> Iterator[list[Tensor]]:
+    """The state after the jobs of three steps, by a worker that lives."""
     arena = make_arena(partition)
-    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30)
+    worker, _ = supervised(Start(arena))
     for job in jobs_of(arena, partition, steps=3):
         worker.submit(job)
-        worker.wait()
     worker.close()
-    result = state(arena)
+    yield state(arena)
     arena.close(keep_state=False)
-    return result
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -161,13 +159,12 @@ def test_unread_acknowledgements_do_not_repeat_work(
         elif rng.random() < 0.4:
             worker.wait_for(unread.popleft())
         else:
-            os.kill(worker.pid, signal.SIGKILL)
-            wait_for(lambda: not is_alive(worker.pid))
+            kill(worker)
             kills += 1
     worker.close()
     assert kills and stalls.worker_restarts
     assert arena.resolved == (3, 3)
-    assert all(torch.equal(a, b) for a, b in zip(state(arena), expected, strict=True))
+    assert all(map(torch.equal, state(arena), expected))
 
 
 def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
@@ -182,7 +179,7 @@ def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partiti
             worker.wait_for(job)
     worker.close()
     assert stalls.worker_restarts == 3
-    assert all(torch.equal(a, b) for a, b in zip(state(arena), expected, strict=True))
+    assert all(map(torch.equal, state(arena), expected))
 
 
 def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,9 +202,7 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     with pytest.raises(WorkerError, match="(?s)was killed by signal 6.*restarted 2 times.*max_worker_restarts=2"):
         worker.submit(job)
         for _ in range(3):
-            os.kill(worker.pid, signal.SIGABRT)
-            pid = worker.pid
-            wait_for(partial(is_dead, pid))
+            kill(worker, signal.SIGABRT)
             worker.submit(job)
     worker.kill()
     assert start.n == 3
@@ -235,28 +230,14 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     assert stalls.worker_restarts == 0
 
 
-class StopsWorker(LinearLossModule):
-    """Stops the worker in a step, and resumes it after training has begun to wait for it."""
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 3:
-            (pid,) = workers()
-            os.kill(pid, signal.SIGSTOP)
-            threading.Thread(target=self._go_on, args=(pid,)).start()
-        return super().training_step(batch, batch_idx)
-
-    def _go_on(self, pid: int) -> None:
-        worker = optimizer_of(self.trainer)._worker
-        assert worker is not None
-        wait_for(lambda: bool(worker._unanswered))
-        time.sleep(0.3)
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_slow_worker_counts_as_stall() -> None:
-    model = StopsWorker(shapes=TINY)
-    # Every step waits for its own jobs.
-    stalls = optimizer_of(fit(model, ZenFlowStrategy(update_interval=1, publish_lag=0), steps=6)).telemetry.stalls
-    assert sum(stalls.seconds.get(cause, 0.0) for cause in ("publish_wait", "slot")) > 0.1
-    assert stalls.worker_restarts == 0
+    """Every step waits for its own job."""
+    with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=0) as direct:
+        pid, stalls = direct.parts.worker.pid, direct.parts.step.rank.telemetry.stalls
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+        direct.backward([torch.ones(8, 8)])
+        direct.join()
+        direct.step.step()
+        assert sum(stalls.seconds.values()) > 0.1
+        assert stalls.worker_restarts == 0
