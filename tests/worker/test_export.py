@@ -32,19 +32,10 @@ RATIO = 0.3
 def make_partition(n_blocks: int) -> Partition:
     """Two groups: a part of a matrix that begins and ends inside a row, a vector; a matrix of few rows."""
     sizes = [1500, 400]
-    shapes = [(0, 0, 1400, 13, 31, True), (0, 1400, 77, 0, 1, False), (1, 0, 387, 0, 129, True)]
-    slices = [
-        Slice(
-            parameter=number,
-            param_group=group,
-            begin=group_begins(sizes)[group] + begin,
-            start=start,
-            numel=numel,
-            columns=columns,
-            is_matrix=is_matrix,
-        )
-        for number, (group, begin, numel, start, columns, is_matrix) in enumerate(shapes)
-    ]
+    second = group_begins(sizes)[1]
+    shapes = [(0, 0, 1400, 13, 31, True), (0, 1400, 77, 0, 1, False), (1, second, 387, 0, 129, True)]
+    fields = ("param_group", "begin", "numel", "start", "columns", "is_matrix")
+    slices = [Slice(parameter=i, **dict(zip(fields, shape, strict=True))) for i, shape in enumerate(shapes)]
     return build_partition(slices, sizes, n_blocks)
 
 
@@ -67,10 +58,6 @@ def expected_state(rank: RankState, block: int, columns: list[Columns | None]) -
                 owned[s.param_group].append(element)
     arena = rank.arena
     return [torch.stack([a[e] for a in (arena.master, arena.exp_avg, arena.exp_avg_sq)]) for e in owned]
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 class Setting:
@@ -122,7 +109,7 @@ def test_the_state_after_the_blocks_last_job(n_blocks: int, n_threads: int, shar
         setting.worker.wait_for(job)
     for block, columns in enumerate(every):
         columns.load("select")
-        assert_same(columns._states, expected_state(setting.rank, block, chosen))
+        assert all(map(torch.equal, columns._states, expected_state(setting.rank, block, chosen)))
         shown = torch.cat(columns._staging)
         assert torch.equal(shown, torch.cat([state[0] for state in columns._states]))
     numel = sum(columns.numel for columns in every)
@@ -145,7 +132,7 @@ def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None
     process.kill()
     for block, columns in enumerate(every):
         columns.load("select")
-        assert_same(columns._states, expected_state(setting.rank, block, chosen))
+        assert all(map(torch.equal, columns._states, expected_state(setting.rank, block, chosen)))
     for job in setting.jobs:
         setting.worker.wait_for(job)
     assert setting.rank.telemetry.stalls.worker_restarts == 1

@@ -11,38 +11,22 @@ from typing_extensions import override
 
 from lightning_zenflow.core import device
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from small_arena import GROUPS, make_partition
 
 EXPORT_BYTES = 5000
 
 
-def arena_for(device_type: str, moments_dtype: torch.dtype = torch.float32) -> tuple[Arena, Partition]:
-    partition = make_partition()
+def arena_for(device_type: str) -> Arena:
     sizes = ArenaSizes(
         n_param_groups=len(GROUPS),
         n_step_records=16,
         n_slots=6,
         n_publish_buffers=4,
         dtype=torch.bfloat16,
-        moments_dtype=moments_dtype,
         export_bytes=EXPORT_BYTES,
     )
-    return Arena(partition, sizes, device=torch.device(device_type)), partition
-
-
-@pytest.mark.parametrize("dtype, n_bytes", [(torch.float32, 12), (torch.bfloat16, 8)])
-def test_bytes_of_the_states(dtype: torch.dtype, n_bytes: int) -> None:
-    arena, partition = arena_for("cpu", dtype)
-    states = (arena.master, arena.exp_avg, arena.exp_avg_sq)
-    assert [state.dtype for state in states] == [torch.float32, dtype, dtype]
-    assert sum(state.nbytes for state in states) == n_bytes * partition.numel
-    begins = [bytes_of(arena, state)[0] for state in states]
-    assert (
-        begins == sorted(begins) and bytes_of(arena, arena.slots)[0] - begins[0] < n_bytes * partition.numel + 3 * 4096
-    )
-    arena.close(keep_state=False)
+    return Arena(make_partition(), sizes, device=torch.device(device_type))
 
 
 def bytes_of(arena: Arena, tensor: Tensor) -> tuple[int, int]:
@@ -53,9 +37,13 @@ def bytes_of(arena: Arena, tensor: Tensor) -> tuple[int, int]:
 
 
 def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
-    arena, _ = arena_for("cpu")
-    arena.reserve(n_slots=2, n_publish_buffers=1)
-    arena.reserve(n_slots=3, n_publish_buffers=2)
+    """Each byte is reserved once, and never given back."""
+    arena, sizes = arena_for("cpu"), []
+    for n_slots, n_buffers in ((0, 0), (2, 1), (2, 1), (1, 1), (3, 2)):
+        arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers)
+        sizes.append(arena.reserved_bytes)
+    row_bytes = arena.slots[0].nbytes
+    assert [size - sizes[0] for size in sizes] == [0, *[3 * row_bytes] * 3, 5 * row_bytes]
     ranges = arena.ranges_of_device()
 
     def inside(tensor: Tensor) -> bool:
@@ -69,6 +57,8 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
         first, last = bytes_of(arena, state)
         assert not any(first < end and begin < last for begin, end in ranges)
     assert sum(end - begin for begin, end in ranges) + 3 * 4 * 2048 == arena.reserved_bytes
+    arena.reserve(n_slots=6, n_publish_buffers=4)
+    assert arena.reserved_bytes == os.fstat(arena.fd).st_size
     arena.close(keep_state=False)
 
 
@@ -103,7 +93,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
     """The runtime of devices of type "cuda"."""
     monkeypatch.setitem(RUNTIMES, "cuda", Recording)
     Recording.calls, Recording.refused = [], {}
-    Recording.arena, _ = arena_for("cuda")
+    Recording.arena = arena_for("cuda")
     return Recording
 
 

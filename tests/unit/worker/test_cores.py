@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
-from lightning_zenflow.worker.topology import Place, Quota, core_siblings, read_place
+from lightning_zenflow.worker.topology import Place, Quota
 
 Request = str | int | Sequence[int]
 
@@ -124,19 +123,13 @@ def test_cores_that_are_not_allowed(request_: Request, message: str) -> None:
 
 
 def test_the_reason() -> None:
-    def reason(request: Request, here: Place) -> str:
-        return choose(request, SOCKETS, [here], 0.5)[0].reason
-
     near, far = FOUR_GPUS[0], place(range(8), SECOND)
-    assert [reason("auto", p) for p in (near, far)] == ["on the GPU's socket", "a share of the allowed cores"]
-    assert [reason(r, near) for r in ([3], 3)] == ["given by worker_cores", "number given by worker_cores"]
     limited = place(range(32), quotas=[Quota(cpus=3.5, group=1)])
-    assert (
-        reason("auto", limited) == "a share of the allowed cores, limited by a control group to 3.5 CPUs for this rank"
-    )
-
-
-def test_this_machine() -> None:
-    here = read_place(torch.device("cpu"))
-    (chosen,) = choose("auto", core_siblings(here.allowed), [here], 0.5)
-    assert chosen.cores and set(chosen.cores) <= set(here.allowed)
+    cases: list[tuple[Request, Place, str]] = [
+        ("auto", near, "on the GPU's socket"),
+        ("auto", far, "a share of the allowed cores"),
+        ("auto", limited, "a share of the allowed cores, limited by a control group to 3.5 CPUs for this rank"),
+        ([3], near, "given by worker_cores"),
+        (3, near, "number given by worker_cores"),
+    ]
+    assert [choose(request, SOCKETS, [here], 0.5)[0].reason for request, here, _ in cases] == [c[2] for c in cases]
