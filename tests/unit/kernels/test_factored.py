@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import TORCH, Implementation, each_with, random
-from lightning_zenflow.kernels.base import SquaredNorms
+from kernel_cases import Implementation, each_with
 from lightning_zenflow.kernels.factored import (
     Factors,
     RoundingNoise,
@@ -27,16 +26,6 @@ def test_stochastic_rounding_has_the_right_expectation() -> None:
     assert target.double().mean().item() == pytest.approx(value, abs=4e-5)
 
 
-def test_rounding_repeats_with_the_seed_and_differs_without() -> None:
-    def draw(seed: int) -> torch.Tensor:
-        target = torch.empty(5000, dtype=torch.bfloat16)
-        round_stochastically_(target, torch.linspace(0.1, 0.2, 5000), RoundingNoise(seed, CPU))
-        return target
-
-    assert torch.equal(draw(3), draw(3))
-    assert not torch.equal(draw(3), draw(4))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_exact_values_stay_exact_and_other_types_round_to_nearest(dtype: torch.dtype) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
@@ -47,54 +36,33 @@ def test_exact_values_stay_exact_and_other_types_round_to_nearest(dtype: torch.d
     assert torch.equal(target, values.to(dtype))
 
 
-def take_step(on: Implementation, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0) -> Factors:
+def take_step(
+    on: Implementation, moment: SecondMoment, gradient: Tensor, *, scale: float = 1.0, beta2: float = 0.99
+) -> Factors:
     norms = on.kernels.squared_norms(gradient, per_axis=True)
-    return on.kernels.factored_step_(moment, norms, beta2=0.99, lr=0.1, scale=on.tensor(scale))
+    return on.kernels.factored_step_(moment, norms, beta2=beta2, lr=0.1, scale=on.tensor(scale))
 
 
 @pytest.mark.parametrize(
     ("on", "shape"), each_with([(2, 2), (5, 7), (16, 33), (700, 1031)], interpreted=10_000), indirect=["on"]
 )
-def test_factors_are_adafactors(on: Implementation, shape: tuple[int, int]) -> None:
-    rows, columns = shape
-    moment = SecondMoment.zeros(rows, columns, on.device)
+@pytest.mark.parametrize("beta2", [0.0, 0.3, 0.95, 0.9999])
+def test_factors_are_adafactors(on: Implementation, shape: tuple[int, int], beta2: float) -> None:
+    moment = SecondMoment.zeros(*shape, on.device)
     mean_row, mean_col = (torch.zeros(n, dtype=torch.float64, device=on.device) for n in shape)
     for n in range(1, 4):
-        gradient = on.random(rows, columns, seed=n)
+        gradient = on.random(*shape, seed=n)
         squares = (0.5 * gradient.double()).square()
-        mean_row = 0.99 * mean_row + 0.01 * squares.mean(1)
-        mean_col = 0.99 * mean_col + 0.01 * squares.mean(0)
-        factors = take_step(on, moment, gradient, scale=0.5)
-        v = mean_row[:, None] * mean_col[None, :] / mean_col.mean() / (1 - 0.99**n)
+        mean_row.lerp_(squares.mean(1), 1 - beta2)
+        mean_col.lerp_(squares.mean(0), 1 - beta2)
+        factors = take_step(on, moment, gradient, scale=0.5, beta2=beta2)
+        v = mean_row[:, None] * mean_col[None, :] / mean_col.mean() / (1 - beta2**n)
         product = (factors.row_scale * factors.col_scale).double()
-        torch.testing.assert_close(product, 0.1 * 0.5 * v.rsqrt(), rtol=1e-5, atol=0)
+        # torch's power is in float32, from which one is then taken.
+        tolerance = 1e-3 if beta2 > 0.99 else 1e-5
+        torch.testing.assert_close(product, 0.1 * 0.5 * v.rsqrt(), rtol=tolerance, atol=0)
         assert factors.finite
         assert moment.n == n
-
-
-@pytest.mark.parametrize("beta2", [0.0, 0.3, 0.95, 0.9999])
-def test_the_factors_are_torchs(on: Implementation, beta2: float) -> None:
-    squares = (random(37, 1031) * 1e-3).square()
-    moments, found = [], []
-    for implementation in (TORCH, on):
-        device = implementation.device
-        moment = SecondMoment.zeros(37, 1031, device)
-        norms = SquaredNorms(
-            parts=squares.sum(1).to(device),
-            row_parts=squares.sum(1, keepdim=True).T.to(device),
-            column_parts=squares.sum(0, keepdim=True).to(device),
-        )
-        for scale in (1.0, 0.3, 0.7):
-            factors = implementation.kernels.factored_step_(
-                moment, norms, beta2=beta2, lr=0.1, scale=implementation.tensor(scale)
-            )
-        moments.append([tensor.cpu() for tensor in moment.tensors()])
-        found.append((factors.row_scale.cpu(), factors.col_scale.cpu()))
-    torch.testing.assert_close(moments[1], moments[0], rtol=1e-6, atol=0)
-    (row_scale, col_scale), (expected_rows, expected_columns) = found[1], found[0]
-    torch.testing.assert_close(col_scale, expected_columns, rtol=1e-6, atol=0)
-    # torch's power is in float32, from which one is then taken.
-    torch.testing.assert_close(row_scale, expected_rows, rtol=1e-3 if beta2 > 0.99 else 2e-6, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # Triton's interpreter
