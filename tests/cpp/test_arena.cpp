@@ -31,38 +31,14 @@ TEST(arena, both_sides_see_the_same_memory) {
     const int fd = dup(trainer.fd());
     const Arena arena(fd);
     close(fd);  // which the mapping outlives
-    CHECK_EQ(arena.ranges().size(), 2u);
-    CHECK_EQ(arena.ranges()[1].begin, 48u);
-    CHECK_EQ(arena.ranges()[1].param_group, 1u);
-    CHECK_EQ(arena.blocks().size(), 2u);
-    CHECK_EQ(arena.blocks()[1].end, 100u);
-    CHECK(arena.gradient_dtype() == DataType::kBFloat16);
-    CHECK(arena.weight_dtype() == DataType::kFloat16);
-
-    trainer.master()[99] = 1.0f;
-    trainer.state().exp_avg[99] = 2.0f;
-    trainer.state().exp_avg_sq[99] = 3.0f;
     trainer.slot(5)[127] = std::byte{4};
-    CHECK_EQ(arena.master()[99], 1.0f);
-    CHECK_EQ(*static_cast<const float*>(arena.state(99).exp_avg), 2.0f);
-    CHECK_EQ(*static_cast<const float*>(arena.state(99).exp_avg_sq), 3.0f);
     CHECK(arena.slot(5)[127] == std::byte{4});
     arena.publish_buffer(1)[127] = std::byte{5};
     CHECK(trainer.publish_buffer(1)[127] == std::byte{5});
     trainer.hyperparameters(7, 1).lr = 0.5;
-    trainer.write_word(7, 0.25f);
     CHECK_EQ(arena.hyperparameters(7, 1).lr, 0.5);
-    CHECK_EQ(arena.step_record(7).word.clip, 0.25f);
     CHECK_EQ(&arena.step_record(7), &arena.step_record(3));
-    arena.resolved_step() = 7;
-    arena.begun_job() = 6;
-    arena.completed_job() = 5;
-    arena.n_shares() = 2;
     arena.journal_entry(2).position = 11;
-    CHECK_EQ(trainer.header().resolved_step, 7);
-    CHECK_EQ(trainer.header().begun_job, 6);
-    CHECK_EQ(trainer.header().completed_job, 5);
-    CHECK_EQ(trainer.header().n_shares, 2u);
     CHECK_EQ(trainer.journal_entry(2).position, 11u);
 }
 

@@ -58,20 +58,6 @@ TEST(channel, keeps_message_boundaries_and_order) {
     }
 }
 
-TEST(channel, sends_whole_structures) {
-    const Pair pair;
-    Channel channel(pair.worker);
-    CHECK(channel.send(Done{static_cast<uint32_t>(MessageType::kDone), 3, 42, 4, 5, 6}));
-    CHECK(channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), 2, kVersion}));
-    Done done{};
-    CHECK_EQ(recv(pair.trainer, &done, sizeof(done), MSG_TRUNC), static_cast<ssize_t>(sizeof(Done)));
-    CHECK_EQ(done.job_id, 42);
-    CHECK_EQ(done.busy_ns, 6);
-    Ready ready{};
-    CHECK_EQ(recv(pair.trainer, &ready, sizeof(ready), MSG_TRUNC), static_cast<ssize_t>(sizeof(Ready)));
-    CHECK_EQ(ready.version, kVersion);
-}
-
 TEST(channel, truncates_a_long_error_text) {
     const Pair pair;
     Channel channel(pair.worker);

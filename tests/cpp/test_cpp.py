@@ -57,33 +57,13 @@ def test_broken_arenas_and_messages(variant: str, attacks: int) -> None:
     assert fuzz(folder_of(variant) / "zenflow-worker", seed=1000 * attacks, attacks=attacks) == []
 
 
-_OLDEST_GLIBC = (2, 28)
-"""Of manylinux_2_28, the wheel's platform (``tool.cibuildwheel`` in pyproject.toml), whose tag auditwheel verifies at a release."""
-_ONCE_STATIC = {"fstat", "fstat64", "stat", "stat64"}
-"""Functions that every glibc has, before 2.33 in libc_nonshared.a."""
-
-
-def test_the_worker_needs_no_other_libraries_and_no_newer_glibc_than_the_wheel() -> None:
-    """Libraries keep every version of a function, so the oldest one says since when it exists. The C++ runtime is the image's own."""
-    ldd, nm = program("ldd"), program("nm")
-    if ldd is None or nm is None:
-        pytest.skip("ldd or nm is not installed")
-    folder = folder_of("quick")
-    listed = run([ldd, folder / "zenflow-worker"], timeout_s=_RUN_TIMEOUT_S).stdout
-    libraries = dict(re.findall(r"^\s*(lib[\w+]+)\S* => (\S+)", listed, re.MULTILINE))
-    assert {"libc"} <= set(libraries) <= {"libc", "libm", "libpthread", "libdl", "librt"}
-    since: dict[str, tuple[int, ...]] = {}
-    for path in libraries.values():
-        command = [nm, "--dynamic", "--defined-only", "--with-symbol-versions", path]
-        defined = run(command, timeout_s=_RUN_TIMEOUT_S).stdout
-        for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", defined, re.MULTILINE):
-            numbers = tuple(int(number) for number in version.split("."))
-            since[name] = min(numbers, since.get(name, numbers))
-    objects = [path for path in folder.rglob("*.o") if "zenflow-tests.dir" not in path.parts]
-    undefined = run([nm, "--undefined-only", *objects], timeout_s=_RUN_TIMEOUT_S).stdout
-    needed = set(re.findall(r"^\s+U (\w+)$", undefined, re.MULTILINE)) & set(since)
-    assert "sched_setaffinity" in needed
-    assert {name: since[name] for name in needed - _ONCE_STATIC if since[name] > _OLDEST_GLIBC} == {}
+def test_the_worker_needs_no_other_libraries_than_the_c_library() -> None:
+    """The C++ runtime is the image's own. How old the C library may be says auditwheel, at a release."""
+    if (ldd := program("ldd")) is None:
+        pytest.skip("ldd is not installed")
+    listed = run([ldd, folder_of("quick") / "zenflow-worker"], timeout_s=_RUN_TIMEOUT_S).stdout
+    libraries = set(re.findall(r"^\s*(lib[\w+]+)\S* => ", listed, re.MULTILINE))
+    assert {"libc"} <= libraries <= {"libc", "libm", "libpthread", "libdl", "librt"}
 
 
 def test_what_cmake_says(tmp_path: Path) -> None:

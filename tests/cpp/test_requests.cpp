@@ -1,11 +1,9 @@
 // Requests to the worker: export of device-owned entries' state, by the function and through the worker; first touch of memory.
 #include <omp.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -13,12 +11,9 @@
 #include <vector>
 
 #include "check.h"
-#include "common/parallel.h"
 #include "trainer_arena.h"
 #include "worker/arena.h"
-#include "worker/block_replay.h"
 #include "worker/requests.h"
-#include "worker/step_records.h"
 #include "worker_process.h"
 
 namespace zenflow {
@@ -142,10 +137,7 @@ TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
     }
 }
 
-constexpr std::chrono::milliseconds kLong{600000};
-constexpr int kThreads = 3;
-
-size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));
 
 // Blocks of many pages of memory; one in no range, and one too small for all threads.
 ArenaSpec large_spec() {
@@ -158,105 +150,48 @@ ArenaSpec large_spec() {
 
 // For each page of the arena's memory, whether it is allocated.
 std::vector<bool> allocated(TrainerArena& arena) {
-    std::vector<unsigned char> flags((arena.bytes() + page_bytes() - 1) / page_bytes());
+    std::vector<unsigned char> flags((arena.bytes() + kPage - 1) / kPage);
     CHECK_EQ(mincore(arena.memory(), arena.bytes(), flags.data()), 0);
     std::vector<bool> result;
     for (const unsigned char flag : flags) result.push_back((flag & 1) != 0);
     return result;
 }
 
-// Sets the pages that hold elements [begin, end) of one of the arena's arrays.
-void add(std::vector<bool>& pages, uint64_t array_offset, uint64_t begin, uint64_t end) {
-    const uint64_t first = (array_offset + begin * sizeof(float)) / page_bytes();
-    const uint64_t last = (array_offset + end * sizeof(float) - 1) / page_bytes();
-    for (uint64_t page = first; page <= last; ++page) pages[page] = true;
-}
-
-void add_states(std::vector<bool>& pages, const ArenaHeader& header, uint64_t begin, uint64_t end) {
-    for (const uint64_t offset : {header.master_offset, header.exp_avg_offset, header.exp_avg_sq_offset}) {
-        add(pages, offset, begin, end);
-    }
-}
-
-TEST(requests, states_that_are_updated_are_allocated_and_nothing_changes) {
-    TrainerArena trainer(large_spec());
-    const Arena arena(trainer.fd());
-    const StepRecords records(arena, kLong);
-    BlockReplay replay(arena, records);
-    omp_set_num_threads(kThreads);
-    std::vector<bool> expected = allocated(trainer);
-    const auto tables = std::count(expected.begin(), expected.end(), true);
-    replay.touch_states();
-    for (const Range& range : arena.ranges()) add_states(expected, arena.header(), range.begin, range.end);
-    CHECK(allocated(trainer) == expected);
-    CHECK(std::count(expected.begin(), expected.end(), true) > tables + 1000);
-
-    std::fill(trainer.master(), trainer.master() + trainer.header().numel, 3.0f);
-    const std::vector<std::byte> before(trainer.memory(), trainer.memory() + trainer.bytes());
-    replay.touch_states();
-    CHECK_EQ(std::memcmp(before.data(), trainer.memory(), trainer.bytes()), 0);
-}
-
-// A worker that starts before the first job touches the states, one after a restart does not.
+// A worker that starts before the first job touches the states that it updates, one after a restart does not. Nothing changes.
 TEST(requests, states_are_touched_by_the_first_worker_only) {
     for (const int64_t n_jobs : {0, 1}) {
         TrainerArena trainer(large_spec());
+        const ArenaHeader& header = trainer.header();
         trainer.header().begun_job = trainer.header().completed_job = n_jobs;
+        trainer.master()[7] = 3.0f;
         std::vector<bool> expected = allocated(trainer);
+        const auto before = std::count(expected.begin(), expected.end(), true);
         WorkerProcess worker(trainer, test::all_cores());
         worker.receive_ready();
-        if (n_jobs == 0) {
-            for (const Range& range : large_spec().ranges) add_states(expected, trainer.header(), range.begin, range.end);
+        for (const Range& range : large_spec().ranges) {
+            for (const uint64_t offset : {header.master_offset, header.exp_avg_offset, header.exp_avg_sq_offset}) {
+                const uint64_t last = (offset + range.end * sizeof(float) - 1) / kPage;
+                uint64_t page = (offset + range.begin * sizeof(float)) / kPage;
+                for (; page <= last && n_jobs == 0; ++page) expected[page] = true;
+            }
         }
         CHECK(allocated(trainer) == expected);
+        CHECK(n_jobs > 0 || std::count(expected.begin(), expected.end(), true) > before + 1000);
+        CHECK_EQ(trainer.master()[7], 3.0f);
+        CHECK_EQ(trainer.master()[8], 0.0f);
     }
 }
 
 TEST(requests, rows_of_a_touch_are_allocated) {
     TrainerArena trainer(large_spec());
     const Arena arena(trainer.fd());
-    omp_set_num_threads(kThreads);
+    omp_set_num_threads(3);
     std::vector<bool> expected = allocated(trainer);
-    const uint64_t row = 10 * page_bytes(), offset = arena.header().slots_offset / page_bytes() * page_bytes();
+    const uint64_t row = 10 * kPage, offset = arena.header().slots_offset / kPage * kPage;
     touch_rows(arena, {0, 0, 1, offset, 7, row});
-    for (uint64_t page = 0; page < 70; ++page) expected[offset / page_bytes() + page] = true;
+    for (uint64_t page = 0; page < 70; ++page) expected[offset / kPage + page] = true;
     CHECK(allocated(trainer) == expected);
     CHECK_CONTAINS(test::error_of([&] { touch_rows(arena, {0, 0, 1, offset, arena.header().total_bytes, row}); }), "touch: ");
-}
-
-int64_t page_faults_of_this_thread() {
-    rusage usage{};
-    CHECK_EQ(getrusage(RUSAGE_THREAD, &usage), 0);
-    return usage.ru_minflt;
-}
-
-// Each thread allocates the memory of the elements that it updates according to the journal.
-TEST(requests, threads_touch_what_they_update) {
-    ArenaSpec spec = large_spec();
-    spec.ranges = {{0, 600100, 0, 0}};
-    spec.blocks = {{0, 600100}};
-    TrainerArena trainer(spec);
-    const Arena arena(trainer.fd());
-    const StepRecords records(arena, kLong);
-    BlockReplay replay(arena, records);
-    omp_set_num_threads(kThreads);
-    std::vector<int64_t> before(kThreads);
-    std::vector<int64_t> faults(kThreads);
-    run_in_parallel([&](int thread, int) { before[static_cast<size_t>(thread)] = page_faults_of_this_thread(); });
-    replay.touch_states();
-    run_in_parallel([&](int thread, int) {
-        const auto index = static_cast<size_t>(thread);
-        faults[index] = page_faults_of_this_thread() - before[index];
-    });
-    replay.run(test::job_of(0, 1, 0, 0), nullptr);
-    CHECK_EQ(trainer.header().n_shares, static_cast<uint64_t>(kThreads));
-    for (size_t i = 0; i < kThreads; ++i) {
-        const JournalEntry& entry = trainer.journal_entry(i);
-        const auto pages = static_cast<int64_t>(3 * (entry.end - entry.begin) * sizeof(float) / page_bytes());
-        CHECK(pages > 500);
-        // Pages at its ends may have been its neighbours'.
-        CHECK(faults[i] >= pages - 6);
-    }
 }
 
 }  // namespace

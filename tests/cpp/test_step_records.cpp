@@ -1,9 +1,6 @@
-#include <sys/mman.h>
-
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <limits>
 #include <thread>
 
@@ -120,32 +117,6 @@ TEST(step_records, waits_for_all_parts_of_a_word) {
             CHECK_EQ(ring.step(of_step(5)).applied, std::isfinite(clip));
         }
     }
-}
-
-Ring* faulting = nullptr;
-int64_t count_at_fault = -1;
-
-// Lets the store that faulted be carried out after it has noted the count.
-void note_count(int) {
-    count_at_fault = faulting->trainer.record(1).count;
-    mprotect(faulting->arena.at<std::byte>(0), kHeaderBytes, PROT_READ | PROT_WRITE);
-}
-
-// A worker that is killed between the two stores leaves the step unresolved.
-TEST(step_records, counts_a_step_before_it_is_resolved) {
-    Ring ring;
-    ring.trainer.record(1).count = 77;
-    ring.trainer.write_word(1, 1.0f);
-    faulting = &ring;
-    struct sigaction action{};
-    struct sigaction before{};
-    action.sa_handler = note_count;
-    CHECK_EQ(sigaction(SIGSEGV, &action, &before), 0);
-    CHECK_EQ(mprotect(ring.arena.at<std::byte>(0), kHeaderBytes, PROT_READ), 0);
-    CHECK(ring.resolve(of_step(1)));
-    CHECK_EQ(sigaction(SIGSEGV, &before, nullptr), 0);
-    CHECK_EQ(count_at_fault, 1);
-    CHECK_EQ(ring.trainer.header().resolved_step, 1);
 }
 
 TEST(step_records, a_tentative_step_waits_for_its_blocks_word_after_the_step_before) {

@@ -61,20 +61,29 @@ class Training {
     void submit(WorkerProcess& worker, uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t buffer) {
         std::vector<uint32_t> slots;
         for (uint32_t i = 0; i < n_steps; ++i) slots.push_back(slot(first_step + i, block));
-        worker.submit(job_of(block, job_id, first_step, n_steps, buffer), slots);
+        submitted_.push_back(job_of(block, job_id, first_step, n_steps, buffer));
+        worker.submit(submitted_.back(), slots);
     }
 
-    // Applies a job to the expected state.
-    void expect(uint32_t b, int64_t first_step, uint32_t n_steps) {
-        for (int64_t step = first_step; step < first_step + n_steps; ++step) {
-            const auto index = static_cast<size_t>(step - 1);
-            if (clips_[index] == kSkipped) continue;
-            arena_.expect_step(expected_, b, step, gradient(step, b), counts_[index], clips_[index]);
+    void forget_submitted() { submitted_.clear(); }
+
+    // Receives the answers, in order of submission, and applies the jobs to the expected state.
+    void check_answers(WorkerProcess& worker) {
+        for (const UpdateJob& job : submitted_) {
+            const Done done = worker.receive_done();
+            CHECK_EQ(done.block, job.block);
+            CHECK_EQ(done.job_id, job.job_id);
+            CHECK(done.start_ns > 0 && done.wait_ns >= 0 && done.busy_ns >= 0);  // a repeated job takes no time
+            for (int64_t step = job.first_step; step < job.first_step + job.n_committed; ++step) {
+                const auto index = static_cast<size_t>(step - 1);
+                if (clips_[index] == kSkipped) continue;
+                arena_.expect_step(expected_, job.block, step, gradient(step, job.block), counts_[index], clips_[index]);
+            }
+            arena_.check_published(job.block, job.publish_buffer, expected_);
         }
+        submitted_.clear();
+        test::check_same_state("arena", arena_.state(), expected_);
     }
-
-    void check_state() { test::check_same_state("arena", arena_.state(), expected_); }
-    void check_published(uint32_t b, uint32_t publish_buffer) { arena_.check_published(b, publish_buffer, expected_); }
 
   private:
     static ArenaSpec make_spec(DataType type) {
@@ -97,18 +106,11 @@ class Training {
 
     TrainerArena arena_;
     State expected_;
+    std::vector<UpdateJob> submitted_;  // without an answer
     int64_t count_ = 0;
     std::vector<float> clips_;     // of step index + 1
     std::vector<int64_t> counts_;  // of step index + 1
 };
-
-void check_done(const Done& done, uint32_t block, int64_t job_id) {
-    CHECK_EQ(done.block, block);
-    CHECK_EQ(done.job_id, job_id);
-    CHECK(done.start_ns > 0);
-    CHECK(done.wait_ns >= 0);
-    CHECK(done.busy_ns > 0);
-}
 
 // Several jobs over two blocks and two parameter groups, then a second worker on the same memory.
 void train(DataType type) {
@@ -120,10 +122,8 @@ void train(DataType type) {
     CHECK_EQ(ready.n_threads, 1 + static_cast<uint32_t>(std::count(cores.begin(), cores.end(), ',')));
 
     // Without steps a job only publishes.
-    worker.submit(job_of(0, 1, 0, 0, 2), {});
-    check_done(worker.receive_done(), 0, 1);
-    training.check_state();
-    training.check_published(0, 2);
+    training.submit(worker, 0, 1, 0, 0, 2);
+    training.check_answers(worker);
 
     // A window of two steps is submitted before its data arrives. The other block's job finds the steps resolved.
     training.prepare(1);
@@ -132,15 +132,9 @@ void train(DataType type) {
     training.submit(worker, 1, 3, 1, 2, 1);
     training.prepare(2);
     training.arrive(2, 1.0f);
-    check_done(worker.receive_done(), 0, 2);
-    check_done(worker.receive_done(), 1, 3);
+    training.check_answers(worker);
     CHECK_EQ(training.arena().header().resolved_step, 2);
     CHECK_EQ(training.arena().record(2).count, 2);
-    training.expect(0, 1, 2);
-    training.expect(1, 1, 2);
-    training.check_state();
-    training.check_published(0, 0);
-    training.check_published(1, 1);
 
     // A step whose gradient is not finite is skipped. Jobs submitted before the exit message are completed.
     training.prepare(3);
@@ -151,17 +145,10 @@ void train(DataType type) {
     training.submit(worker, 1, 5, 3, 1, 0);
     training.submit(worker, 1, 6, 4, 1, 1);
     worker.ask_to_exit();
-    check_done(worker.receive_done(), 0, 4);
-    check_done(worker.receive_done(), 1, 5);
-    check_done(worker.receive_done(), 1, 6);
+    training.check_answers(worker);
     CHECK_EQ(worker.wait(), 0);
     CHECK_EQ(training.arena().header().resolved_step, 4);
     CHECK_EQ(training.arena().record(4).count, 3);
-    training.expect(0, 3, 2);
-    training.expect(1, 3, 2);
-    training.check_state();
-    training.check_published(0, 2);
-    training.check_published(1, 1);
 
     // A later worker continues from there; the ring's first record and its slots are reused.
     WorkerProcess next(training.arena(), first_core());
@@ -169,18 +156,15 @@ void train(DataType type) {
     training.prepare(5);
     training.arrive(5, 1.0f);
     training.submit(next, 0, 7, 5, 1, 1);
-    check_done(next.receive_done(), 0, 7);
+    training.check_answers(next);
     CHECK_EQ(training.arena().record(5).count, 4);
-    training.expect(0, 5, 1);
-    training.check_state();
-    training.check_published(0, 1);
     next.ask_to_exit();
     CHECK_EQ(next.wait(), 0);
 }
 
-TEST(worker, replays_jobs_in_float32) { train(DataType::kFloat32); }
-TEST(worker, replays_jobs_in_bfloat16) { train(DataType::kBFloat16); }
-TEST(worker, replays_jobs_in_float16) { train(DataType::kFloat16); }
+TEST(worker, replays_jobs) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) train(type);
+}
 
 // Several threads, killed at random instants; test_kill.cpp has every instant, for one thread. All jobs are resubmitted.
 TEST(worker, continues_the_jobs_of_killed_workers) {
@@ -202,17 +186,12 @@ TEST(worker, continues_the_jobs_of_killed_workers) {
         std::this_thread::sleep_for(std::chrono::microseconds(random % 400));
         worker.signal(SIGKILL);
         CHECK_EQ(worker.wait(), -SIGKILL);
+        training.forget_submitted();
     }
     WorkerProcess worker(training.arena(), first_core());
     worker.receive_ready();
     submit(worker);
-    CHECK_EQ(worker.receive_done().job_id, 1);
-    CHECK_EQ(worker.receive_done().job_id, 2);
-    training.expect(0, 1, 2);
-    training.expect(1, 1, 2);
-    training.check_state();
-    training.check_published(0, 0);
-    training.check_published(1, 1);
+    training.check_answers(worker);
     CHECK_EQ(training.arena().record(2).count, 2);
 }
 
@@ -302,41 +281,26 @@ TEST(worker, reports_invalid_messages) {
     }
 }
 
-// The error of a worker that does not become ready.
-std::string error_at_start(const TrainerArena& arena, const std::string& cores) {
-    WorkerProcess worker(arena, cores);
-    const std::string error = worker.receive_error();
-    CHECK_EQ(worker.wait(), 1);
-    return error;
-}
-
 TEST(worker, reports_an_error_with_a_closed_standard_error) {
     int ends[2];
     CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
     close(ends[0]);
-    const TrainerArena arena;
+    TrainerArena arena;
+    arena.header().n_step_records = 0;
     WorkerProcess worker(arena, first_core(), {}, ends[1]);
     close(ends[1]);
-    worker.receive_ready();
-    worker.submit(job_of(2, 1, 1, 0), {});
-    CHECK_CONTAINS(worker.receive_error(), "block must be below n_blocks = 2, got 2");
+    CHECK_CONTAINS(worker.receive_error(), "n_step_records must be at least 2, got 0");
     CHECK_EQ(worker.wait(), 1);
-}
-
-TEST(worker, reports_an_invalid_arena_and_unusable_cores) {
-    TrainerArena arena;
-    CHECK_CONTAINS(error_at_start(arena, "8000"), "core 8000");
-    arena.header().n_step_records = 0;
-    CHECK_CONTAINS(error_at_start(arena, first_core()), "n_step_records must be at least 2, got 0");
 }
 
 TEST(worker, reports_an_environment_that_limits_the_threads) {
     const std::string cores = test::all_cores();
     if (cores.find(',') == std::string::npos) return;  // the limit has no effect with one core
+    const TrainerArena arena;
     setenv("OMP_THREAD_LIMIT", "1", 1);
-    const std::string error = error_at_start(TrainerArena(), cores);
+    WorkerProcess worker(arena, cores);
     unsetenv("OMP_THREAD_LIMIT");
-    CHECK_CONTAINS(error, "OMP_THREAD_LIMIT");
+    CHECK_CONTAINS(worker.receive_error(), "OMP_THREAD_LIMIT");
 }
 
 TEST(worker, explains_wrong_arguments) {

@@ -133,34 +133,35 @@ void TrainerArena::write_block_word(uint32_t block, int64_t step, float clip) {
     write(at<StepWord>(header().block_words_offset)[block], step, clip);
 }
 
+std::vector<Range> TrainerArena::ranges_of(uint32_t block) const {
+    std::vector<Range> result;
+    for (const Range& range : spec_.ranges) {
+        const auto [block_begin, block_end] = spec_.blocks[block];
+        const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
+        if (begin < end) result.push_back({begin, end, range.param_group, 0});
+    }
+    return result;
+}
+
 void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, const std::vector<float>& gradient, int64_t count,
                                float clip, bool tentative) {
-    const auto [block_begin, block_end] = spec_.blocks[block];
     const auto rounded = decode(encode(gradient, spec_.gradient_dtype).data(), gradient.size(), spec_.gradient_dtype);
-    for (const Range& range : spec_.ranges) {
-        const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
-        if (begin >= end) continue;
-        reference_step(expected, rounded.data() + (begin - block_begin),
-                       tentative ? tentative_hyperparameters(step, range.param_group) : hyperparameters(step, range.param_group),
-                       count, clip, begin, end);
+    for (const auto& [begin, end, group, _] : ranges_of(block)) {
+        reference_step(expected, rounded.data() + (begin - spec_.blocks[block].begin),
+                       tentative ? tentative_hyperparameters(step, group) : hyperparameters(step, group), count, clip, begin,
+                       end);
     }
 }
 
 void TrainerArena::expect_rounded(State& expected, uint32_t block, int64_t step) {
     if (spec_.moments_dtype == DataType::kFloat32) return;
-    const auto [block_begin, block_end] = spec_.blocks[block];
-    for (const Range& range : spec_.ranges) {
-        round_moments(expected, step, std::max(range.begin, block_begin), std::min(range.end, block_end));
-    }
+    for (const Range& range : ranges_of(block)) round_moments(expected, step, range.begin, range.end);
 }
 
 void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State& expected) {
-    const auto [block_begin, block_end] = spec_.blocks[block];
-    for (const Range& range : spec_.ranges) {
-        const uint64_t begin = std::max(range.begin, block_begin), end = std::min(range.end, block_end);
-        if (begin >= end) continue;
-        const std::vector<float> weights(expected.master.data() + begin, expected.master.data() + end);
-        const uint64_t offset = (begin - block_begin) * element_bytes(spec_.weight_dtype);
+    for (const Range& range : ranges_of(block)) {
+        const std::vector<float> weights(expected.master.data() + range.begin, expected.master.data() + range.end);
+        const uint64_t offset = (range.begin - spec_.blocks[block].begin) * element_bytes(spec_.weight_dtype);
         check_same_bytes("published", publish_buffer(buffer) + offset, weights, spec_.weight_dtype);
     }
 }

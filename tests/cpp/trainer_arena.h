@@ -71,6 +71,9 @@ class TrainerArena {
     void check_published(uint32_t block, uint32_t publish_buffer, const State& expected);
 
   private:
+    // The block's elements without padding.
+    std::vector<Range> ranges_of(uint32_t block) const;
+
     template <typename T>
     T* at(uint64_t offset) {
         return reinterpret_cast<T*>(memory_ + offset);
