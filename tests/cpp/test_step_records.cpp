@@ -142,11 +142,9 @@ TEST(step_records, a_tentative_step_waits_for_its_blocks_word_after_the_step_bef
 
 TEST(step_records, names_the_step_whose_word_does_not_arrive) {
     Ring ring;
-    ring.trainer.write_word(1, 1.0f);
     const char* const error = "step 2's clip coefficient did not arrive within 20 ms";
-    CHECK_CONTAINS(ring.error(of_step(2)), error);
-    CHECK_EQ(ring.trainer.header().resolved_step, 1);
     // The step's word does not replace the block's.
+    ring.trainer.write_word(1, 1.0f);
     ring.trainer.write_word(2, 1.0f);
     ring.trainer.write_block_word(0, 1, 1.0f);
     CHECK_CONTAINS(ring.error(tentative(of_step(2))), error);

@@ -1,4 +1,4 @@
-"""Fuzzer of the worker: invalid arenas and messages. As a script: ``python tests/support/worker_fuzzer.py WORKER SEED ATTACKS``.
+"""Fuzzer of the worker: invalid arenas and messages.
 
 All inputs of a worker come from its trainer. For any input a worker must answer, exit with 0, or exit with 1 and an error message. A
 crash, a sanitizer's report or a hang is a failure.
@@ -9,9 +9,7 @@ import os
 import random
 import socket
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -172,18 +170,12 @@ def attack(worker: Path, rng: random.Random) -> str:
         finally:
             arena.close(keep_state=False)
     words = output.decode(errors="replace")
-    if process.returncode == 0 and not words:
-        return ""
-    if process.returncode == 1 and words.startswith("zenflow-worker: ") and words.count("\n") == 1:
+    says_why = words.startswith("zenflow-worker: ") and words.count("\n") == 1
+    if (process.returncode == 0 and not words) or (process.returncode == 1 and says_why):
         return ""
     return f"it ended with {process.returncode}: {words}"
 
 
 def fuzz(worker: Path, *, seed: int, attacks: int) -> list[str]:
     """Returns the failures, each with its seed."""
-    failures: list[Any] = [(s, attack(worker, random.Random(s))) for s in range(seed, seed + attacks)]
-    return [f"seed {s}: {what}" for s, what in failures if what]
-
-
-if __name__ == "__main__":
-    sys.exit("\n".join(fuzz(Path(sys.argv[1]), seed=int(sys.argv[2]), attacks=int(sys.argv[3]))) or 0)
+    return [f"seed {s}: {what}" for s in range(seed, seed + attacks) if (what := attack(worker, random.Random(s)))]

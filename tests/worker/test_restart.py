@@ -167,21 +167,6 @@ def test_unread_acknowledgements_do_not_repeat_work(
     assert all(map(torch.equal, state(arena), expected))
 
 
-def test_killed_while_it_waits_for_a_steps_word(arena: Arena, partition: Partition, expected: list[Tensor]) -> None:
-    jobs = jobs_of(arena, partition, steps=3)
-    arena.step_words.reset()
-    worker, stalls = supervised(Start(arena))
-    for step in range(3):
-        submitted = [worker.submit(job) for job in jobs[3 * step : 3 * step + 3]]
-        os.kill(worker.pid, signal.SIGKILL)
-        arena.step_words.write(step + 1, step + 1, torch.tensor(1.0))
-        for job in submitted:
-            worker.wait_for(job)
-    worker.close()
-    assert stalls.worker_restarts == 3
-    assert all(map(torch.equal, state(arena), expected))
-
-
 def test_killed_at_its_start(arena: Arena, partition: Partition, caplog: pytest.LogCaptureFixture) -> None:
     start = Start(arena, killed={0, 2})
     with caplog.at_level(logging.WARNING), leaves_no_file_open():

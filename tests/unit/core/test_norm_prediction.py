@@ -67,13 +67,3 @@ def test_a_step_that_is_not_finite_is_not_predicted_from() -> None:
     for value, finite in ((2.0, True), (math.inf, False), (math.nan, False)):
         train(norm, torch.full((1, 2), value, dtype=torch.float64), finite=finite)
     assert train(norm, torch.full((1, 2), 3.0, dtype=torch.float64))[0].item() == pytest.approx(6.0)
-
-
-def test_predictions_continue_from_a_checkpoint() -> None:
-    norms = squared_norms(20)
-    whole, first, rest = (GradientNorms(2, torch.device("cpu")) for _ in range(3))
-    assert first.state_dict() is None
-    expected = train(whole, norms)
-    train(first, norms[:10])
-    rest.load_state_dict(first.state_dict())
-    assert train(rest, norms[10:]) == expected[10:]

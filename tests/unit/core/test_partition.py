@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from lightning_zenflow.core.partition import (
     ALIGNMENT,
     Partition,
-    Slice,
     build_partition,
     group_begins,
     ranges_of_block,
@@ -83,30 +82,6 @@ def test_any_partition(model: list[list[tuple[int, ...]]], ranks: int, n_blocks:
                 s = slices[tile.slice]
                 first = s.start + tile.begin - s.begin
                 assert blocks[s.parameter][first : first + tile.numel] == [number] * tile.numel
-
-
-def one_slice(start: int, numel: int, columns: int, n_blocks: int) -> Partition:
-    s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=columns > 1)
-    return build_partition([s], [numel + numel % 2], n_blocks)
-
-
-@pytest.mark.parametrize(
-    ("start", "numel", "columns", "tiles"),
-    [(7, 20, 5, [(1, 2, 3), (3, 0, 5), (1, 0, 2)]), (11, 3, 100, [(1, 11, 3)])],
-)
-def test_slices_that_begin_and_end_in_mid_row(
-    start: int, numel: int, columns: int, tiles: list[tuple[int, int, int]]
-) -> None:
-    assert [(t.rows, t.first_column, t.width) for t in one_slice(start, numel, columns, 1).tiles] == tiles
-
-
-@pytest.mark.parametrize(
-    ("numel", "columns", "n_blocks", "sizes"), [(100, 100, 4, [25] * 4), (100, 10, 3, [30, 30, 40]), (2, 1, 7, [1, 1])]
-)
-def test_where_blocks_are_cut(numel: int, columns: int, n_blocks: int, sizes: list[int]) -> None:
-    """One row anywhere, several rows between rows; no more blocks than elements."""
-    blocks = one_slice(0, numel, columns, n_blocks).blocks
-    assert sorted(b.end - b.begin for b in blocks) == sizes
 
 
 @pytest.mark.parametrize("sizes", [[], [2], [2, 64]])

@@ -27,18 +27,15 @@ def _not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LIGHTNING_ZENFLOW_WORKER", raising=False)
 
 
-def test_every_folder_of_the_package_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make_executable(tmp_path / "installed" / "bin" / "zenflow-worker")
+def test_where_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every folder of the package, and beside the metadata of an editable install."""
     monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources"), str(tmp_path / "installed")])
-    assert worker_executable() == expected
-
-
-def test_editable_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = make_executable(tmp_path / "site" / "lightning_zenflow" / "bin" / "zenflow-worker")
     metadata = PathDistribution(tmp_path / "site" / "lightning_zenflow-0.1.0.dist-info")
-    monkeypatch.setattr(lightning_zenflow, "__path__", [str(tmp_path / "sources")])
     monkeypatch.setattr(lightning_zenflow.native.paths, "distribution", lambda name: metadata)
-    assert worker_executable() == expected
+    editable = make_executable(tmp_path / "site" / "lightning_zenflow" / "bin" / "zenflow-worker")
+    assert worker_executable() == editable
+    installed = make_executable(tmp_path / "installed" / "bin" / "zenflow-worker")
+    assert worker_executable() == installed
 
 
 def test_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
