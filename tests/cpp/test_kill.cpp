@@ -145,18 +145,19 @@ void kill_everywhere(const Scenario& scenario) {
     CHECK_EQ(worker.wait(), -SIGKILL);
 }
 
-TEST(kill, at_any_instant_of_one_update) { kill_everywhere({"one update", 1}); }
-TEST(kill, at_any_instant_of_a_tentative_update) { kill_everywhere({"a tentative update", 1, 0.0f, true}); }
-TEST(kill, at_any_instant_of_one_behind) { kill_everywhere({"one behind", 2, 0.0f, true}); }
-TEST(kill, at_any_instant_of_a_window_one_behind) { kill_everywhere({"a window one behind", 3, 2.0f, true}); }
-TEST(kill, at_any_instant_of_one_behind_with_short_moments) {
-    kill_everywhere({"one behind with short moments", 2, 0.0f, true, DataType::kBFloat16});
+TEST(kill, at_any_instant) {
+    const Scenario scenarios[] = {
+        {"one update", 1},
+        {"a tentative update", 1, 0.0f, true},
+        {"one behind", 2, 0.0f, true},
+        {"a window one behind", 3, 2.0f, true},
+        {"one behind with short moments", 2, 0.0f, true, DataType::kBFloat16},
+        {"a window with short moments", 3, 2.0f, false, DataType::kBFloat16},
+        {"a window", 3, 2.0f},
+        {"publishing", 0},
+    };
+    for (const Scenario& scenario : scenarios) kill_everywhere(scenario);
 }
-TEST(kill, at_any_instant_of_a_window_with_short_moments) {
-    kill_everywhere({"a window with short moments", 3, 2.0f, false, DataType::kBFloat16});
-}
-TEST(kill, at_any_instant_of_a_window) { kill_everywhere({"a window", 3, 2.0f}); }
-TEST(kill, at_any_instant_of_publishing) { kill_everywhere({"publishing", 0}); }
 
 }  // namespace
 }  // namespace zenflow

@@ -92,21 +92,6 @@ TEST(requests, an_export_copies_the_entries_of_all_arrays) {
     }
 }
 
-TEST(requests, an_export_follows_the_jobs_before) {
-    Case c;
-    const Export request = c.request();
-    WorkerProcess worker(c.arena(), test::all_cores());
-    worker.receive_ready();
-    c.arena().set_hyperparameters(1, {test::kDecoupled, test::kDecoupled});
-    c.arena().set_gradient(0, test::random_gradient(12600, 1));
-    worker.submit(test::job_of(0, 1, 1, 1), {0});
-    worker.send(&request, sizeof(request));
-    c.arena().write_word(1, 1.0f);
-    worker.receive_done();
-    CHECK_EQ(worker.receive_acknowledged().request_id, 5);
-    c.check();
-}
-
 TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
     struct Change {
         const char* name;

@@ -151,13 +151,6 @@ TEST(step_records, names_the_step_whose_word_does_not_arrive) {
     CHECK_CONTAINS(ring.error(tentative(of_step(3))), "step 3's clip coefficient did not arrive within 20 ms");
 }
 
-TEST(step_records, stops_waiting_when_the_trainer_is_gone) {
-    Ring ring;
-    int n_calls = 0;
-    CHECK(!ring.records.resolve(of_step(1), [&n_calls] { return ++n_calls == 3; }));
-    CHECK_EQ(ring.trainer.header().resolved_step, 0);
-}
-
 TEST(step_records, rejects_a_record_that_a_later_step_has_overwritten) {
     Ring ring;
     ring.trainer.write_word(5, 1.0f);

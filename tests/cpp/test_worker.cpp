@@ -82,7 +82,7 @@ class Training {
             arena_.check_published(job.block, job.publish_buffer, expected_);
         }
         submitted_.clear();
-        test::check_same_state("arena", arena_.state(), expected_);
+        test::check_same_state("arena", arena_.read_state().view(), expected_);
     }
 
   private:

@@ -80,8 +80,6 @@ TrainerArena::~TrainerArena() {
     close(fd_);
 }
 
-AdamState TrainerArena::state() { return {master(), at<float>(header().exp_avg_offset), at<float>(header().exp_avg_sq_offset)}; }
-
 State TrainerArena::read_state() {
     const size_t n = spec_.numel;
     return {{master(), master() + n},
@@ -111,7 +109,7 @@ Hyperparameters& TrainerArena::tentative_hyperparameters(int64_t step, uint32_t 
 }
 
 void TrainerArena::set_state(const State& values) {
-    std::copy(values.master.begin(), values.master.end(), state().master);
+    std::copy(values.master.begin(), values.master.end(), master());
     const auto exp_avg = encode(values.exp_avg, spec_.moments_dtype), exp_avg_sq = encode(values.exp_avg_sq, spec_.moments_dtype);
     std::copy(exp_avg.begin(), exp_avg.end(), memory_ + header().exp_avg_offset);
     std::copy(exp_avg_sq.begin(), exp_avg_sq.end(), memory_ + header().exp_avg_sq_offset);

@@ -41,7 +41,6 @@ class TrainerArena {
     Range* ranges() { return at<Range>(header().ranges_offset); }
     Block* blocks() { return at<Block>(header().blocks_offset); }
     float* master() { return at<float>(header().master_offset); }
-    AdamState state();   // with float moments
     State read_state();  // a copy, with moments of either type
     std::byte* slot(uint32_t index);
     std::byte* publish_buffer(uint32_t index);

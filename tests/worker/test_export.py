@@ -15,7 +15,7 @@ from lightning_zenflow.core.partition import Partition, Slice, build_partition, 
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import DeviceColumns
 from lightning_zenflow.topk.importance import column_count
-from lightning_zenflow.topk.state_export import Columns, RegionSize, export_bytes, export_regions
+from lightning_zenflow.topk.state_export import Columns, export_regions
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission
@@ -96,14 +96,27 @@ def setting() -> Iterator[Setting]:
     setting.close()
 
 
-@pytest.mark.parametrize(("n_blocks", "n_threads", "share"), [(1, 1, RATIO), (5, 2, RATIO), (40, 2, 0.01)])
-def test_the_state_after_the_blocks_last_job(n_blocks: int, n_threads: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("n_blocks", "n_threads", "share", "killed_in"),
+    [(1, 1, RATIO, None), (5, 2, RATIO, None), (40, 2, 0.01, None), *((3, 1, RATIO, block) for block in range(3))],
+)
+def test_the_state_after_the_blocks_last_job(
+    n_blocks: int, n_threads: int, share: float, killed_in: int | None
+) -> None:
+    """Also of a worker that has been killed, once it has been given the block's job."""
     setting = Setting(n_blocks, n_threads=n_threads)
     chosen = random_columns(setting.partition, 1, share)
     every = [setting.columns(block, chosen) for block in range(len(setting.partition.blocks))]
+    process = psutil.Process(setting.worker.pid)
     for block, columns in enumerate(every):
+        if block == killed_in:
+            # The answers to what came before may have been read or not.
+            process.suspend()
+            wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
         setting.submit(block)
         columns.request("select")
+    if killed_in is not None:
+        process.kill()
     # Answers of jobs and exports alternate; jobs are asked for first.
     for job in setting.jobs:
         setting.worker.wait_for(job)
@@ -114,28 +127,8 @@ def test_the_state_after_the_blocks_last_job(n_blocks: int, n_threads: int, shar
         assert torch.equal(shown, torch.cat([state[0] for state in columns._states]))
     numel = sum(columns.numel for columns in every)
     assert setting.rank.telemetry.traffic == Traffic(d2h_bytes=0, h2d_bytes=12 * numel)
+    assert setting.rank.telemetry.stalls.worker_restarts == (killed_in is not None)
     setting.close()
-
-
-@pytest.mark.parametrize("killed_in", range(3))
-def test_a_killed_worker_exports_again(killed_in: int, setting: Setting) -> None:
-    chosen = random_columns(setting.partition, 1)
-    every = [setting.columns(block, chosen) for block in range(3)]
-    process = psutil.Process(setting.worker.pid)
-    for block, columns in enumerate(every):
-        if block == killed_in:
-            # The answers to what came before may have been read or not.
-            process.suspend()
-            wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
-        setting.submit(block)
-        columns.request("select")
-    process.kill()
-    for block, columns in enumerate(every):
-        columns.load("select")
-        assert all(map(torch.equal, columns._states, expected_state(setting.rank, block, chosen)))
-    for job in setting.jobs:
-        setting.worker.wait_for(job)
-    assert setting.rank.telemetry.stalls.worker_restarts == 1
 
 
 def test_only_a_wait_is_a_stall(setting: Setting) -> None:
@@ -153,17 +146,6 @@ def test_only_a_wait_is_a_stall(setting: Setting) -> None:
     columns.load("flush")
     assert set(stalls.seconds) == {"flush"}
     assert stalls.seconds["flush"] > 0.1
-
-
-def test_a_region_has_room_for_any_choice() -> None:
-    for ratio in (0.01, RATIO, 1.0):
-        partition = make_partition(7)
-        for block in range(len(partition.blocks)):
-            size = RegionSize.of_block(partition, block, ratio)
-            tiles = [partition.tiles[index] for index in partition.blocks[block].tiles]
-            owned = [t.rows * min(t.width, column_count(partition.slices[t.slice].columns, ratio)) for t in tiles]
-            assert size.n_entries == sum(owned)
-    assert export_bytes(partition, 0.0) == 0
 
 
 def test_the_worker_allocates_what_it_is_asked_to_and_passes_errors_on(setting: Setting) -> None:

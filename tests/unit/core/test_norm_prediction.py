@@ -6,27 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.step_inputs import predicted_squared_norm, smoothed_ratio
 from lightning_zenflow.step.arrivals import GradientNorms
 
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
-
-
-def test_smoothed_ratio() -> None:
-    before = torch.tensor([math.nan, 4.0, 4.0, 4.0], dtype=torch.float64)
-    partial = torch.tensor([2.0, 2.0, 8.0, 0.0], dtype=torch.float64)
-    ratio = smoothed_ratio(before, scalar(32.0), partial)
-    assert ratio[:3].tolist() == pytest.approx([16.0, 8.0, 4.0])
-    assert ratio[3].isnan()
-
-
-@pytest.mark.parametrize(
-    ("partial", "ratio", "predicted"), [(2.0, 3.0, 6.0), (2.0, math.nan, 5.0), (7.0, math.nan, 7.0)]
-)
-def test_predicted_squared_norm(partial: float, ratio: float, predicted: float) -> None:
-    assert predicted_squared_norm(scalar(partial), scalar(ratio), scalar(5.0)).item() == predicted
 
 
 def squared_norms(n_steps: int) -> Tensor:
