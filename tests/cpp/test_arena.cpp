@@ -42,16 +42,6 @@ TEST(arena, both_sides_see_the_same_memory) {
     CHECK_EQ(trainer.journal_entry(2).position, 11u);
 }
 
-TEST(arena, may_be_empty) {
-    ArenaSpec spec;
-    spec.ranges.clear();
-    spec.blocks.clear();
-    spec.numel = spec.n_param_groups = spec.n_slots = spec.n_publish_buffers = 0;
-    TrainerArena trainer(spec);
-    const Arena arena(trainer.fd());
-    CHECK_EQ(arena.blocks().size(), 0u);
-}
-
 TEST(arena, error_names_the_invalid_header_field) {
     struct Case {
         const char* field;

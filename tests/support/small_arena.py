@@ -1,7 +1,6 @@
 """A small arena of two parameter groups, and the data that the trainer writes into it."""
 
 import torch
-from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
@@ -25,26 +24,21 @@ def make_partition(n_blocks: int = 3) -> Partition:
     return build_partition(slices, sizes, n_blocks)
 
 
-def make_arena(partition: Partition, dtype: torch.dtype = torch.float32, *, n_slots: int = 16) -> Arena:
-    arena = Arena(
-        partition,
-        ArenaSizes(n_param_groups=len(GROUPS), n_step_records=16, n_slots=n_slots, n_publish_buffers=4, dtype=dtype),
-        device=torch.device("cpu"),
+def make_arena(partition: Partition, *, n_slots: int = 16) -> Arena:
+    sizes = ArenaSizes(
+        n_param_groups=len(GROUPS), n_step_records=16, n_slots=n_slots, n_publish_buffers=4, dtype=torch.float32
     )
+    arena = Arena(partition, sizes, device=torch.device("cpu"))
     arena.master.copy_(torch.randn(partition.numel, generator=generator(5)))
     return arena
 
 
-def write_step(arena: Arena, step: int, *, factor: float = 1.0, seal: bool = True) -> None:
+def write_step(arena: Arena, step: int) -> None:
     arena.write_hyperparameters(step, GROUPS)
-    if seal:
-        arena.step_words.write(step, step, torch.tensor(factor))
-
-
-def gradient_of(partition: Partition, step: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(partition.numel, generator=generator(6, step)).to(dtype)
+    arena.step_words.write(step, step, torch.tensor(1.0))
 
 
 def fill_slot(arena: Arena, partition: Partition, block: int, slot: int, step: int) -> None:
     b = partition.blocks[block]
-    arena.slots[slot, : b.end - b.begin] = gradient_of(partition, step, arena.slots.dtype)[b.begin : b.end]
+    gradient = torch.randn(partition.numel, generator=generator(6, step))
+    arena.slots[slot, : b.end - b.begin] = gradient[b.begin : b.end]

@@ -20,16 +20,10 @@ def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
 
 
 class KillsWorker(pl.Callback):
-    """Kills the worker once a step, at a random instant after the step has handed its jobs over or shortly before that.
+    """Kills the worker once a step, at a random instant (of `seed`) within 2 ms after the step has handed its jobs over or before that."""
 
-    Args:
-        seed: of the instants.
-        longest_s: from the hand-over to the kill at most.
-    """
-
-    def __init__(self, *, seed: int, longest_s: float = 0.002) -> None:
+    def __init__(self, *, seed: int) -> None:
         self._random = random.Random(seed)
-        self._longest_s = longest_s
         self.kills = 0
         self.restarts = 0
 
@@ -41,7 +35,7 @@ class KillsWorker(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        time.sleep(self._random.uniform(0, self._longest_s))
+        time.sleep(self._random.uniform(0, 0.002))
         self._kill(trainer)
 
     @override

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,16 +23,8 @@ from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
 from machine_files import write
 from processes import is_alive, leaves_no_file_open, wait_for
-from small_arena import make_arena, make_partition
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = make_arena(make_partition())
-    yield arena
-    arena.close(keep_state=False)
 
 
 def start(arena: Arena) -> SupervisedWorker:

@@ -17,19 +17,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 from lightning_zenflow.zero import build as assembly
 from lightning_zenflow.zero.host_state import HostState
 from processes import leaves_no_file_open
-from small_arena import fill_slot, make_arena, make_partition, write_step
-
-
-@pytest.fixture
-def partition() -> Partition:
-    return make_partition()
-
-
-@pytest.fixture
-def arena(partition: Partition) -> Iterator[Arena]:
-    arena = make_arena(partition)
-    yield arena
-    arena.close(keep_state=False)
+from small_arena import fill_slot, make_arena, write_step
 
 
 @pytest.fixture

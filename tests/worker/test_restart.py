@@ -27,7 +27,7 @@ from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
-from small_arena import fill_slot, make_arena, make_partition, write_step
+from small_arena import fill_slot, make_arena, write_step
 from worker_killer import KillsWorker
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -66,18 +66,6 @@ def test_killed_in_every_step(case: Case) -> None:
 def test_killed_two_hundred_times(update_interval: int) -> None:
     case = dataclasses.replace(CASE, steps=220, update_interval=update_interval)
     assert_kills_change_nothing(case, seed=2, restarts=200)
-
-
-@pytest.fixture
-def partition() -> Partition:
-    return make_partition()
-
-
-@pytest.fixture
-def arena(partition: Partition) -> Iterator[Arena]:
-    arena = make_arena(partition)
-    yield arena
-    arena.close(keep_state=False)
 
 
 def kill(worker: SupervisedWorker, number: int = signal.SIGKILL) -> None:
