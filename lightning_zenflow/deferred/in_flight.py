@@ -20,9 +20,6 @@ class Window:
 
     first_step: int
     slots: list[int] = field(default_factory=list)
-    shown_until: int
-    """Last step whose gradient the published weights have. `first_step`, where the job before applied that step tentatively; earlier than
-    the step before it, where steps were committed by a job whose weights were not shown."""
 
     @property
     def last_step(self) -> int:
@@ -73,28 +70,6 @@ class Job:
         return self.buffer is not None
 
 
-@dataclass(kw_only=True)
-class JobCounts:
-    """Counters of published jobs since the start."""
-
-    in_backward: int = 0
-    """Jobs that were submitted in backward."""
-    late: int = 0
-    """Those of them that were not done when the training thread ended their step; a CUDA device may have ended it later."""
-    gradients: int = 0
-    """Gradients (of one step and one block) that have become visible in the model's weights."""
-    age_steps: int = 0
-    """Sum, over these gradients, of the steps between the gradient's own step and the one at whose end it became visible."""
-
-    def add(self, job: Job, step: int) -> None:
-        """Adds a job that has been published at the end of `step`."""
-        self.in_backward += job.has_tentative
-        if job.is_shown:
-            n = job.window.last_step - job.window.shown_until
-            self.gradients += n
-            self.age_steps += n * (step - job.window.last_step) + n * (n - 1) // 2
-
-
 class JobsInFlight:
     """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
     *publish* of `JobQueue`. It alone changes a job's state.
@@ -107,7 +82,8 @@ class JobsInFlight:
 
     Attributes:
         buffers: publish buffers that no job uses.
-        counts: counters of published jobs.
+        n_in_backward: published jobs that were submitted in backward, since the start.
+        n_late: those of them that were not done when the training thread ended their step; a CUDA device may have ended it later.
     """
 
     def __init__(
@@ -118,7 +94,7 @@ class JobsInFlight:
         self._slots = slots
         self._publisher = publisher
         self.buffers = PublishBuffers(has_scratch=has_scratch)
-        self.counts = JobCounts()
+        self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
         # The same jobs: those without an answer, which are the last ones, and those of each block.
         self._unanswered: deque[Job] = deque()
@@ -232,15 +208,15 @@ class JobsInFlight:
         """
         due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
-            self.publish_oldest(step, cause)
+            self.publish_oldest(cause)
         published, self._published = self._published, {}
         return published
 
-    def publish_oldest(self, step: int, cause: Cause) -> None:
+    def publish_oldest(self, cause: Cause) -> None:
         """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
         job = self._jobs[0]
         if job.state is JobState.SUBMITTED:
-            self.counts.late += job.has_tentative and not self._worker.has_answered(job.submission)
+            self.n_late += job.has_tentative and not self._worker.has_answered(job.submission)
             self._await(cause)
         copied = None
         if job.buffer is not None:
@@ -260,7 +236,7 @@ class JobsInFlight:
                     self.buffers.give_back(job.buffer, copied)
         assert job.submission.completion is not None
         self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
-        self.counts.add(job, step)
+        self.n_in_backward += job.has_tentative
 
     def forget_overwritable(self) -> None:
         """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""

@@ -209,7 +209,7 @@ class JobQueue:
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.books:
             window = self._fill_window(block, step)
-            self._windows[block] = Window(first_step=step, slots=window.slots[-1:], shown_until=step)
+            self._windows[block] = Window(first_step=step, slots=window.slots[-1:])
             self.in_flight.enqueue(
                 block, window, buffer, due_step=step, prediction_steps=ahead, overwritable=overwritable
             )
@@ -280,7 +280,7 @@ class JobQueue:
         """Adds the open step's gradient to a block's window; within `books`."""
         window = self._windows[block]
         if window is None:
-            window = self._windows[block] = Window(first_step=step, shown_until=step - 1)
+            window = self._windows[block] = Window(first_step=step)
         window.slots.append(self._slots.of_block(block))
         return window
 
@@ -303,7 +303,7 @@ class JobQueue:
             window = self._windows[block]
             assert window is not None
             with self._rank.books:
-                self._windows[block] = Window(first_step=step, shown_until=window.shown_until)
+                self._windows[block] = Window(first_step=step)
                 self.in_flight.enqueue(block, window, None, due_step=due_step)
             self._worker.send()
 
@@ -317,7 +317,7 @@ class JobQueue:
             for block, window in enumerate(self._windows):
                 if window is not None and window.last_step > step:
                     self._dropped += window.slots
-                    self._windows[block] = Window(first_step=step + 1, shown_until=step)
+                    self._windows[block] = Window(first_step=step + 1)
             self._open_step = None
 
     def _submit(
@@ -334,18 +334,18 @@ class JobQueue:
         if window is None:
             if self._publishes_exactly:
                 return
-            window = Window(first_step=due_step, shown_until=due_step - 1)
-        buffer = self._free_buffer(due_step, cause) if is_shown else None
+            window = Window(first_step=due_step)
+        buffer = self._free_buffer(cause) if is_shown else None
         with self._rank.books:
             self._windows[block] = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
         self._worker.send()
 
-    def _free_buffer(self, due_step: int, cause: Cause) -> int:
+    def _free_buffer(self, cause: Cause) -> int:
         """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""
         while not self.in_flight.buffers.n_free:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
-            self.in_flight.publish_oldest(due_step, cause)
+            self.in_flight.publish_oldest(cause)
         buffer, copied = self.in_flight.buffers.next()
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):

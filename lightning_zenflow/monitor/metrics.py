@@ -39,7 +39,6 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
     " ended the step; on CUDA the device is behind it",
     "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
-    "zenflow/overlap/staleness_steps": "mean age of host-owned gradients when they become visible in the model; 0: in their own step",
     "zenflow/traffic/d2h_model_sizes": "device to host, per step, in sizes of this rank's weights",
     "zenflow/traffic/h2d_model_sizes": "host to device, per step, in sizes of this rank's weights",
     "zenflow/traffic/d2h_GB_per_s": "rate of gradient copies (PCIe), squared norms of the same pass included; of one step",
@@ -73,7 +72,6 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, trace: St
     assert steps > 0 and seconds > 0
     host = difference(now.host_stall_s, before.host_stall_s)
     device = difference(now.device_stall_s, before.device_stall_s)
-    gradients = now.gradients - before.gradients
     in_backward = now.in_backward_jobs - before.in_backward_jobs
     model_bytes = max(now.model_bytes, 1) * steps
     metrics = {
@@ -90,7 +88,6 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float, trace: St
         "overlap/tail_percent": 100 * now.tail_share,
         "overlap/late_blocks_percent": 100 * (now.late_jobs - before.late_jobs) / in_backward if in_backward else None,
         "overlap/clip_prediction_error_percent": _percent(now.factor_error),
-        "overlap/staleness_steps": (now.age_steps - before.age_steps) / gradients if gradients else None,
         "traffic/d2h_model_sizes": (now.d2h_bytes - before.d2h_bytes) / model_bytes,
         "traffic/h2d_model_sizes": (now.h2d_bytes - before.h2d_bytes) / model_bytes,
         "traffic/d2h_GB_per_s": _gb_per_s(*trace.copied("d2h copies")) if trace else None,

@@ -42,7 +42,7 @@ class CounterReader:
         """Present values; those of the device are from an earlier step."""
         self._read_device_values()
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
-        counts, schedule, tail = self._jobs.in_flight.counts, self._jobs.schedule, self._jobs.staggered.tail
+        jobs, schedule, tail = self._jobs.in_flight, self._jobs.schedule, self._jobs.staggered.tail
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,
@@ -53,11 +53,9 @@ class CounterReader:
             d2h_bytes=telemetry.traffic.d2h_bytes,
             h2d_bytes=telemetry.traffic.h2d_bytes,
             model_bytes=self._numel * self._rank.dtype.itemsize,
-            in_backward_jobs=counts.in_backward,
-            late_jobs=counts.late,
+            in_backward_jobs=jobs.n_in_backward,
+            late_jobs=jobs.n_late,
             factor_error=self._factor_error,
-            gradients=counts.gradients,
-            age_steps=counts.age_steps,
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
             tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks),

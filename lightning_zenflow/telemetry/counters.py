@@ -49,10 +49,6 @@ class Reading:
     """Those of them that were not done at the end of their step."""
     factor_error: float | None
     """Mean relative error of a step's predicted clip factors; None until measured."""
-    gradients: int
-    """Block gradients that have become visible in the model."""
-    age_steps: int
-    """Sum of their ages."""
     update_interval: int
     publish_lag: int
     tail_share: float

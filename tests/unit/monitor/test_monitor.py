@@ -32,7 +32,7 @@ def test_names_have_a_group_and_a_unit_or_are_counts() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    before = reading(steps=10, host_stall_s={"flush": 1.0}, worker_busy_s=2.0, d2h_bytes=100, gradients=4)
+    before = reading(steps=10, host_stall_s={"flush": 1.0}, worker_busy_s=2.0, d2h_bytes=100)
     now = reading(
         steps=14,
         host_stall_s={"flush": 1.0, "publish_wait": 0.2},
@@ -41,8 +41,6 @@ def test_metrics_by_hand() -> None:
         d2h_bytes=500,
         h2d_bytes=50,
         model_bytes=100,
-        gradients=8,
-        age_steps=10,
         owned_share=0.25,
         owned_norm_share=float("nan"),
         arena_bytes=3_000_000_000,
@@ -60,7 +58,6 @@ def test_metrics_by_hand() -> None:
         "stall/device_copy_ms": 0,
         "overlap/step_ms": 2000,
         "overlap/worker_busy_percent": 25,
-        "overlap/staleness_steps": 2.5,
         "traffic/d2h_model_sizes": 1,
         "traffic/h2d_model_sizes": 0.125,
         "traffic/d2h_GB_per_s": 4,
