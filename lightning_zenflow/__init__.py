@@ -13,13 +13,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_zenflow.config import ZenFlowConfig
-    from lightning_zenflow.monitor.stall_monitor import StallMonitor
+    from lightning_zenflow.monitor.callbacks import StallMonitor
     from lightning_zenflow.strategy import ZenFlowStrategy
 
 __all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
 
 _MODULES = {
-    "StallMonitor": "lightning_zenflow.monitor.stall_monitor",
+    "StallMonitor": "lightning_zenflow.monitor.callbacks",
     "ZenFlowConfig": "lightning_zenflow.config",
     "ZenFlowStrategy": "lightning_zenflow.strategy",
 }

@@ -131,7 +131,6 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         # The first step may be clipped: no block is submitted before its factor is known.
         optimizer.clip_grad = self._max_norm or math.inf
         self._meter = StepMeter(optimizer)
-        self._meter.sample_copies(skip=1)
         # Until the first forward pass.
         self._meter.pause()
         if self.zenflow_config.timeline is not None and self.is_global_zero:
@@ -328,15 +327,11 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         Returns:
             Values by the names of docs/tuning.md; none before the first step, and none between two calls without a step.
         """
-        if self._meter is None:
-            return {}
-        metrics = self._meter.metrics()
-        self._meter.sample_copies(skip=0)
-        return metrics
+        return {} if self._meter is None else self._meter.metrics()
 
     def summary(self) -> str | None:
         """Table of step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
-        return None if self._meter is None else self._meter.summary(self.zenflow_config)
+        return None if self._meter is None else self._meter.summary()
 
     @override
     def teardown(self) -> None:

@@ -22,7 +22,7 @@ from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
-from lightning_zenflow.monitor.attach import attach_monitors, insert_first
+from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
 from lightning_zenflow.zero.supported import (

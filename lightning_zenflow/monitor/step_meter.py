@@ -4,10 +4,9 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
-from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.metrics import interval_metrics
 from lightning_zenflow.monitor.summary import summary
-from lightning_zenflow.telemetry.tracing import Recording, StepTrace
+from lightning_zenflow.telemetry.tracing import StepTrace
 
 if TYPE_CHECKING:
     from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -22,7 +21,6 @@ class StepMeter:
     Attributes:
         step_s: duration of each step so far: waits included, pauses excluded.
         end_ns: end of the last step.
-        recording: the step whose copies are being recorded.
     """
 
     def __init__(self, optimizer: "ZenFlowZeroOptimizer") -> None:
@@ -30,7 +28,7 @@ class StepMeter:
         self._optimizer = optimizer
         self._n_read = 0
         self._last_read = self._before = optimizer.counters.read()
-        self.recording: Recording | None = None
+        self._recording = optimizer.telemetry.tracer.record(skip=1)
         self._trace: StepTrace | None = None
         self._pause_ns: int | None = None
         self._waited_s = 0.0
@@ -65,28 +63,19 @@ class StepMeter:
         if self._n_read == len(self.step_s):
             return {}
         before, self._last_read = self._last_read, self._optimizer.counters.read()
-        if self.recording is not None and self.recording.complete:
-            (self._trace,) = self.recording.steps
-            self.recording = None
+        if self._recording.complete:
+            (self._trace,) = self._recording.steps
+            # Not the next step, which may begin with the flush of a validation.
+            self._recording = self._optimizer.telemetry.tracer.record(skip=1)
         seconds = sum(self.step_s[self._n_read :])
         self._n_read = len(self.step_s)
         return interval_metrics(before, self._last_read, seconds=seconds, trace=self._trace)
 
-    def sample_copies(self, *, skip: int) -> None:
-        """Requests a recording of a step's copies for the next metrics, unless the last recording is incomplete.
-
-        Args:
-            skip: steps before it that are not recorded.
-        """
-        if self.recording is None:
-            self.recording = self._optimizer.telemetry.tracer.record(skip=skip, steps=1)
-
-    def summary(self, config: ZenFlowConfig) -> str | None:
-        """Table and advice for a training with this configuration; None before the second step."""
+    def summary(self) -> str | None:
+        """Table and advice; None before the second step."""
         if len(self.step_s) < 2:
             return None
-        now, n_cores = self._optimizer.counters.read(), len(self._optimizer.worker_cores)
-        return summary(self.step_s[1:], self._before, now, config=config, worker_cores=n_cores)
+        return summary(self.step_s[1:], self._before, self._optimizer.counters.read())
 
     def _waits_s(self) -> float:
         return sum(self._optimizer.telemetry.stalls.seconds.values())

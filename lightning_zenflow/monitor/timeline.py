@@ -1,4 +1,4 @@
-"""Timeline of recorded steps in the Chrome trace format (for ui.perfetto.dev and chrome://tracing), and the callback that writes it."""
+"""Timeline of recorded steps in the Chrome trace format (for ui.perfetto.dev and chrome://tracing), and the file that has it."""
 
 import json
 import logging
@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
-from typing_extensions import override
 
-from lightning_zenflow.monitor.interface import rank_zero_optimizer
 from lightning_zenflow.telemetry.tracing import LANES, Recording, StepTrace
 
 if TYPE_CHECKING:
@@ -103,29 +100,3 @@ class TimelineFile:
             _log.warning("ZenFlow: timeline=%r could not be written: %s", str(self._path), error)
             return
         rank_zero_info(f"ZenFlow: timeline of steps {steps[0].step} to {steps[-1].step} in {self._path}")
-
-
-class TimelineWriter(pl.Callback):
-    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit."""
-
-    def __init__(self, path: Path, *, first: int, last: int) -> None:
-        self._path = path
-        self._first, self._last = first, last
-        self._file: TimelineFile | None = None
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        optimizer = rank_zero_optimizer(trainer)
-        if optimizer is not None:
-            self._file = TimelineFile(self._path, optimizer, first=self._first, last=self._last)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._file is not None:
-            self._file.end_step()
-
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None

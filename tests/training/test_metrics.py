@@ -48,48 +48,26 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
 
 
 def test_the_documented_names_are_those_that_are_logged(rows: list[dict[str, float]]) -> None:
+    """With Lightning's own metrics of the step."""
     table = re.findall(r"^\| `(zenflow/\S+)` \| (.+) \|$", (ROOT / "docs" / "tuning.md").read_text(), re.MULTILINE)
     assert dict(table) == METRICS
     assert {name for row in rows for name in row} - {"step"} == set(METRICS) - IN_BACKWARD
-
-
-def test_predictions_of_the_clip_factor(tmp_path: Path) -> None:
-    strategy = fixed(update_interval=1, publish_lag=0, select_interval=0)
-    *_, last = logged(tmp_path, strategy, steps=8, every=1, gradient_clip_val=0.01)
-    assert set(last) >= IN_BACKWARD
-    assert 0 < last["zenflow/overlap/clip_prediction_error_percent"] < 100
-    assert 0 <= last["zenflow/overlap/late_blocks_percent"] <= 100
-
-
-def test_logged_with_lightnings_own_metrics_of_the_step(rows: list[dict[str, float]]) -> None:
     assert [row["step"] for row in rows] == [9, 19, 29, 39]
 
 
-def test_traffic_is_one_model_d2h_and_one_of_s_parts_h2d(rows: list[dict[str, float]]) -> None:
+def test_values(rows: list[dict[str, float]]) -> None:
     n_bytes = 4 * sum(p.numel() for p in SmallNet(length=1).parameters())
-    # Behind the gradients the step's word.
-    assert all(row["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1 + WORD_BYTES / n_bytes) for row in rows)
-    # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
     owned = sum(row["zenflow/selection/device_owned_percent"] for row in rows) / 100 / len(rows)
-    for row in rows[1:]:
-        assert -0.02 <= row["zenflow/traffic/h2d_model_sizes"] - 0.25 <= 2 * 3 * owned / 10 + 0.02
-
-
-def test_schedule(rows: list[dict[str, float]]) -> None:
-    last = rows[-1]
-    assert last["zenflow/overlap/update_interval_steps"] == 4
-    assert last["zenflow/overlap/publish_lag_steps"] == 1
-
-
-def test_selection_and_memory(rows: list[dict[str, float]]) -> None:
-    for row in rows:
+    for number, row in enumerate(rows):
+        # One model d2h, behind the gradients the step's word.
+        assert row["zenflow/traffic/d2h_model_sizes"] == pytest.approx(1 + WORD_BYTES / n_bytes)
+        # Published weights, and 12 bytes for each entry that changed its owner in this period of one selection or two.
+        h2d = row["zenflow/traffic/h2d_model_sizes"] - 0.25
+        assert number == 0 or -0.02 <= h2d <= 2 * 3 * owned / 10 + 0.02
+        assert (row["zenflow/overlap/update_interval_steps"], row["zenflow/overlap/publish_lag_steps"]) == (4, 1)
         # Columns are selected by squared norm, so their share of it exceeds their share of the weights.
         assert row["zenflow/selection/device_squared_norm_percent"] > row["zenflow/selection/device_owned_percent"] > 4
         assert 0 < row["zenflow/memory/arena_GB"] < 0.1
-
-
-def test_parts_add_up(rows: list[dict[str, float]]) -> None:
-    for row in rows:
         parts = [row[f"zenflow/stall/{part}_percent"] for part in ("worker", "buffer", "select", "flush", "other")]
         assert sum(parts) == pytest.approx(row["zenflow/stall/device_percent"])
         # The training thread is the device.
@@ -97,30 +75,21 @@ def test_parts_add_up(rows: list[dict[str, float]]) -> None:
         assert row["zenflow/overlap/worker_busy_percent"] > 0
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_every_step_and_every_micro_batch(accumulate: int, tmp_path: Path) -> None:
-    """Logged once an optimizer step."""
-    strategy = fixed(update_interval=1, publish_lag=0)
-    rows = logged(tmp_path, strategy, steps=5, every=1, accumulate_grad_batches=accumulate)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+def test_every_step_with_predicted_clip_factors(tmp_path: Path) -> None:
+    """Logged once an optimizer step, not once a micro-batch."""
+    strategy = fixed(update_interval=1, publish_lag=0, select_interval=0)
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01}
+    first, *rows = logged(tmp_path, strategy, steps=8, every=1, **options)
+    assert [row["step"] for row in (first, *rows)] == list(range(8))
     assert all("zenflow/traffic/d2h_GB_per_s" in row for row in rows)
-    # Nothing is predicted where nothing is clipped.
-    assert all("zenflow/overlap/clip_prediction_error_percent" not in row for row in rows)
+    assert set(rows[-1]) >= IN_BACKWARD
+    assert 0 < rows[-1]["zenflow/overlap/clip_prediction_error_percent"] < 100
+    assert 0 <= rows[-1]["zenflow/overlap/late_blocks_percent"] <= 100
 
 
 def test_validation_is_not_part_of_a_step_but_its_flush_is_waiting(tmp_path: Path) -> None:
     rows = logged(tmp_path, fixed(), steps=8, every=4, limit_val_batches=1, val_check_interval=2)
     assert all(0 < row["zenflow/stall/flush_percent"] < 100 for row in rows)
-
-
-def test_sums_over_micro_batches_in_host_memory_are_counted(tmp_path: Path) -> None:
-    options = {"steps": 12, "every": 6, "accumulate_grad_batches": 3}
-    device = logged(tmp_path / "1", fixed(select_interval=0, accumulate_on="device"), **options)[-1]
-    host = logged(tmp_path / "2", fixed(select_interval=0, accumulate_on="host"), **options)[-1]
-    for way in ("d2h", "h2d"):
-        # Of three micro-batches the first two leave a sum, which the next one takes.
-        more = host[f"zenflow/traffic/{way}_model_sizes"] - device[f"zenflow/traffic/{way}_model_sizes"]
-        assert more == pytest.approx(2)
 
 
 @pytest.mark.filterwarnings("error:MLFlow only allows")
@@ -162,52 +131,46 @@ def test_monitoring_changes_no_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b.detach()) for a, b in zip(plain.weights, weights, strict=True))
 
 
-class TestTheCallback:
-    def test_is_added_once_where_it_is_wanted_and_none_is_there(self) -> None:
-        own, models = StallMonitor(summary=False), StallMonitor()
+def test_the_callback_is_added_once_where_it_is_wanted_and_none_is_there(tmp_path: Path) -> None:
+    """In front of checkpoints, which Lightning keeps last."""
+    own, models = StallMonitor(), StallMonitor()
 
-        class Model(LinearLossModule):
-            def configure_callbacks(self) -> list[pl.Callback]:
-                return [models]
+    class Model(LinearLossModule):
+        def configure_callbacks(self) -> list[pl.Callback]:
+            return [models]
 
-        def monitors(model: LinearLossModule, strategy: Any, **options: Any) -> list[StallMonitor]:
-            trainer = fit(model, strategy, steps=2, **options)
-            return [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)]
-
-        assert len(monitors(LinearLossModule(length=4), fixed())) == 1
-        assert monitors(LinearLossModule(length=4), fixed(stall_monitor=False)) == []
-        assert monitors(LinearLossModule(length=4), fixed(), callbacks=[own]) == [own]
-        assert monitors(Model(length=4), fixed()) == [models]
-
-    def test_checkpoints_stay_last(self, tmp_path: Path) -> None:
-        options = {"enable_checkpointing": True, "default_root_dir": tmp_path}
-        trainer = fit(LinearLossModule(length=4), fixed(), steps=2, **options)
+    def monitors(model: LinearLossModule, strategy: Any, **options: Any) -> list[StallMonitor]:
+        saving = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        trainer = fit(model, strategy, steps=2, **saving, **options)
         assert isinstance(trainer.callbacks[-1], ModelCheckpoint)
+        return [callback for callback in trainer.callbacks if isinstance(callback, StallMonitor)]
 
-    def test_another_strategy(self) -> None:
-        with pytest.raises(MisconfigurationException, match="StallMonitor: strategy must be ZenFlowStrategy, got"):
-            fit(LinearLossModule(length=4), "auto", callbacks=[StallMonitor()])
-
-    def test_the_progress_bar_shows_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        fit(LinearLossModule(length=4), fixed(), steps=4, log_every_n_steps=2, enable_progress_bar=True)
-        assert "stall_%" in capsys.readouterr().out
+    assert len(monitors(LinearLossModule(length=4), fixed())) == 1
+    assert monitors(LinearLossModule(length=4), fixed(stall_monitor=False)) == []
+    assert monitors(LinearLossModule(length=4), fixed(), callbacks=[own]) == [own]
+    assert monitors(Model(length=4), fixed()) == [models]
 
 
-class TestMessages:
-    def messages(self, caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
-        with caplog.at_level(logging.INFO):
-            fit(LinearLossModule(length=6), ZenFlowStrategy(worker_cores=1, publish_lag=1), steps=6, **options)
-        return [message for message in caplog.messages if message.startswith("ZenFlow: ")]
+def test_the_callback_with_another_strategy() -> None:
+    with pytest.raises(MisconfigurationException, match="StallMonitor: strategy must be ZenFlowStrategy, got"):
+        fit(LinearLossModule(length=4), "auto", callbacks=[StallMonitor()])
 
-    def test_the_start_and_the_end(self, caplog: pytest.LogCaptureFixture) -> None:
-        start, end = self.messages(caplog)
-        pattern = (
-            r"ZenFlow: [\d,]+ parameters on this rank in \d+ blocks; update_interval=1 \(auto, to begin with\), publish_lag=1;"
-            r" topk_ratio=0.05; worker on cores \[\d+\](?: of NUMA node \d+)? \(number given by worker_cores\),"
-            r" training with \d+ threads; \d+\.\d\d GiB of shared host memory"
-        )
-        assert re.fullmatch(pattern, start)
-        assert end.startswith("ZenFlow: 6 steps; the averages leave out the first one")
 
-    def test_without_a_summary(self, caplog: pytest.LogCaptureFixture) -> None:
-        assert len(self.messages(caplog, callbacks=[StallMonitor(summary=False)])) == 1
+@pytest.mark.parametrize("summary", [True, False])
+def test_messages_of_the_start_and_the_end(
+    summary: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"log_every_n_steps": 2, "enable_progress_bar": True, "callbacks": [StallMonitor(summary=summary)]}
+    with caplog.at_level(logging.INFO):
+        fit(LinearLossModule(length=6), ZenFlowStrategy(worker_cores=1, publish_lag=1), steps=6, **options)
+    start, *end = [message for message in caplog.messages if message.startswith("ZenFlow: ")]
+    pattern = (
+        r"ZenFlow: [\d,]+ parameters on this rank in \d+ blocks; update_interval=1 \(auto, to begin with\), publish_lag=1;"
+        r" topk_ratio=0.05; worker on cores \[\d+\](?: of NUMA node \d+)? \(number given by worker_cores\),"
+        r" training with \d+ threads; \d+\.\d\d GiB of shared host memory"
+    )
+    assert re.fullmatch(pattern, start)
+    assert [message.splitlines()[0] for message in end] == [
+        "ZenFlow: 6 steps; the averages leave out the first one"
+    ] * summary
+    assert "stall_%" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from benchmarks.step_time.models import SimulatedAccelerator
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.monitor.stall_monitor import tensorboard_layout
+from lightning_zenflow.monitor.callbacks import tensorboard_layout
 from networks import SmallNet
 from rank_processes import free_port
 

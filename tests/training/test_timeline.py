@@ -37,27 +37,25 @@ def train(path: Path, *, steps: int, callbacks: Any = (), **keys: Any) -> None:
     fit(SmallNet(length=2 * steps), strategy, steps=steps, accumulate_grad_batches=2, callbacks=list(callbacks))
 
 
+Lanes = dict[str, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
 def clock() -> Clock:
     return Clock()
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> Path:
+def events(tmp_path_factory: pytest.TempPathFactory, clock: Clock) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("timeline") / "logs" / "timeline.json"
     train(path, steps=12, callbacks=[clock], timeline_steps=[FIRST, LAST])
-    return path
-
-
-@pytest.fixture(scope="module")
-def events(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())["traceEvents"])
 
 
 @pytest.fixture(scope="module")
-def lanes(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def lanes(events: list[dict[str, Any]]) -> Lanes:
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    spans: Lanes = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
             spans[names[event["pid"], event["tid"]]].append(event)
@@ -77,7 +75,7 @@ def test_is_a_chrome_trace(events: list[dict[str, Any]]) -> None:
     assert times == sorted(times)
 
 
-def test_lanes(lanes: dict[str, list[dict[str, Any]]]) -> None:
+def test_lanes(lanes: Lanes) -> None:
     # Where the CPU trains, the device's waits are the training thread's; it may have none.
     others = {"waits of the device", "waits of the training thread", "worker"}
     assert set(lanes) - others == {STEP_LANE, *LANES} - others
@@ -86,43 +84,36 @@ def test_lanes(lanes: dict[str, list[dict[str, Any]]]) -> None:
     assert len(lanes["forward"]) == len(lanes["backward"]) == 2 * n_steps, "two micro-batches a step"
     assert len(lanes["exact step"]) == n_steps
     # One block's window closes in each step, and its job waits for its data before it computes.
-    worker = lanes["worker"]
-    assert len(worker) == 2 * n_steps
-    assert {event["name"] for event in worker} == {"wait for gradients", *(f"block {i}" for i in range(4))}
+    assert len(lanes["worker"]) == 2 * n_steps
+    assert {event["name"] for event in lanes["worker"]} == {"wait for gradients", *(f"block {i}" for i in range(4))}
 
 
-def test_spans_do_not_overlap_within_a_lane(lanes: dict[str, list[dict[str, Any]]]) -> None:
-    for name, spans in lanes.items():
-        for before, after in pairwise(spans):
-            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3, name
+def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
+    starts, ends = outer["ts"] - 1e-3, outer["ts"] + outer["dur"] + 1e-3
+    return bool(starts <= inner["ts"] and inner["ts"] + inner["dur"] <= ends)
 
 
-def test_spans_lie_within_their_step(lanes: dict[str, list[dict[str, Any]]]) -> None:
+def test_spans_lie_within_their_step_one_after_the_other(lanes: Lanes) -> None:
     steps = {event["args"]["step"]: event for event in lanes[STEP_LANE]}
-
-    def inside(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
-        starts, ends = outer["ts"] - 1e-3, outer["ts"] + outer["dur"] + 1e-3
-        return bool(starts <= inner["ts"] and inner["ts"] + inner["dur"] <= ends)
-
     for name, spans in lanes.items():
-        if name != "worker":
-            assert all(inside(span, steps[span["args"]["step"]]) for span in spans), name
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(spans)), name
+        assert name == "worker" or all(inside(span, steps[span["args"]["step"]]) for span in spans), name
+
+
+def test_copies_have_their_bytes(lanes: Lanes) -> None:
+    parameters = list(SmallNet(length=1).parameters())
+    n_bytes = 4 * sum(p.numel() for p in parameters)
     late = [span["args"] for span in lanes["d2h copies"] if not any(inside(span, outer) for outer in lanes["backward"])]
     # Those of biases and norms, together.
-    vectors = 4 * sum(p.numel() for p in SmallNet(length=1).parameters() if p.dim() < 2)
+    vectors = 4 * sum(p.numel() for p in parameters if p.dim() < 2)
     assert [(args["step"], args["bytes"]) for args in late] == [(step, vectors) for step in range(FIRST, LAST + 1)]
-
-
-def test_copies_have_their_bytes(lanes: dict[str, list[dict[str, Any]]]) -> None:
-    n_bytes = 4 * sum(p.numel() for p in SmallNet(length=1).parameters())
     for step in range(FIRST, LAST + 1):
-        d2h = [event["args"]["bytes"] for event in lanes["d2h copies"] if event["args"]["step"] == step]
-        assert sum(d2h) == n_bytes
+        assert sum(e["args"]["bytes"] for e in lanes["d2h copies"] if e["args"]["step"] == step) == n_bytes
     h2d = sum(event["args"]["bytes"] for event in lanes["h2d copies"] if event["args"]["step"] < FIRST + 4)
     assert h2d == n_bytes, "every block once in S steps"
 
 
-def test_waits_are_red_and_are_those_of_the_stall_clock(lanes: dict[str, list[dict[str, Any]]], clock: Clock) -> None:
+def test_waits_are_red_and_are_those_of_the_stall_clock(lanes: Lanes, clock: Clock) -> None:
     waits = lanes["waits of the training thread"]
     for name, spans in lanes.items():
         for span in spans:

@@ -1,15 +1,21 @@
-"""Callback that logs stall metrics during training, and a summary at its end."""
+"""The Trainer's monitors: one logs stall metrics during training and a summary at its end, one writes a timeline."""
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_zenflow.monitor.interface import monitored_strategy, rank_zero_optimizer
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.step_meter import StepMeter
+from lightning_zenflow.monitor.timeline import TimelineFile
+
+if TYPE_CHECKING:
+    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 
 PROGRESS_BAR_KEY = "stall_%"
 
@@ -34,21 +40,19 @@ class StallMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        monitored_strategy(trainer)
+        rank_zero_optimizer(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         optimizer = rank_zero_optimizer(trainer)
-        self._meter = None
-        if optimizer is None:
+        self._meter = None if optimizer is None else StepMeter(optimizer)
+        if self._meter is None:
             return
         self._global_step = trainer.global_step
+        self._bar_due_ns = self._meter.end_ns
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
-        self._meter = StepMeter(optimizer)
-        self._bar_due_ns = self._meter.end_ns
-        self._sample_copies(trainer, self._meter)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -56,7 +60,8 @@ class StallMonitor(pl.Callback):
             return
         self._global_step = trainer.global_step
         self._meter.end_step()
-        if self._logs(trainer) and self._global_step % _log_interval(trainer) == 0:
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
+        if interval > 0 and self._global_step % interval == 0 and (trainer.loggers or self._shows_bar(trainer)):
             self._log(trainer, self._meter)
 
     @override
@@ -71,10 +76,8 @@ class StallMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None and self._summary:
-            summary = self._meter.summary(monitored_strategy(trainer).zenflow_config)
-            if summary is not None:
-                rank_zero_info(summary)
+        if self._meter is not None and self._summary and (summary := self._meter.summary()) is not None:
+            rank_zero_info(summary)
         self._meter = None
 
     def _log(self, trainer: pl.Trainer, meter: StepMeter) -> None:
@@ -86,26 +89,9 @@ class StallMonitor(pl.Callback):
             self._bar_due_ns = meter.end_ns + _PROGRESS_BAR_PERIOD_NS
             # Not by `log`, which makes it one of `trainer.callback_metrics` as well, the model's own results.
             trainer.progress_bar_metrics[PROGRESS_BAR_KEY] = metrics["zenflow/stall/device_percent"]
-        self._sample_copies(trainer, meter)
-
-    def _sample_copies(self, trainer: pl.Trainer, meter: StepMeter) -> None:
-        """Requests a recording of the step before the next logged one, unless the last recording is incomplete."""
-        if self._logs(trainer):
-            interval = _log_interval(trainer)
-            until_logged = interval - trainer.global_step % interval
-            meter.sample_copies(skip=max(0, until_logged - 2))
 
     def _shows_bar(self, trainer: pl.Trainer) -> bool:
         return self._progress_bar and trainer.progress_bar_callback is not None
-
-    def _logs(self, trainer: pl.Trainer) -> bool:
-        """True if the trainer has a logger or a progress bar to log to."""
-        return _log_interval(trainer) > 0 and (bool(trainer.loggers) or self._shows_bar(trainer))
-
-
-def _log_interval(trainer: pl.Trainer) -> int:
-    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-    return interval
 
 
 def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
@@ -119,3 +105,67 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
         # Tags are regular expressions.
         charts.setdefault(f"ZenFlow {group}", {})[metric.replace("_", " ")] = ["Multiline", [f"^{name}$"]]
     return charts
+
+
+class TimelineWriter(pl.Callback):
+    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit."""
+
+    def __init__(self, path: Path, *, first: int, last: int) -> None:
+        self._path = path
+        self._first, self._last = first, last
+        self._file: TimelineFile | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = rank_zero_optimizer(trainer)
+        if optimizer is not None:
+            self._file = TimelineFile(self._path, optimizer, first=self._first, last=self._last)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._file is not None:
+            self._file.end_step()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def attach_monitors(callbacks: list[pl.Callback], config: ZenFlowConfig) -> None:
+    """Inserts `StallMonitor` and `TimelineWriter` where the configuration asks for them.
+
+    Args:
+        callbacks: the trainer's list, changed in place. A monitor of the user's own is kept instead.
+        config: `stall_monitor`, `timeline` and `timeline_steps` are read.
+    """
+    if config.stall_monitor:
+        insert_first(callbacks, StallMonitor())
+    if config.timeline is not None:
+        first, last = config.timeline_range
+        insert_first(callbacks, TimelineWriter(Path(config.timeline), first=first, last=last))
+
+
+def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:
+    """Inserts a callback in front of all others, unless the list has one of its class.
+
+    At the end it would be behind the checkpoint callbacks, which Lightning keeps last.
+    """
+    if not any(isinstance(other, type(callback)) for other in callbacks):
+        callbacks.insert(0, callback)
+
+
+def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowZeroOptimizer | None":
+    """The optimizer on rank zero, whose numbers are shown; None before the first fit, and on all other ranks.
+
+    Raises:
+        MisconfigurationException: the strategy is not a `ZenFlowStrategy`.
+    """
+    strategy: Any = trainer.strategy  # strategies are above this layer
+    if not hasattr(strategy, "zenflow_optimizer"):
+        raise MisconfigurationException(
+            f"StallMonitor: strategy must be ZenFlowStrategy, got {type(strategy).__name__}; remove the callback or change the strategy"
+        )
+    optimizer: ZenFlowZeroOptimizer | None = strategy.zenflow_optimizer
+    return optimizer if trainer.is_global_zero else None
