@@ -222,7 +222,7 @@ class JobsInFlight:
         if job.buffer is not None:
             self._copy_overwritable(job, job.buffer, EXPOSED_COPIES)
             joins = job.state is JobState.PARTLY_PUBLISHED
-            self._publisher.finish(job.block, job.buffer, job.read, last_step=job.window.last_step, joins=joins)
+            self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.books:

@@ -245,7 +245,6 @@ class JobQueue:
             self._dropped.clear()
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
-        self._publisher.forget_ages()
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""

@@ -163,8 +163,6 @@ class Publisher:
     def __init__(self, rank: RankState) -> None:
         self._rank = rank
         self._copies = SideStream(rank.device)
-        # For each block the last step that its weights are exact for, not counting provisional updates since then; None: after a flush.
-        self._exact_for: list[int | None] = [None] * len(rank.partition.blocks)
         self.use(rank.partition)
 
     def use(self, partition: Partition) -> None:
@@ -183,17 +181,6 @@ class Publisher:
         """Slices that have a trained part in a block."""
         return self._ranges[block].keys()
 
-    def age(self, block: int, step: int) -> int:
-        """Gradients that a block's weights in the model lack, that of `step` included; 1 for weights exact up to the step before."""
-        exact_for = self._exact_for[block]
-        if exact_for is None:
-            exact_for = self._exact_for[block] = step - 1
-        return step - exact_for
-
-    def forget_ages(self) -> None:
-        """After a flush: all weights are exact."""
-        self._exact_for = [None] * len(self._exact_for)
-
     def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
         """Copies the new weights of some slices from a block's buffer on the stream of the copies.
 
@@ -211,20 +198,18 @@ class Publisher:
         """An event behind all copies of `copy_behind`."""
         return self._copies.record_event()
 
-    def finish(self, block: int, buffer: int, rest: Iterable[int], *, last_step: int, joins: bool) -> None:
+    def finish(self, block: int, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
         """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
 
         Args:
             block: index into `Partition.blocks`.
             buffer: publish buffer of the block's job. It may be reused afterwards, in the order of the current stream.
             rest: slices that are left.
-            last_step: the last step that the new weights are exact for.
             joins: whether `copy_behind` has copied any.
         """
         if joins:
             self._copies.join()
         self._copy(block, buffer, rest, EXPOSED_COPIES)
-        self._exact_for[block] = last_step
 
     def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
         first = self._rank.partition.blocks[block].begin

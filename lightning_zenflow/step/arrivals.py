@@ -3,7 +3,7 @@
 In backward the worker's update hides behind the backward pass, where d = 0.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -27,7 +27,13 @@ from lightning_zenflow.worker.rank_state import RankState
 
 
 class Arrivals:
-    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it."""
+    """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it.
+
+    Attributes:
+        arrived: slices whose gradient of the whole step has been routed.
+        trained: slices whose gradients are expected.
+        in_order: blocks in the order in which they were complete in the present or last step.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self._blocks_of_slice = partition.blocks_of_slice
@@ -35,46 +41,23 @@ class Arrivals:
         for index, blocks in enumerate(partition.blocks_of_slice):
             for block in blocks:
                 self._slices_of_block[block].add(index)
-        self._trained: Set[int] = frozenset(range(len(partition.slices)))
-        self._arrived: set[int] = set()
+        self.trained: Set[int] = frozenset(range(len(partition.slices)))
+        self.arrived: set[int] = set()
+        self.in_order: list[int] = []
         self._new: set[int] = set()
-        self._missing: list[set[int]] = []
-        self._complete: list[int] = []
-
-    @property
-    def arrived(self) -> Set[int]:
-        """Slices whose gradient of the whole step has been routed."""
-        return self._arrived
-
-    @property
-    def trained(self) -> Set[int]:
-        """Slices whose gradients are expected."""
-        return self._trained
-
-    @property
-    def n_blocks(self) -> int:
-        """Blocks of the partition."""
-        return len(self._slices_of_block)
-
-    def in_order_of_arrival(self) -> Sequence[int]:
-        """Blocks in the order in which they were complete in the present or last step."""
-        return self._complete
+        self._missing: list[set[int]] = []  # by block
 
     @property
     def missing(self) -> list[int]:
         """Trained slices without a gradient so far, ascending."""
-        return sorted(self._trained - self._arrived)
-
-    def train(self, slices: Collection[int]) -> None:
-        """Expects the gradients of these slices from the next step on."""
-        self._trained = frozenset(slices)
+        return sorted(self.trained - self.arrived)
 
     def open(self) -> None:
         """Begins a step."""
-        self._arrived.clear()
+        self.arrived.clear()
         self._new.clear()
-        self._complete.clear()
-        self._missing = [slices & self._trained for slices in self._slices_of_block]
+        self.in_order.clear()
+        self._missing = [slices & self.trained for slices in self._slices_of_block]
 
     def slice_complete(self, index: int) -> list[int]:
         """Notes that a slice's gradient of the whole step has been routed.
@@ -82,14 +65,14 @@ class Arrivals:
         Returns:
             Blocks that are complete with it, ascending.
         """
-        self._arrived.add(index)
+        self.arrived.add(index)
         self._new.add(index)
         complete = []
         for block in self._blocks_of_slice[index]:
             self._missing[block].discard(index)
             if not self._missing[block]:
                 complete.append(block)
-        self._complete += complete
+        self.in_order += complete
         return complete
 
     def take_new(self) -> Set[int]:
@@ -208,7 +191,7 @@ class BackwardSubmission:
             submits = submits and (inputs.max_norm == 0 or self._norms.knows_last)
             if submits:
                 self._jobs.acquire([block], context.number)
-                self._norms.add(self._vectors.fill(arrived, block=block))
+                self._norms.add(self._vectors.fill([block], arrived))
             squared_norm = self._norms.up_to(block)
             if not submits:
                 continue

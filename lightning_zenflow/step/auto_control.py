@@ -151,9 +151,9 @@ class ScheduleControl:
         if self.schedule.publish_lag > 0:
             return self.tail
         n = blocks_waited_for(
-            load, stall, n_blocks=self._arrivals.n_blocks, update_interval=self.schedule.update_interval
+            load, stall, n_blocks=len(self._rank.partition.blocks), update_interval=self.schedule.update_interval
         )
-        others = [block for block in self._arrivals.in_order_of_arrival() if block not in self.tail]
+        others = [block for block in self._arrivals.in_order if block not in self.tail]
         return self.tail.union(others[max(0, len(others) - n) :])
 
     def _can_own(self, blocks: Set[int]) -> bool:
@@ -170,7 +170,7 @@ class ScheduleControl:
         rank 0, of rank 1, ...].
         """
         shares = [0.0] * dist.get_world_size(self._group)
-        shares[dist.get_rank(self._group)] = len(tail) / max(1, self._arrivals.n_blocks)
+        shares[dist.get_rank(self._group)] = len(tail) / max(1, len(self._rank.partition.blocks))
         numbers = [load, stall, float(not self._can_own(tail - self.tail)), *shares]
         local = torch.tensor(numbers, dtype=torch.float64)
         runtime = runtime_of(self._rank.device)

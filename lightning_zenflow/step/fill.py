@@ -19,61 +19,12 @@ from lightning_zenflow.worker.rank_state import RankState
 _log = logging.getLogger(__name__)
 
 
-class DeviceSums:
-    """Sums in device memory, as much as the rank's part of the gradients."""
-
-    def __init__(self, rank: RankState) -> None:
-        self._slices = rank.partition.slices
-        self._sums = torch.empty(rank.partition.numel, dtype=rank.dtype, device=rank.device)
-
-    def store(self, slice_index: int, gradient: Tensor) -> None:
-        """Overwrites a sum with [slice.numel], model dtype, on the device."""
-        self.load(slice_index).copy_(gradient)
-
-    def add(self, slice_index: int, gradient: Tensor) -> None:
-        """Adds to a sum."""
-        self.load(slice_index).add_(gradient)
-
-    def load(self, slice_index: int) -> Tensor:
-        """The sum: [slice.numel], model dtype, on the device."""
-        s = self._slices[slice_index]
-        return self._sums.narrow(0, s.begin, s.numel)
-
-
-class HostSums:
-    """Sums in the slots that the step's gradients go to in the end, which the slices' blocks have acquired.
-
-    The device needs memory for the largest slice only. Each sum crosses PCIe both ways, in stream order; the host does not wait.
-    """
-
-    def __init__(self, rank: RankState, slots: SlotPool) -> None:
-        self._rank = rank
-        self._slots = slots
-
-    def store(self, slice_index: int, gradient: Tensor) -> None:
-        """As `DeviceSums.store`."""
-        for begin, slot in self._slots.views_of_slice(slice_index):
-            slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
-            self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
-
-    def add(self, slice_index: int, gradient: Tensor) -> None:
-        """Adds to a sum; `gradient` is changed in place."""
-        self.store(slice_index, gradient.add_(self.load(slice_index)))
-
-    def load(self, slice_index: int) -> Tensor:
-        """As `DeviceSums.load`."""
-        numel = self._rank.partition.slices[slice_index].numel
-        total = torch.empty(numel, dtype=self._rank.dtype, device=self._rank.device)
-        for begin, slot in self._slots.views_of_slice(slice_index):
-            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
-            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
-        return total
-
-
 class Accumulation:
     """Owner of the gradients of micro-batches that are not their step's last.
 
-    Sums are rounded to the model's type after each micro-batch: the same bits wherever they are.
+    Sums are in device memory, as much as the rank's part of the gradients; or in the slots that the step's gradients go to in the end. Then
+    the device needs memory for the largest slice only, and each sum crosses PCIe both ways, in stream order; the host does not wait. Sums
+    are rounded to the model's type after each micro-batch: the same bits wherever they are.
 
     Args:
         jobs: with sums on the host, a block acquires its slot at the first micro-batch, before phase *open*.
@@ -88,7 +39,7 @@ class Accumulation:
         self._slots = slots
         self._jobs = jobs
         self._where = where
-        self._sums: DeviceSums | HostSums | None = None
+        self._on_device: Tensor | None = None  # [partition.numel], model dtype
         self._pending: set[int] = set()
 
     @property
@@ -104,44 +55,51 @@ class Accumulation:
             gradient: [slice.numel], model dtype, on the device; may be changed in place.
             step: number of the step.
         """
-        if self._sums is None:
-            self._sums = self._new_sums()
-        if slice_index in self._pending:
-            self._sums.add(slice_index, gradient)
-        else:
-            if isinstance(self._sums, HostSums):
+        if self._where == "auto":
+            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
+            self._where = "device" if room else "host"
+            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", self._where)
+        if self._where == "host":
+            if slice_index in self._pending:
+                gradient.add_(self._sum(slice_index))
+            else:
                 self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], step)
-            self._sums.store(slice_index, gradient)
-            self._pending.add(slice_index)
+            for begin, slot in self._slots.views_of_slice(slice_index):
+                slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
+                self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
+        elif slice_index in self._pending:
+            self._sum(slice_index).add_(gradient)
+        else:
+            self._sum(slice_index).copy_(gradient)
+        self._pending.add(slice_index)
 
     def peek(self, slice_index: int) -> Tensor | None:
         """A pending sum, which stays pending: [slice.numel], model dtype, on the device; None if there is none."""
-        if slice_index not in self._pending:
-            return None
-        assert self._sums is not None
-        return self._sums.load(slice_index)
+        return self._sum(slice_index) if slice_index in self._pending else None
 
-    def total(self, slice_index: int, gradient: Tensor) -> Tensor:
-        """Gradient of the whole step: that of the last micro-batch, changed in place, plus the sum of those before it."""
-        return gradient.add_(self.take(slice_index)) if slice_index in self._pending else gradient
-
-    def take(self, slice_index: int) -> Tensor:
-        """Removes a pending sum and returns it: [slice.numel], model dtype, on the device."""
-        assert self._sums is not None
+    def take(self, slice_index: int) -> Tensor | None:
+        """As `peek`; the sum is no longer pending."""
+        total = self.peek(slice_index)
         self._pending.discard(slice_index)
-        return self._sums.load(slice_index)
+        return total
 
     def clear(self) -> None:
         """Drops all sums that have not been taken."""
         self._pending.clear()
 
-    def _new_sums(self) -> DeviceSums | HostSums:
-        where = self._where
-        if where == "auto":
-            room = has_room(self._rank.partition.numel * self._rank.dtype.itemsize, self._rank.device)
-            where = "device" if room else "host"
-            _log.info("ZenFlow: accumulate_on='auto': gradients are accumulated on the %s", where)
-        return HostSums(self._rank, self._slots) if where == "host" else DeviceSums(self._rank)
+    def _sum(self, slice_index: int) -> Tensor:
+        s = self._rank.partition.slices[slice_index]
+        if self._where == "device":
+            if self._on_device is None:
+                self._on_device = torch.empty(
+                    self._rank.partition.numel, dtype=self._rank.dtype, device=self._rank.device
+                )
+            return self._on_device.narrow(0, s.begin, s.numel)
+        total = torch.empty(s.numel, dtype=self._rank.dtype, device=self._rank.device)
+        for begin, slot in self._slots.views_of_slice(slice_index):
+            total.narrow(0, begin, slot.numel()).copy_(slot, non_blocking=True)
+            self._rank.telemetry.traffic.h2d_bytes += slot.nbytes
+        return total
 
 
 class Fill:
@@ -194,7 +152,8 @@ class Fill:
         """Takes a gradient of the last micro-batch: [slice.numel], model dtype, on the device; may be changed in place."""
         # A parameter that was unfrozen between two micro-batches is trained from the next step on.
         if slice_index in self.arrivals.trained:
-            complete = self._route(context, slice_index, self.accumulation.total(slice_index, gradient))
+            earlier = self.accumulation.take(slice_index)
+            complete = self._route(context, slice_index, gradient if earlier is None else gradient.add_(earlier))
             if context.plan.submits_in_backward:
                 self.in_backward.submit(complete, self.arrivals.arrived, context)
 
@@ -205,15 +164,19 @@ class Fill:
             Squared norm of this rank's gradients: 0-D float64 on the device, not finite if any element is not.
         """
         for index in self.accumulation.pending:
-            self._route(context, index, self.accumulation.take(index))
+            total = self.accumulation.take(index)
+            assert total is not None
+            self._route(context, index, total)
         for index in self.arrivals.missing:
             if index not in self._vectors:
                 self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
                 self._router.route_zeros(index)
                 self.arrivals.slice_complete(index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
-        self._jobs.acquire(range(self.arrivals.n_blocks), context.number)
-        self.norms.add(self._vectors.finish(self.arrivals.arrived, filled=self._jobs.submitted_in_backward))
+        blocks = range(len(self._rank.partition.blocks))
+        self._jobs.acquire(blocks, context.number)
+        rest = [block for block in blocks if block not in self._jobs.submitted_in_backward]
+        self.norms.add(self._vectors.fill(rest, self.arrivals.arrived))
         return self.norms.whole()
 
     def gradient(self, slice_index: int) -> Tensor:
@@ -236,12 +199,12 @@ class Fill:
             self._vectors.keep(slice_index, gradient)
             return self.arrivals.slice_complete(slice_index)
         self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], context.number)
-        routed = self._router.route(context, slice_index, gradient)
-        self.norms.add(routed.squared_norms)
-        if routed.late is not None:
+        squared_norms, late = self._router.route(context, slice_index, gradient)
+        self.norms.add(squared_norms)
+        if late is not None:
             hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
             with self._rank.telemetry.tracer.span("provisional update"):
-                self._provisional.apply_gradient(context.number, routed.late, hyperparameters, context.schedule)
+                self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
         complete = self.arrivals.slice_complete(slice_index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
         return complete

@@ -8,40 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.partition import Partition, Tile, tiles_of_slice
+from lightning_zenflow.core.partition import Partition, tiles_of_slice
 from lightning_zenflow.deferred.memory import SlotPool
-from lightning_zenflow.deferred.provisional_update import LateGradient, LateTile, ProvisionalUpdate
+from lightning_zenflow.deferred.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination
 from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoutedSlice:
-    """A slice's gradient of the whole step that is on its way to its destinations."""
-
-    squared_norms: Sequence[Tensor]
-    """`SquaredNorms.parts` of it."""
-    late: LateGradient | None
-    """What of it some forward pass will lack; None: nothing, or nothing that is updated provisionally."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rectangle:
-    """Rectangle of a slice that squared norms are taken of, and the partition's tiles that block boundaries cut it into."""
-
-    tile: Tile
-    parts: tuple[int, ...]
-    """Indexes into `Partition.tiles`."""
-    begins: tuple[int, ...]
-    """First element of each part, counted over the rectangle."""
-
-    @classmethod
-    def of(cls, tile: Tile, partition: Partition, parts: Sequence[int]) -> "_Rectangle":
-        """Finds the parts among the tiles of the slice."""
-        inside = [i for i in parts if tile.begin <= partition.tiles[i].begin < tile.end]
-        return cls(tile=tile, parts=tuple(inside), begins=tuple(partition.tiles[i].begin - tile.begin for i in inside))
 
 
 class GradientRouter:
@@ -58,30 +31,47 @@ class GradientRouter:
         self._provisional = provisional
         partition = rank.partition
         self._zero = torch.zeros((), dtype=rank.dtype, device=rank.device)
-        # Not the partition's tiles: these end where blocks end, and squared norms must not depend on blocks.
+        # For each slice the rectangles that squared norms are taken of, which must not depend on blocks; and for each tile of the partition
+        # that block boundaries cut them into: its index, its block and its first element in the rectangle.
         self._rectangles = [
-            [_Rectangle.of(tile, partition, partition.tiles_by_slice[i]) for tile in tiles_of_slice(i, s)]
-            for i, s in enumerate(partition.slices)
+            [
+                (
+                    rectangle,
+                    [
+                        (part, partition.block_of_tile[part], partition.tiles[part].begin - rectangle.begin)
+                        for part in partition.tiles_by_slice[index]
+                        if rectangle.begin <= partition.tiles[part].begin < rectangle.end
+                    ],
+                )
+                for rectangle in tiles_of_slice(index, s)
+            ]
+            for index, s in enumerate(partition.slices)
         ]
 
-    def route(self, context: StepContext, index: int, gradient: Tensor) -> RoutedSlice:
+    def route(self, context: StepContext, index: int, gradient: Tensor) -> tuple[list[Tensor], LateGradient | None]:
         """Copies one slice's gradient to its destinations and measures it; in stream order behind its reduction.
 
         Args:
             context: inputs of the step; squared norms of columns are added to it.
             index: index into `Partition.slices`.
             gradient: [slice.numel], model dtype, on the device; of the whole step.
+
+        Returns:
+            `SquaredNorms.parts`; and what some forward pass will lack, None: nothing, or nothing that is updated provisionally.
         """
         s = self._rank.partition.slices[index]
         column_norms = context.column_norms if s.is_matrix else None
+        may_be_late = self._provisional.applies_to(index) and not context.plan.shows_exact_weights
         squared_norms, late_gradient = [], None
-        for rectangle in self._rectangles[index]:
-            tile = rectangle.tile
-            late = self._late_parts(context, rectangle) if tile.rows > 1 and self._provisional.applies_to(index) else []
+        for tile, parts in self._rectangles[index]:
             # Most slices are one rectangle.
             part = gradient if tile.numel == s.numel else gradient.narrow(0, tile.begin - s.begin, tile.numel)
             matrix = part.view(tile.rows, tile.width)
-            destinations = self._destinations(rectangle)
+            destinations = self._destinations(parts)
+            late = []
+            if may_be_late and tile.rows > 1:
+                pairs = zip((block for _, block, _ in parts), destinations, strict=True)
+                late = [pair for pair in pairs if self._is_late(context, pair[0])]
             per_axis = column_norms is not None or bool(late)
             norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
             self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
@@ -89,15 +79,13 @@ class GradientRouter:
             if column_norms is not None:
                 column_norms.of_parameter(s.parameter).narrow(0, tile.first_column, tile.width).add_(norms.columns)
             if late:
-                blocks = self._rank.partition.block_of_tile
-                tiles = [LateTile(block=blocks[rectangle.parts[i]], destination=destinations[i]) for i in late]
-                late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=tiles)
-        return RoutedSlice(squared_norms=squared_norms, late=late_gradient)
+                late_gradient = LateGradient(slice=index, gradient=matrix, squared_norms=norms, tiles=late)
+        return squared_norms, late_gradient
 
     def route_zeros(self, index: int) -> None:
         """Routes a slice without any gradient in the step."""
-        for rectangle in self._rectangles[index]:
-            for destination in self._destinations(rectangle):
+        for _, parts in self._rectangles[index]:
+            for destination in self._destinations(parts):
                 # From the device: in the order of its streams, the slot may still be read for an update that is reapplied.
                 destination.slot.copy_(self._zero.expand_as(destination.slot), non_blocking=True)
                 for selection in destination.selections:
@@ -115,16 +103,8 @@ class GradientRouter:
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
 
-    def _late_parts(self, context: StepContext, rectangle: _Rectangle) -> list[int]:
-        """Parts of a rectangle whose weights will lack a gradient in some forward pass, as indexes into `rectangle.parts`."""
-        if context.plan.shows_exact_weights:
-            return []
-        blocks = (self._rank.partition.block_of_tile[part] for part in rectangle.parts)
-        return [
-            index
-            for index, block in enumerate(blocks)
-            if not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
-        ]
+    def _is_late(self, context: StepContext, block: int) -> bool:
+        return not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
 
     @contextmanager
     def _d2h(self, gradient: Tensor) -> Iterator[None]:
@@ -135,10 +115,10 @@ class GradientRouter:
         ):
             yield
 
-    def _destinations(self, rectangle: _Rectangle) -> list[Destination]:
+    def _destinations(self, parts: Iterable[tuple[int, int, int]]) -> list[Destination]:
         return [
             Destination(begin=begin, slot=self._slots.view(part), selections=self._ownership.selections(part))
-            for part, begin in zip(rectangle.parts, rectangle.begins, strict=True)
+            for part, _, begin in parts
         ]
 
 
@@ -152,12 +132,10 @@ class _Block:
 
     values: Tensor
     """[n], a contiguous view, because blocks and slices ascend alike."""
-    tiles: list[int]
-    """Indexes into `Partition.tiles`."""
-    of_tiles: list[Tensor]
-    """Gradients of the tiles, [rows, width], views."""
+    tiles: list[tuple[int, Tensor]]
+    """Indexes into `Partition.tiles`, with the gradients of the tiles, [rows, width]; views."""
     runs: list[tuple[int, Tensor]]
-    """First tile of each run of tiles that are adjacent in the partition, and the gradients of the run, flat."""
+    """First tile of each run of tiles that are adjacent in the partition, with the gradients of the run, flat; views."""
     slices: set[int]
 
 
@@ -181,15 +159,15 @@ class VectorGradients:
         self._blocks: list[_Block] = []
         end = 0
         for block in partition.blocks:
-            begin, views = end, []
-            tiles = [tile for tile in block.tiles if partition.tiles[tile].slice in small]
-            for tile in (partition.tiles[index] for index in tiles):
-                views.append(self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width))
+            begin, tiles = end, []
+            for index in (index for index in block.tiles if partition.tiles[index].slice in small):
+                tile = partition.tiles[index]
+                tiles.append((index, self._values.narrow(0, end, tile.numel).view(tile.rows, tile.width)))
                 end += tile.numel
-            slices = {partition.tiles[tile].slice for tile in tiles}
-            values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, tiles)
+            slices = {partition.tiles[index].slice for index, _ in tiles}
+            values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, [index for index, _ in tiles])
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            self._blocks.append(_Block(values=values, tiles=tiles, of_tiles=views, runs=list(of_runs), slices=slices))
+            self._blocks.append(_Block(values=values, tiles=tiles, runs=list(of_runs), slices=slices))
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def __contains__(self, slice_index: int) -> bool:
@@ -208,32 +186,20 @@ class VectorGradients:
         """The gradient that `keep` was called with for a contained slice."""
         return self._of_slice[slice_index]
 
-    def fill(self, arrived: Set[int], *, block: int) -> Sequence[Tensor]:
-        """Phase *fill* of one block, which is submitted next.
+    def fill(self, blocks: Sequence[int], arrived: Set[int]) -> Sequence[Tensor]:
+        """Phase *fill* of some blocks, which are submitted next, or of all others at the end of backward.
 
         Args:
+            blocks: indexes into `Partition.blocks`, ascending; all of them are filled in one pass.
             arrived: slices whose gradients have been kept in this step.
-            block: index into `Partition.blocks`.
 
         Returns:
-            `SquaredNorms.parts`; empty where the block has no vectors.
+            `SquaredNorms.parts`; empty where the blocks have no vectors.
         """
-        return self._fill([self._blocks[block]], self._blocks[block].values, arrived)
-
-    def finish(self, arrived: Set[int], *, filled: Set[int]) -> Sequence[Tensor]:
-        """Phase *fill* of all blocks, at the end of backward.
-
-        Args:
-            arrived: slices whose gradients have been kept in this step.
-            filled: blocks that `fill` has been called for.
-
-        Returns:
-            `SquaredNorms.parts`.
-        """
-        if not filled:
+        if len(blocks) == len(self._blocks):
             return self._fill(self._blocks, self._values, arrived)
-        rest = (block for number, block in enumerate(self._blocks) if number not in filled)
-        return [norm for block in rest for norm in self._fill([block], block.values, arrived)]
+        of_blocks = (self._blocks[block] for block in blocks)
+        return [norm for block in of_blocks for norm in self._fill([block], block.values, arrived)]
 
     def _fill(self, blocks: Sequence[_Block], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
         """Fills some blocks; `values` is the concatenation of theirs."""
@@ -249,7 +215,7 @@ class VectorGradients:
         self._rank.telemetry.traffic.d2h_bytes += values.nbytes
         targets, sources = [], []
         for block in blocks:
-            for tile, gradient in zip(block.tiles, block.of_tiles, strict=True):
+            for tile, gradient in block.tiles:
                 for selection in self._ownership.selections(tile):
                     targets.append(selection.target)
                     sources.append(gradient)

@@ -268,7 +268,7 @@ class ZenFlowStep:
             )
         with torch.no_grad(), self._flushing:
             self._jobs.flush(self.number)
-            self._provisional.drop_kept()
+            self._provisional.flushed()
             self._ownership.reload()
             self._ownership.write_weights()
             self._gather_weights()
@@ -332,7 +332,7 @@ class ZenFlowStep:
     def _change_ranges(self) -> None:
         """Updates the parameters that are trained from now on; right after a flush only."""
         self._jobs.change_ranges(self._freezing.trained_part())
-        self._fill.arrivals.train(self._freezing.trained_slices())
+        self._fill.arrivals.trained = frozenset(self._freezing.trained_slices())
 
     def _reduce(self, context: StepContext) -> Tensor:
         """Phase *reduce*, once a step; returns the squared norm of all ranks' gradients: 0-D float64 on the device."""

@@ -209,9 +209,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         device=rank.device,
     )
     ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(
-        rank, jobs.in_flight, publisher, config.compensation, rank_number=dist.get_rank(zero.group)
-    )
+    provisional = ProvisionalUpdate(rank, jobs.in_flight, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(rank, slots, jobs, ownership, provisional, accumulate_on=config.accumulate_on)
     control = None
     if config.measures:

@@ -10,8 +10,7 @@ from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.deferred.in_flight import JobsInFlight
-from lightning_zenflow.deferred.memory import Publisher
-from lightning_zenflow.deferred.provisional_update import LateTile, ProvisionalUpdate
+from lightning_zenflow.deferred.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination, Kernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
@@ -20,23 +19,32 @@ from lightning_zenflow.worker.rank_state import RankState
 from rank_states import make_rank_state
 
 HYPERPARAMETERS = GroupHyperparameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True)
-SCHEDULE = UpdateSchedule(update_interval=4, publish_lag=1)
-OF_BLOCKS = StaggeredSchedule.of(SCHEDULE, n_blocks=4)
+SCHEDULE = StaggeredSchedule.of(UpdateSchedule(update_interval=4, publish_lag=1), n_blocks=4)
 COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
 
 
 class InFlight:
     """In the place of `JobsInFlight`."""
 
+    due: int | None = None
     overwriting = False
+
+    def next_due(self, block: int) -> int | None:
+        return self.due
 
     def overwrites(self, block: int, step: int) -> bool:
         return self.overwriting
 
 
 def make_update(rank: RankState, in_flight: InFlight | None = None) -> ProvisionalUpdate:
-    jobs = cast(JobsInFlight, in_flight or InFlight())
-    return ProvisionalUpdate(rank, jobs, Publisher(rank), COMPENSATION, rank_number=0)
+    return ProvisionalUpdate(rank, cast(JobsInFlight, in_flight or InFlight()), COMPENSATION, rank_number=0)
+
+
+def late(rank: RankState, gradient: torch.Tensor) -> LateGradient:
+    """A gradient of the full rows of the first slice, all in block 0; its slot has a copy."""
+    norms = rank.kernels.squared_norms(gradient, per_axis=True)
+    tiles = [(0, Destination(begin=0, slot=gradient.clone()))]
+    return LateGradient(slice=0, gradient=gradient, squared_norms=norms, tiles=tiles)
 
 
 class OneSlice:
@@ -66,9 +74,7 @@ class OneSlice:
         for tile in self._tiles:
             if tile.rows > 1 and self._update.applies_to(0):
                 matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
-                squared_norms = self._rank.kernels.squared_norms(matrix, per_axis=True)
-                factors = self._update.measure(0, squared_norms, HYPERPARAMETERS)
-                self._update.apply(factors, 0, matrix, age=1, schedule=SCHEDULE)
+                self._update.apply_gradient(1, late(self._rank, matrix), HYPERPARAMETERS, SCHEDULE)
 
     def take_over(self, other: "OneSlice") -> None:
         self._update.load_state_dict(copy.deepcopy(other._update.state_dict()))
@@ -194,15 +200,15 @@ def test_gradients_that_come_back_are_counted(
     one = torch.ones(())
     provisional.end_step(StepScale(factor=one, finite=one > 0, norm=one, count=one), 1.0)
     provisional.open(1.0)
-    slot = torch.randn(6, 4).bfloat16()
-    factors = provisional.measure(0, rank.kernels.squared_norms(slot, per_axis=True), HYPERPARAMETERS)
-    tile = LateTile(block=0, destination=Destination(begin=0, slot=slot))
-    provisional.keep(5, factors, gradient := slot.clone(), tile, OF_BLOCKS)
+    gradient = torch.randn(6, 4).bfloat16()
+    signs, in_flight.due = gradient.sign(), 5
+    provisional.apply_gradient(5, late(rank, gradient), HYPERPARAMETERS, SCHEDULE)
     gradient.zero_()  # its memory is reused
+    assert not weights.any(), "the job that is due overwrites them"
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
     for in_flight.overwriting in (True, False, True):
-        provisional.published({0: 4}, OF_BLOCKS)
+        provisional.published({0: 4}, SCHEDULE)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
-    assert torch.equal(weights.view(6, 4).sign(), -slot.sign())
+    assert torch.equal(weights.view(6, 4).sign(), -signs)

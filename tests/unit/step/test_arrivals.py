@@ -11,11 +11,11 @@ def test_each_step_begins_with_nothing() -> None:
         arrivals.open()
         assert (arrivals.missing, arrivals.take_new()) == ([0, 1], set())
         assert [arrivals.slice_complete(index) for index in order] == complete
-        assert arrivals.in_order_of_arrival() == [block for blocks in complete for block in blocks]
+        assert arrivals.in_order == [block for blocks in complete for block in blocks]
         assert (arrivals.missing, arrivals.arrived, arrivals.take_new()) == ([], {0, 1}, {0, 1})
         arrivals.slice_complete(0)
     # What is frozen is not waited for.
-    arrivals.train([0])
+    arrivals.trained = {0}
     arrivals.open()
     assert arrivals.missing == [0]
     assert arrivals.slice_complete(0) == [0, 1]
