@@ -2,16 +2,19 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.memory import EXPOSED_COPIES, SCRATCH_BUFFER, PublishBuffers, Publisher, SlotPool
+from lightning_zenflow.deferred.memory import EXPOSED_COPIES, Publisher, SlotPool
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+
+SCRATCH_BUFFER = 0
+"""Output of jobs whose weights are discarded, where blocks are submitted in backward; no other job uses it."""
 
 
 @dataclass(kw_only=True)
@@ -78,10 +81,9 @@ class JobsInFlight:
         worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
         slots: takes back the slots that jobs have committed.
         publisher: copies new weights into the model.
-        has_scratch: see `PublishBuffers`.
+        has_scratch: whether `SCRATCH_BUFFER` is set aside.
 
     Attributes:
-        buffers: publish buffers that no job uses.
         n_in_backward: published jobs that were submitted in backward, since the start.
         n_late: those of them that were not done when the training thread ended their step; a CUDA device may have ended it later.
     """
@@ -93,7 +95,8 @@ class JobsInFlight:
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
-        self.buffers = PublishBuffers(has_scratch=has_scratch)
+        self._n_buffers = SCRATCH_BUFFER + 1 if has_scratch else 0
+        self._free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
         # The same jobs: those without an answer, which are the last ones, and those of each block.
@@ -107,9 +110,20 @@ class JobsInFlight:
         return len(self._jobs)
 
     @property
-    def awaits_answer(self) -> bool:
-        """Whether the worker has a job."""
-        return bool(self._unanswered)
+    def free_buffers(self) -> Mapping[int, Event | None]:
+        """Publish buffers that no job uses, the one that has been free longest first, each with the event behind the device's last copies
+        from it; None: the last sealed word is ordered behind them.
+        """
+        return self._free_buffers
+
+    def grow_buffers(self, n_buffers: int) -> None:
+        """Allows jobs to use the first `n_buffers` buffers of the arena."""
+        self._free_buffers.update(dict.fromkeys(range(self._n_buffers, n_buffers)))
+        self._n_buffers = max(self._n_buffers, n_buffers)
+
+    def sealed(self) -> None:
+        """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
+        self._free_buffers = dict.fromkeys(self._free_buffers)
 
     def last_due_step(self, at_least: int) -> int:
         """Step at whose end the last of the jobs is due, or `at_least`."""
@@ -138,7 +152,7 @@ class JobsInFlight:
         Args:
             block: index into `Partition.blocks`.
             window: of the block.
-            buffer: a free publish buffer; None: the weights are discarded.
+            buffer: one of `free_buffers`; None: the weights are discarded.
             due_step: step at whose end the weights are published.
             prediction_steps: steps along the momentum by which they are ahead of the exact weights.
             overwritable: of a job in backward, whose last gradient is tentative: the event from which on no kernel of the step reads or
@@ -170,7 +184,7 @@ class JobsInFlight:
             overwritable=[] if overwritable is None else [(overwritable, slices)],
         )
         if buffer is not None:
-            self.buffers.take(buffer)
+            del self._free_buffers[buffer]
         for jobs in (self._jobs, self._unanswered, self._of_block[block]):
             jobs.append(job)
 
@@ -196,9 +210,12 @@ class JobsInFlight:
         for job in changed:
             self._publish_in_backward(job)
 
-    def read_answer(self, cause: Cause) -> None:
-        """Waits for the oldest job that has not been answered; in backward."""
-        self._publish_in_backward(self._await(cause))
+    def read_answer(self, cause: Cause) -> bool:
+        """Waits for the oldest job that has not been answered; in backward. False if the worker has none."""
+        if self._unanswered:
+            self._publish_in_backward(self._await(cause))
+            return True
+        return False
 
     def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[int, int]:
         """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
@@ -233,7 +250,7 @@ class JobsInFlight:
             if job.buffer is not None:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
-                    self.buffers.give_back(job.buffer, copied)
+                    self._free_buffers[job.buffer] = copied
         assert job.submission.completion is not None
         self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
         self.n_in_backward += job.has_tentative
@@ -272,7 +289,7 @@ class JobsInFlight:
         if job.has_tentative and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
             with self._rank.books:
-                self.buffers.give_back(job.buffer, copied)
+                self._free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 
     def _copy_overwritable(self, job: Job, buffer: int, name: str) -> None:

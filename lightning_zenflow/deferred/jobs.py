@@ -122,7 +122,7 @@ class JobQueue:
         with self._rank.telemetry.stalls.measure("reserve") if self._slots.n_slots else nullcontext():
             self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
         self._slots.grow(n_slots)
-        self.in_flight.buffers.grow(n_buffers)
+        self.in_flight.grow_buffers(n_buffers)
 
     def open(self, step: int) -> None:
         """Phase *open*."""
@@ -138,9 +138,7 @@ class JobQueue:
         for block in blocks:
             if not self._slots.has_acquired(block):
                 while not self._slots.n_free:
-                    if self.in_flight.awaits_answer:
-                        self.in_flight.read_answer("slot")
-                    else:
+                    if not self.in_flight.read_answer("slot"):
                         self._commit_early(step)
                 self._slots.acquire(block)
 
@@ -151,9 +149,9 @@ class JobQueue:
             step: number of the step.
             factor: 0-D float32 on the device; NaN if the step changes nothing.
         """
-        buffers = self.in_flight.buffers
-        self._write_word(self._rank.arena.step_words, step, step, factor, behind=buffers.events())
-        buffers.forget_events()
+        behind = self.in_flight.free_buffers.values()
+        self._write_word(self._rank.arena.step_words, step, step, factor, behind=behind)
+        self.in_flight.sealed()
 
     def submit_closing(
         self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], not_shown: Set[int] = frozenset()
@@ -199,16 +197,17 @@ class JobQueue:
             factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
             beta1: see `submit_closing`.
         """
-        while not self.in_flight.buffers.n_free:
+        while not self.in_flight.free_buffers:
             # Every job that was submitted in this backward pass gives its own back.
-            self.in_flight.read_answer("slot")
+            answered = self.in_flight.read_answer("slot")
+            assert answered, "as many jobs are in flight as buffers are in use"
         ahead = self._compensation.prediction_steps(self.schedule, beta1)
-        buffer, copied = self.in_flight.buffers.next()
+        buffer, copied = next(iter(self.in_flight.free_buffers.items()))
         self._write_word(self._rank.arena.block_words, block, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.books:
-            window = self._fill_window(block, step)
+            window = self._fill_window(block, step, self._slots.of_block(block))
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:])
             self.in_flight.enqueue(
                 block, window, buffer, due_step=step, prediction_steps=ahead, overwritable=overwritable
@@ -275,21 +274,20 @@ class JobQueue:
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
 
-    def _fill_window(self, block: int, step: int) -> Window:
+    def _fill_window(self, block: int, step: int, slot: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""
         window = self._windows[block]
         if window is None:
             window = self._windows[block] = Window(first_step=step)
-        window.slots.append(self._slots.of_block(block))
+        window.slots.append(slot)
         return window
 
     def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
         with self._rank.books:
-            for block in range(len(self._windows)):
+            for block, slot in self._slots.end_step().items():
                 if block not in self._submitted_in_backward:
-                    self._fill_window(block, step)
-            self._slots.end_step()
+                    self._fill_window(block, step, slot)
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
@@ -312,7 +310,8 @@ class JobQueue:
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
         with self._rank.books:
-            self._dropped += self._slots.drop_step(in_windows=self._submitted_in_backward)
+            of_step = self._slots.end_step().items()
+            self._dropped += [slot for block, slot in of_step if block not in self._submitted_in_backward]
             for block, window in enumerate(self._windows):
                 if window is not None and window.last_step > step:
                     self._dropped += window.slots
@@ -342,10 +341,10 @@ class JobQueue:
 
     def _free_buffer(self, cause: Cause) -> int:
         """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""
-        while not self.in_flight.buffers.n_free:
+        while not self.in_flight.free_buffers:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
             self.in_flight.publish_oldest(cause)
-        buffer, copied = self.in_flight.buffers.next()
+        buffer, copied = next(iter(self.in_flight.free_buffers.items()))
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 copied.synchronize()

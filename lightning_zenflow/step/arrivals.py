@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import (
     StepScale,
@@ -22,6 +21,7 @@ from lightning_zenflow.core.step_inputs import (
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.step.gradient_router import VectorGradients
+from lightning_zenflow.telemetry.counters import DeviceNumber
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 
@@ -158,6 +158,9 @@ class BackwardSubmission:
 
     From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
     block is submitted.)
+
+    Attributes:
+        factor_error: mean relative error of the predicted factors in some step since it was read.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class BackwardSubmission:
         self._ownership = ownership
         self._count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self._factors: list[Tensor] = []
-        self._error: AsyncHostCopy | None = None
+        self.factor_error = DeviceNumber()
 
     def open(self) -> None:
         """Begins a step."""
@@ -207,12 +210,5 @@ class BackwardSubmission:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
         if context.plan.submits_in_backward and context.inputs.max_norm > 0:
             self._norms.end_step(squared_norm, finite=scale.finite, loss_scale=context.inputs.loss_scale)
-            if self._factors and self._error is None:
-                self._error = AsyncHostCopy((torch.stack(self._factors) / scale.factor - 1).abs().mean())
-
-    def take_error(self) -> float | None:
-        """Mean relative error of the predicted factors in a step since the last call; None if it is not known yet. Never waits."""
-        if self._error is None or not self._error.arrived:
-            return None
-        error, self._error = float(self._error.read()), None
-        return error
+            if self._factors and not self.factor_error.is_under_way:
+                self.factor_error.copy((torch.stack(self._factors) / scale.factor - 1).abs().mean())

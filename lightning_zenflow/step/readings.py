@@ -2,16 +2,20 @@
 
 from torch import Tensor
 
-from lightning_zenflow.core.device import AsyncHostCopy, runtime_of
+from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.arrivals import BackwardSubmission
-from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.counters import DeviceNumber, Reading
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 
 
 class CounterReader:
-    """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call."""
+    """Reads the counters without waiting for the device: device values are copied asynchronously and read at a later call.
+
+    Attributes:
+        owned_norm_share: share of the squared norm of the gradient that lies in device-owned columns, copied where it is measured.
+    """
 
     def __init__(
         self,
@@ -28,19 +32,12 @@ class CounterReader:
         self._in_backward = in_backward
         self._ownership = ownership
         self._skipped = skipped
-        self._skipped_copy: AsyncHostCopy | None = None
-        self._owned_share_copy: AsyncHostCopy | None = None
-        self._factor_error: float | None = None
-        self._n_skipped = 0
-        self._owned_share: float | None = None
-
-    def note_owned_share(self, share: Tensor) -> None:
-        """Takes the share of the squared norm of the gradient that lies in device-owned columns: 0-D float32 on the device."""
-        self._owned_share_copy = AsyncHostCopy(share)
+        self._n_skipped = DeviceNumber()
+        self.owned_norm_share = DeviceNumber()
 
     def read(self) -> Reading:
         """Present values; those of the device are from an earlier step."""
-        self._read_device_values()
+        self._n_skipped.copy(self._skipped)
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
         jobs, schedule, tail = self._jobs.in_flight, self._jobs.schedule, self._jobs.staggered.tail
         return Reading(
@@ -49,28 +46,18 @@ class CounterReader:
             device_stall_s=telemetry.stalls.device_seconds,
             worker_busy_s=telemetry.stalls.worker_busy_s,
             worker_restarts=telemetry.stalls.worker_restarts,
-            skipped_steps=self._n_skipped,
+            skipped_steps=int(self._n_skipped.read() or 0),
             d2h_bytes=telemetry.traffic.d2h_bytes,
             h2d_bytes=telemetry.traffic.h2d_bytes,
             model_bytes=self._numel * self._rank.dtype.itemsize,
             in_backward_jobs=jobs.n_in_backward,
             late_jobs=jobs.n_late,
-            factor_error=self._factor_error,
+            factor_error=self._in_backward.factor_error.read(),
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
             tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks),
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
-            owned_norm_share=self._owned_share if self._ownership.numel else None,
+            owned_norm_share=self.owned_norm_share.read() if self._ownership.numel else None,
             arena_bytes=self._rank.arena.reserved_bytes,
             device_peak_bytes=runtime.max_memory_allocated(),
         )
-
-    def _read_device_values(self) -> None:
-        if self._owned_share_copy is not None and self._owned_share_copy.arrived:
-            self._owned_share, self._owned_share_copy = float(self._owned_share_copy.read()), None
-        error = self._in_backward.take_error()
-        self._factor_error = self._factor_error if error is None else error
-        before, self._skipped_copy = self._skipped_copy, AsyncHostCopy(self._skipped)
-        for copy in (before, self._skipped_copy):
-            if copy is not None and copy.arrived:
-                self._n_skipped = int(copy.read())

@@ -396,7 +396,7 @@ class ZenFlowStep:
                 selected = self._selector.select(norms, context.number)
             if selected is not None:
                 columns = self._freezing.of_slices(selected[0])
-                self._counters.note_owned_share(selected[1])
+                self._counters.owned_norm_share.copy(selected[1])
         if columns is not None:
             self._ownership.select(columns)
             self._planner.columns_change(context.number)

@@ -191,7 +191,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     undo.callback(worker.kill)
     host_state = HostState(zero.optimizer, partition=plan.partition, arena=arena)
-    slots, publisher = SlotPool(rank.partition, rank.arena, rank.books), Publisher(rank)
+    slots, publisher = SlotPool(rank), Publisher(rank)
     jobs = JobQueue(
         rank,
         worker,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
-from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
+from lightning_zenflow.deferred.in_flight import SCRATCH_BUFFER, JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.memory import SCRATCH_BUFFER, SlotPool
+from lightning_zenflow.deferred.memory import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from rank_states import seen
@@ -89,7 +89,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     def watched_enqueue(self: JobsInFlight, block: int, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)
         most["schedule"] = schedules[-1]
-        most["buffers"] = max(most["buffers"], schedules[-1].n_publish_buffers - self.buffers.n_free)
+        most["buffers"] = max(most["buffers"], schedules[-1].n_publish_buffers - len(self.free_buffers))
         most["not_shown_in" if buffer is None else "shown_in"].add(SCRATCH_BUFFER if buffer is None else buffer)
         causes["job"] += 1
 

@@ -12,7 +12,7 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     partition = make_partition()
     blocks = range(len(partition.blocks))
     rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
-    slots = SlotPool(partition, rank.arena, rank.books)
+    slots = SlotPool(rank)
     slots.grow(2 * len(blocks))
     assert slots.n_free == slots.n_slots
 
@@ -25,7 +25,9 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
     for block in (0, 1):
         slots.acquire(block)
     of_window = slots.of_block(0)
-    (dropped,) = slots.drop_step(in_windows={0})
+    of_blocks = slots.end_step()
+    dropped = of_blocks[1]
+    assert of_blocks == {0: of_window, 1: dropped}
     assert not any(map(slots.has_acquired, blocks)) and dropped not in (*of_step, of_window)
 
     slots.free([*of_step, of_window, dropped])
@@ -39,7 +41,7 @@ def test_an_interrupted_step_gives_its_slots_back() -> None:
 def test_views_of_a_step_are_in_the_blocks_slots() -> None:
     partition = make_partition()
     rank = make_rank_state(partition, [torch.zeros(n + 1) for n in COUNTS])
-    slots = SlotPool(partition, rank.arena, rank.books)
+    slots = SlotPool(rank)
     slots.grow(len(partition.blocks))
     for block in range(len(partition.blocks)):
         slots.acquire(block)
