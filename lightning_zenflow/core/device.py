@@ -311,3 +311,27 @@ class AsyncHostCopy:
         """Waits for the copy and returns it: a CPU tensor of the source's shape and dtype."""
         self._copied.synchronize()
         return self._values
+
+
+class DeviceNumber:
+    """A number of the device, as of the newest copy that has arrived at the host. Never waits."""
+
+    def __init__(self) -> None:
+        self._newest: float | None = None
+        self._copy: AsyncHostCopy | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last copy has not been read."""
+        return self._copy is not None
+
+    def copy(self, value: Tensor) -> None:
+        """Begins a copy: 0-D, on the device. One that has not arrived is forgotten."""
+        self.read()
+        self._copy = AsyncHostCopy(value)
+
+    def read(self) -> float | None:
+        """The newest value that has arrived; None: none yet."""
+        if self._copy is not None and self._copy.arrived:
+            self._newest, self._copy = float(self._copy.read()), None
+        return self._newest

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zenflow.core.device import DeviceNumber
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import (
     StepScale,
@@ -21,7 +22,6 @@ from lightning_zenflow.core.step_inputs import (
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.step.gradient_router import VectorGradients
-from lightning_zenflow.telemetry.counters import DeviceNumber
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 

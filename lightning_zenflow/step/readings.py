@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
-from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.arrivals import BackwardSubmission
-from lightning_zenflow.telemetry.counters import DeviceNumber, Reading
+from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 
