@@ -142,15 +142,6 @@ def test_it_updates_host_owned_matrices_only() -> None:
     check_updated_entries(run_here(UPDATED), run_here(PLAIN), world_size=1)
 
 
-def test_it_updates_matrices_of_two_rows() -> None:
-    """The fewest that it updates."""
-    case = replace(PLAIN, topk_ratio=0, model_options={"shapes": ((2, 40), (31, 29), (5,))})
-    still, moving = run_here(case), run_here(case.with_keys(provisional_scale="auto"))
-    for i, weight in enumerate(still.weights):
-        differs = torch.stack([ours[i] != theirs[i] for ours, theirs in zip(moving.shown, still.shown, strict=True)])
-        assert bool(differs.any(0).all()) == (weight.dim() > 1)
-
-
 def test_the_second_moment_is_of_clipped_gradients() -> None:
     """Each step has the clip coefficient of the step before and its own loss scale."""
     beta2, generator = 0.99, torch.Generator().manual_seed(0)

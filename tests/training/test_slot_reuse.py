@@ -49,17 +49,15 @@ COMMIT_EARLY = {
 class Watched:
     """A run, and the memory that it took."""
 
-    run: Run
-    schedule: StaggeredSchedule
-    slots: int
+    run: Run = field(init=False)
+    schedule: StaggeredSchedule = field(init=False)
+    slots: int = 0
     """In use at most."""
-    buffers: int
+    buffers: int = 0
     causes: Counter[str] = field(default_factory=Counter)
     """Jobs, and early commits."""
-    shown_in: set[int] = field(default_factory=set)
-    """Publish buffers of the jobs whose weights are copied to the model."""
-    not_shown_in: set[int] = field(default_factory=set)
-    """Those of the others."""
+    written: dict[bool, set[int]] = field(default_factory=lambda: {False: set(), True: set()})
+    """Publish buffers of jobs whose weights are copied to the model, and of the others."""
 
 
 def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
@@ -70,9 +68,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         answers: what the training thread sees before it waits: that the worker is never, or always, done. None: whether it is.
         more: slots and buffers beyond the schedule's number.
     """
-    most: dict[str, Any] = {"slots": 0, "buffers": 0, "shown_in": set(), "not_shown_in": set()}
-    causes: Counter[str] = Counter()
-    schedules: list[StaggeredSchedule] = []
+    watched = Watched()
     set_schedule = JobQueue.set_schedule
     acquire, enqueue, commit = SlotPool.acquire, JobsInFlight.enqueue, JobQueue._commit_early
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
@@ -80,21 +76,20 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
 
     def watched_acquire(self: SlotPool, block: int) -> None:
         acquire(self, block)
-        most["slots"] = max(most["slots"], self.n_slots - self.n_free)
+        watched.slots = max(watched.slots, self.n_slots - self.n_free)
 
     def watched_set(self: JobQueue, *args: Any) -> None:
         set_schedule(self, *args)
-        schedules.append(self.staggered)
+        watched.schedule = self.staggered
 
     def watched_enqueue(self: JobsInFlight, block: int, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)
-        most["schedule"] = schedules[-1]
-        most["buffers"] = max(most["buffers"], schedules[-1].n_publish_buffers - len(self.free_buffers))
-        most["not_shown_in" if buffer is None else "shown_in"].add(SCRATCH_BUFFER if buffer is None else buffer)
-        causes["job"] += 1
+        watched.buffers = max(watched.buffers, watched.schedule.n_publish_buffers - len(self.free_buffers))
+        watched.written[buffer is not None].add(SCRATCH_BUFFER if buffer is None else buffer)
+        watched.causes["job"] += 1
 
     def watched_commit(self: JobQueue, step: int) -> None:
-        causes["early commit"] += 1
+        watched.causes["early commit"] += 1
         commit(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -106,8 +101,8 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         patch.setattr(StaggeredSchedule, "n_publish_buffers", property(lambda s: n_buffers(s) + more))
         if answers is not None:
             patch.setattr(SupervisedWorker, "has_answered", lambda self, job: seen(self, job, answers))
-        run = run_here(case)
-    return Watched(run=run, causes=causes, **most)
+        watched.run = run_here(case)
+    return watched
 
 
 @functools.cache
@@ -122,10 +117,11 @@ def without_limits(name: str) -> Run:
 def test_as_many_as_the_schedule_says_are_enough_and_are_needed(name: str) -> None:
     """The worker is never seen to be done before it is waited for, as beside a device that runs behind the host."""
     watched = watch(CASES[name], answers=False)
-    assert watched.schedule.n_blocks >= CASES[name].update_interval
+    schedule = watched.schedule
+    assert schedule.n_blocks >= CASES[name].update_interval
     # Where the tests' first step is synchronous and n_blocks no multiple of S, not all are reached.
-    assert watched.schedule.n_slots - watched.schedule.update_interval <= watched.slots <= watched.schedule.n_slots
-    assert watched.buffers == watched.schedule.n_publish_buffers
+    assert schedule.n_slots - schedule.update_interval <= watched.slots <= schedule.n_slots
+    assert watched.buffers == schedule.n_publish_buffers
     assert watched.causes["early commit"] == 0
     assert_same_run(watched.run, without_limits(name))
 
@@ -137,7 +133,7 @@ def test_the_same_bits_where_windows_commit_early(name: str, answers: bool | Non
     assert watched.slots <= watched.schedule.n_slots
     assert watched.causes["early commit"] > 0
     # The worker may write what is not shown before the weights of an earlier job have been copied.
-    assert watched.not_shown_in and watched.not_shown_in.isdisjoint(watched.shown_in)
+    assert watched.written[False] and watched.written[False].isdisjoint(watched.written[True])
     if COMMIT_EARLY[name].max_norm:
         # What is shown has predicted factors; the gradients of this model do not depend on it.
         assert_same_state(watched.run, without_limits(name))

@@ -85,7 +85,7 @@ class OneSlice:
         self._update.end_step(StepScale(factor=factor, finite=factor.isfinite(), norm=one, count=one), loss_scale)
 
 
-@pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9)])
+@pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9), (7, 0, 14)])
 def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) -> None:
     weights = torch.zeros(numel)
     first = -start % columns
