@@ -16,21 +16,24 @@ from benchmarks.step_time.models import SimulatedAccelerator
 from harness import fit
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.monitor.callbacks import tensorboard_layout
-from networks import SmallNet
 from rank_processes import free_port
 
 _TIMEOUT_S = 120
 
 
-def fixed(**keys: Any) -> ZenFlowStrategy:
-    """Submits in backward, with clipping, so that there is something to show in every chart."""
-    return ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=0, **keys)
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that submits in backward, with clipping and selections, so that there is something to show in every chart."""
+    model = SimulatedAccelerator(steps=40, params=8.5e6, compute_s=0.02)
+    logger = TensorBoardLogger(tmp_path_factory.mktemp("tensorboard"), name="example")
+    strategy = ZenFlowStrategy(worker_cores=1, update_interval=4, publish_lag=0, select_interval=8)
+    options = {"log_every_n_steps": 4, "gradient_clip_val": 1.0, "precision": "bf16-true"}
+    fit(model, strategy, steps=40, logger=logger, **options)
+    return Path(logger.log_dir)
 
 
-def test_layout(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    fit(SmallNet(length=24), fixed(), logger=logger, steps=24, log_every_n_steps=8, gradient_clip_val=1.0)
-    events = EventAccumulator(logger.log_dir).Reload()
+def test_layout(logs: Path) -> None:
+    events = EventAccumulator(str(logs)).Reload()
     (event,) = events.Tensors(metadata.CONFIG_SUMMARY_TAG)
     shown = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     assert [category.title for category in shown.category] == list(tensorboard_layout())
@@ -41,19 +44,13 @@ def test_layout(tmp_path: Path) -> None:
             assert len([name for name in logged if re.match(tag, name)]) == 1, chart.title
 
 
-@pytest.fixture(scope="module")
-def tensorboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a TensorBoard that shows a finished run."""
-    folder = tmp_path_factory.mktemp("tensorboard")
-    model = SimulatedAccelerator(steps=80, params=8.5e6, compute_s=0.03)
-    logger = TensorBoardLogger(folder / "logs", name="example")
-    strategy = fixed(select_interval=8)
-    options = {"steps": 80, "log_every_n_steps": 4, "gradient_clip_val": 1.0}
-    fit(model, strategy, logger=logger, precision="bf16-true", **options)
+@pytest.fixture
+def tensorboard(logs: Path, tmp_path: Path) -> Iterator[str]:
+    """Address of a TensorBoard that shows the run."""
     port = free_port()
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", "logs", "--port", str(port)]
-    with open(folder / "output.txt", "wb") as output:
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(logs), "--port", str(port)]
+    with open(tmp_path / "output.txt", "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     yield f"http://localhost:{port}"
     process.terminate()
     process.wait(timeout=30)

@@ -48,135 +48,113 @@ def late(rank: RankState, gradient: torch.Tensor) -> LateGradient:
 
 
 class OneSlice:
-    """The provisional update of one slice, fed as `ZenFlowStep` feeds it, after a step with the clip coefficient `clip`."""
+    """The provisional update of one slice, fed as `Fill` feeds it, after a step with the clip coefficient `clip`."""
 
     def __init__(
-        self,
-        columns: int,
-        start: int,
-        numel: int,
-        weights: torch.Tensor,
-        *,
-        is_matrix: bool = True,
-        clip: float | None = 1.0,
+        self, columns: int = 4, start: int = 0, numel: int = 12, *, is_matrix: bool = True, clip: float | None = 1.0
     ) -> None:
         s = Slice(parameter=0, param_group=0, begin=0, start=start, numel=numel, columns=columns, is_matrix=is_matrix)
-        self._rank = make_rank_state(build_partition([s], [numel], 3), [weights])
+        self.weights = torch.zeros(numel)
+        self._rank = make_rank_state(build_partition([s], [numel], 3), [self.weights])
         self._tiles = tiles_of_slice(0, s)
-        self._update = make_update(self._rank)
+        self.update = make_update(self._rank)
         if clip is not None:
             self.end_step(clip)
 
-    def apply(self, gradient: torch.Tensor, *, loss_scale: float = 1.0) -> None:
-        """Of the loss times `loss_scale`."""
-        self._update.open(loss_scale)
+    def apply(self, gradient: torch.Tensor, *, loss_scale: float = 1.0) -> torch.Tensor:
+        """Of the loss times `loss_scale`; returns by how much the weights move."""
+        before = self.weights.clone()
+        self.update.open(loss_scale)
         gradient = loss_scale * gradient
         for tile in self._tiles:
-            if tile.rows > 1 and self._update.applies_to(0):
+            if tile.rows > 1 and self.update.applies_to(0):
                 matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
-                self._update.apply_gradient(1, late(self._rank, matrix), HYPERPARAMETERS, SCHEDULE)
-
-    def take_over(self, other: "OneSlice") -> None:
-        self._update.load_state_dict(copy.deepcopy(other._update.state_dict()))
+                self.update.apply_gradient(1, late(self._rank, matrix), HYPERPARAMETERS, SCHEDULE)
+        return self.weights - before
 
     def end_step(self, clip: float, *, loss_scale: float = 1.0) -> None:
         """NaN: the step changed nothing."""
         one, factor = torch.ones(()), torch.tensor(clip / loss_scale)
-        self._update.end_step(StepScale(factor=factor, finite=factor.isfinite(), norm=one, count=one), loss_scale)
+        self.update.end_step(StepScale(factor=factor, finite=factor.isfinite(), norm=one, count=one), loss_scale)
 
 
-@pytest.mark.parametrize(("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9), (7, 0, 14)])
-def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int) -> None:
-    weights = torch.zeros(numel)
+ONES, FIRST = torch.ones(12), torch.full((12,), -0.5 * 0.01)
+"""A gradient, and the first step of any gradient of equal entries: each is b * lr in size."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "start", "numel"), [(7, 0, 35), (7, 3, 40), (7, 6, 22), (2, 1, 9), (7, 0, 14), (1, 0, 8), (8, 0, 8)]
+)
+@pytest.mark.parametrize("is_matrix", [True, False])
+def test_moves_full_rows_by_lr_at_first(columns: int, start: int, numel: int, is_matrix: bool) -> None:
+    """Vectors, single rows and single columns wait for their publish."""
     first = -start % columns
-    last = first + (numel - first) // columns * columns
-    # Of rank one, so that the factored second moment is exact: each entry of the first step's update is b * lr in size.
+    rows = (numel - first) // columns
+    last = first + rows * columns
+    # Of rank one, so that the factored second moment is exact.
     generator = torch.Generator().manual_seed(0)
-    rows = (last - first) // columns
     rank_one = (torch.rand(rows, 1, generator=generator) + 0.5) * (torch.rand(1, columns, generator=generator) + 0.5)
-    gradient = torch.ones(numel)
+    gradient, expected = torch.ones(numel), torch.zeros(numel)
     gradient[first:last] = rank_one.flatten()
-    OneSlice(columns, start, numel, weights).apply(gradient)
-    torch.testing.assert_close(weights[first:last], torch.full((last - first,), -0.5 * 0.01), rtol=1e-5, atol=0)
-    assert not weights[:first].any()
-    assert not weights[last:].any()
-
-
-@pytest.mark.parametrize(("columns", "numel", "is_matrix"), [(1, 8, False), (1, 8, True), (8, 8, True)])
-def test_vectors_and_single_rows_wait_for_their_publish(columns: int, numel: int, is_matrix: bool) -> None:
-    weights = torch.zeros(numel)
-    OneSlice(columns, 0, numel, weights, is_matrix=is_matrix).apply(torch.ones(numel))
-    assert not weights.any()
+    if is_matrix and columns > 1 and rows > 1:
+        expected[first:last] = FIRST[0]
+    moved = OneSlice(columns, start, numel, is_matrix=is_matrix).apply(gradient)
+    torch.testing.assert_close(moved, expected, rtol=1e-5, atol=0)
 
 
 def test_gradients_that_are_not_finite_are_never_applied() -> None:
-    weights = torch.zeros(12)
-    one = OneSlice(4, 0, 12, weights)
-    gradient = torch.ones(12)
+    one, gradient = OneSlice(), ONES.clone()
     gradient[5] = torch.inf
-    one.apply(gradient)
-    assert not weights.any()
-    one.apply(torch.ones(12))
-    torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
+    assert not one.apply(gradient).any()
+    torch.testing.assert_close(one.apply(ONES), FIRST, rtol=1e-5, atol=0)
 
 
 def test_the_last_steps_clip_coefficient_bounds_the_update() -> None:
-    weights = torch.zeros(12)
-    one = OneSlice(4, 0, 12, weights)
-    gradient = torch.ones(12)
-    one.apply(gradient)
-    before = weights.clone()
+    one = OneSlice()
+    one.apply(ONES)
     one.end_step(0.01)
     one.end_step(torch.nan)
     # 100 times the gradient at a hundredth of the coefficient is the same step.
-    one.apply(100 * gradient)
-    torch.testing.assert_close(weights - before, before, rtol=1e-4, atol=0)
+    torch.testing.assert_close(one.apply(100 * ONES), FIRST, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("applied", [2.0**16, 4.0, 2.0])
 def test_a_changed_loss_scale_leaves_the_size(applied: float) -> None:
     """That of the last applied step, and those of two later ones, of which the second is not applied."""
-    weights = torch.zeros(12)
-    one = OneSlice(4, 0, 12, weights, clip=None)
-    gradient = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).flatten() + 0.5
+    one = OneSlice(clip=None)
+    gradient = torch.rand(12, generator=torch.Generator().manual_seed(0)) + 0.5
     one.end_step(0.5, loss_scale=applied)
     moved = []
     for loss_scale, clip in ((applied, torch.nan), (applied / 2, 0.5), (4 * applied, 0.5)):
-        before = weights.clone()
-        one.apply(gradient, loss_scale=loss_scale)
+        moved.append(one.apply(gradient, loss_scale=loss_scale))
         one.end_step(clip, loss_scale=loss_scale)
-        moved.append(weights - before)
     assert moved[0].all()
     torch.testing.assert_close(moved[1:], [moved[0]] * 2, rtol=1e-5, atol=0)
 
 
 def test_without_an_applied_step_nothing_is_known() -> None:
-    weights = torch.zeros(12)
-    one = OneSlice(4, 0, 12, weights, clip=None)
+    one = OneSlice(clip=None)
     for clip in (torch.nan, 0.01):
-        one.apply(torch.full((12,), 100.0), loss_scale=4.0)
+        assert not one.apply(100 * ONES, loss_scale=4.0).any()
         one.end_step(clip, loss_scale=4.0)
-    assert not weights.any()
     # The second moment has this step's gradient only: the update is as long as any first one.
-    one.apply(torch.full((12,), 100.0), loss_scale=2.0)
-    torch.testing.assert_close(weights, torch.full((12,), -0.005), rtol=1e-5, atol=0)
+    torch.testing.assert_close(one.apply(100 * ONES, loss_scale=2.0), FIRST, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_loaded_state_replaces_what_was_there(steps: int) -> None:
     """Also that of a run whose slices have never been late, and by one that has trained before it loads."""
-    ours, theirs = torch.zeros(12), torch.zeros(12)
-    used, saved = OneSlice(4, 0, 12, ours), OneSlice(4, 0, 12, theirs)
+    used, saved = OneSlice(), OneSlice()
     gradients = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
     used.apply(100 * gradients[3])
     used.end_step(0.01)
     for gradient in gradients[:steps]:
         saved.apply(gradient)
-    used.take_over(saved)
-    ours.copy_(theirs)
+    used.update.load_state_dict(copy.deepcopy(saved.update.state_dict()))
+    used.weights.copy_(saved.weights)
     for one in (used, saved):
         one.apply(gradients[2])
-    assert torch.equal(ours, theirs)
+    assert torch.equal(used.weights, saved.weights)
 
 
 class BehindTheHost(HostRuntime):
