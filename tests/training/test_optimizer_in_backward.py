@@ -73,14 +73,14 @@ def test_lightning_gives_the_same_bits(name: str) -> None:
     assert_same_run(run_here(lightning), run_here(CASES[name]))
 
 
-def test_all_blocks_are_submitted_in_backward() -> None:
+@pytest.mark.parametrize(
+    ("case", "n_blocks"),
+    [(CASE, 16), (replace(CASE, publish_lag=1), 0), (CASE.with_keys(overlap_step=False), 0)],
+    ids=["d=0", "d=1", "synchronous"],
+)
+def test_all_blocks_are_submitted_in_backward_or_none(case: Case, n_blocks: int) -> None:
     """Also of the first step, because nothing is selected and nothing is clipped."""
-    assert run_here(CASE).in_backward_jobs == 16 * CASE.steps
-
-
-@pytest.mark.parametrize("case", [replace(CASE, publish_lag=1), CASE.with_keys(overlap_step=False)], ids=["d=1", "not"])
-def test_nothing_is_submitted_in_backward_with_a_lag(case: Case) -> None:
-    assert run_here(case).in_backward_jobs == 0
+    assert run_here(case).in_backward_jobs == n_blocks * case.steps
 
 
 def test_nothing_is_shown_from_the_first_gradient_on_that_is_not_finite() -> None:
@@ -101,21 +101,17 @@ def test_shown_weights_differ_by_a_bounded_part_of_one_update() -> None:
     assert 1e-5 < largest < 2 * case.optimizer.groups(0)[0].lr
 
 
-SHAPES = ((12, 8), (5,), (6, 7))
-
-
 @pytest.mark.parametrize(
     "keys", [{"publish_lag": 0}, {"publish_lag": 0, "optimizer_in_backward": False}, {"publish_lag": 1}]
 )
 def test_a_learning_rate_that_changes_after_backward_is_used(keys: dict[str, Any]) -> None:
     """Of the exact state; weights that are submitted in backward are shown with the one before."""
-    states, generator = [], torch.Generator().manual_seed(0)
-    gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(5)]
+    states, weights = [], [torch.ones(shape) for shape in ((12, 8), (5,), (6, 7))]
+    generator = torch.Generator().manual_seed(0)
+    gradients = [[torch.randn(w.shape, generator=generator) for w in weights] for _ in range(5)]
+    options = {"update_interval": 1, "weight_prediction": 0, "provisional_scale": 0, **keys}
     for after in (False, True):
-        compensation = {"weight_prediction": 0, "provisional_scale": 0}
-        with direct_step(
-            [[torch.ones(shape) for shape in SHAPES]], update_interval=1, **compensation, **keys
-        ) as direct:
+        with direct_step([weights], **options) as direct:
             for number, of_step in enumerate(gradients):
                 if after:
                     direct.backward(of_step)

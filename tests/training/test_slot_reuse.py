@@ -1,19 +1,21 @@
-"""Slots and publish buffers that are used again within a step: their number is the schedule's, and neither it nor the worker's speed
-changes a bit."""
+"""Slots and publish buffers that are used again within a step, and weights that are published within it: memory is as the schedule says,
+and the same bits, whenever the worker is done."""
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from harness import APPROXIMATE, RESELECTING, Case, Run, run_here
+from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
 from lightning_zenflow.deferred.in_flight import SCRATCH_BUFFER, JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
+from models import SHAPES
 from rank_states import seen
 from same_bits import assert_same_run, assert_same_state
 
@@ -43,6 +45,24 @@ COMMIT_EARLY = {
     "layers that are not used in every step": replace(CASE, model_options={"used_every": 3}),
 }
 """Steps in which windows hold gradients that are shown already, and more blocks than usual need a slot at once."""
+
+LATE = Case(steps=14, topk_ratio=0.3, max_norm=1.0, loop="direct").with_keys(**APPROXIMATE)
+PUBLISHED = {
+    "S=4, d=1": LATE,
+    "S=2, d=3, bf16": replace(LATE, update_interval=2, publish_lag=3, precision="bf16-true"),
+    "many blocks, accumulation": replace(LATE, update_interval=16, accumulate=2, steps=20),
+    "reselection": LATE.with_keys(**EVERYTHING),
+    "flush in between": replace(LATE, flush_after=(5, 6)),
+    "nothing late": replace(LATE, publish_lag=0),
+    "tied weights, checkpointing": replace(
+        LATE, model="TiedNet", model_options={"checkpoint": "non-reentrant", "head_in_checkpoint": True}
+    ),
+    # Whose backward passes read weights that jobs in flight will overwrite only steps later.
+    "a network, long lag": replace(LATE, model="TiedNet", update_interval=2, publish_lag=3),
+    "frozen layers": replace(LATE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
+    "changes of schedule": replace(LATE, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
+}
+"""With weights that are copied to the model in backward, as soon as nothing reads them any more and the worker is done."""
 
 
 @dataclass
@@ -146,3 +166,32 @@ def test_a_flush_publishes_anew_only_what_may_not_be_exact(keys: dict[str, Any],
     """Every window ends with a synchronous step."""
     watched = watch(replace(CASES["S=4, d=1"], warm_up=3, steps=3).with_keys(**keys))
     assert watched.causes["job"] == (3 + flushed) * watched.schedule.n_blocks
+
+
+def run_with(case: Case, answers: tuple[bool, ...]) -> Run:
+    """A run in which the worker is seen to be done in time, or not, as `answers` say in turn."""
+    turns = itertools.cycle(answers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SupervisedWorker, "has_answered", lambda self, submission: seen(self, submission, next(turns)))
+        return run_here(case)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_same_bits_whenever_the_worker_is_done(name: str) -> None:
+    never, sometimes, always = (
+        run_with(PUBLISHED[name], answers) for answers in ((False,), (False, False, True), (True,))
+    )
+    early = [sum(in_backward for in_backward, _ in run.h2d_bytes) for run in (never, sometimes, always)]
+    # Where slots are few (d = 0, submitted in backward), answers are waited for during backward.
+    assert early[0] == 0 or name in ("nothing late", "changes of schedule")
+    assert early[0] <= early[1] and early[0] < early[2]
+    for run in (sometimes, always):
+        assert_same_run(run, never)
+
+
+def test_nothing_is_left_for_the_end_of_the_step() -> None:
+    """But for the jobs of the first step, which selects and is synchronous."""
+    # Without the last parameter, which has no gradient in every second step.
+    case = replace(LATE, model_options={"shapes": SHAPES[:6]})
+    for in_backward, rest in run_with(case, (True,)).h2d_bytes[2:]:
+        assert in_backward > 0 and rest == 0
