@@ -34,7 +34,7 @@ class LateGradient:
     """Of each late tile the block, and the position in the full rows with the gradient's slot in host memory."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Update:
     """A provisional update of a slice's full rows or of a part of them, without its size."""
 
@@ -50,13 +50,18 @@ class _Update:
     """Whether the gradient must be copied to the device first."""
 
     def part(self, place: Destination) -> "_Update":
-        """The update of one tile."""
+        """The update of one tile; itself, where that has all rows."""
+        if place.slot.shape == self.weights.shape:
+            return self
         rows, width = place.slot.shape
         row, column = divmod(place.begin, self.weights.shape[1])
-        row_scale = self.factors.row_scale.narrow(0, row, rows)
-        factors = replace(self.factors, row_scale=row_scale, col_scale=self.factors.col_scale.narrow(1, column, width))
+        factors = Factors(
+            row_scale=self.factors.row_scale.narrow(0, row, rows),
+            col_scale=self.factors.col_scale.narrow(1, column, width),
+            finite=self.factors.finite,
+        )
         weights, gradient = place.part_of(self.weights), place.part_of(self.gradient)
-        return replace(self, weights=weights, gradient=gradient, factors=factors)
+        return _Update(step=self.step, weights=weights, gradient=gradient, factors=factors, beta1=self.beta1)
 
 
 class ProvisionalUpdate:
@@ -170,14 +175,15 @@ class ProvisionalUpdate:
             schedule: present S and d.
         """
         # The memory of a CPU device is the slots'.
-        in_slot, kept = runtime_of(self._rank.device).runs_behind, slot
-        if in_slot:
+        kept = slot
+        if runtime_of(self._rank.device).runs_behind:
             if schedule not in self._keeps_on_device:
                 n_bytes = self._rank.partition.numel * self._rank.dtype.itemsize * schedule.kept_share
                 self._keeps_on_device[schedule] = has_room(n_bytes, update.gradient.device)
-            if self._keeps_on_device[schedule]:
-                in_slot, kept = False, update.gradient.clone()
-        self._kept.setdefault(block, []).append(replace(update, gradient=kept, in_slot=in_slot))
+            update.in_slot = not self._keeps_on_device[schedule]
+            kept = slot if update.in_slot else update.gradient.clone()
+        update.gradient = kept
+        self._kept.setdefault(block, []).append(update)
 
     def published(self, last_steps: Mapping[int, int], schedule: StaggeredSchedule) -> None:
         """Applies kept updates again, and drops those that no other job in flight will overwrite.
