@@ -8,7 +8,18 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from typing_extensions import Self
 
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
@@ -65,20 +76,17 @@ def _holds(condition: Callable[[Any], bool]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _without_effect(offload: bool) -> bool:
-    if offload:
-        # Imported here because Lightning takes seconds, and the command line needs the keys for its help.
-        from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
-        rank_zero_info(
-            "ZenFlow: offload=True has no effect: the states of selected columns stay on the device, since copying them would take 24 bytes"
-            " of PCIe traffic for each entry in each step, and would save 0.6 bytes of GPU memory a parameter"
-        )
-    return False
+def _without_effect(value: Any, info: ValidationInfo) -> Any:
+    """The default of a key, whatever its value."""
+    key = KEYS[str(info.field_name)]
+    if value != key["default"]:
+        rank_zero_info(f"ZenFlow ignores {info.field_name}={value!r}. {key['description']}")
+    return key["default"]
 
 
 # Where JSON's schema cannot name a set of values, "text" does, in errors and documents.
 _Auto: TypeAlias = Literal["auto"]
+_Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 _Factor: TypeAlias = Annotated[float, Field(ge=0, le=_LARGEST_FACTOR)]
 _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
@@ -120,7 +128,7 @@ class ZenFlowConfig(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    topk_ratio: float = _key(0.05, ge=0, le=1, unit="fraction of columns")
+    topk_ratio: _Share = _key(0.05, unit="fraction of columns")
     """Input columns of each matrix that the device updates in every step, while weights that the host updates are late. The device also
     updates all 1-D parameters; at 0 the host updates everything."""
 
@@ -168,16 +176,15 @@ class ZenFlowConfig(BaseModel):
     """Step size of the device's provisional update of host-owned weights during backward; 0 disables it. "auto" takes the size of the
     update that AdamW would have made of the gradient by then; see `lightning_zenflow.schedule.compensation`."""
 
-    auto_ratio: float = _key(0.99, ge=0, le=1, unit="fraction of matrices")
-    """`update_interval: auto` bounds S by the steps after which the deferred gradient of this fraction outweighs the gradient that is
-    applied at once (the rule of Zen-auto). A smaller fraction means a smaller bound."""
+    auto_ratio: Annotated[_Share, AfterValidator(_without_effect)] = _key(0.99, changes_numbers=False)
+    """A key of DeepSpeed's ZenFlow without effect: measured times choose S, and max_update_interval bounds it."""
 
     moments_dtype: Literal["float32", "bfloat16"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12; the
     second moment is rounded stochastically, once a window. Checkpoints hold float32; runs with either read both."""
 
     offload: Annotated[bool, AfterValidator(_without_effect)] = _key(False, changes_numbers=False)
-    """Has no effect; a key of DeepSpeed's ZenFlow. The states of device-owned columns stay on the device."""
+    """A key of DeepSpeed's ZenFlow without effect: the states of device-owned columns stay on the device."""
 
     accumulate_on: Literal["device", "host", "auto"] = _key("auto", changes_numbers=False)
     """Where gradients are accumulated over micro-batches: the device (2 bytes per element of the rank's partition, 4 in fp32) or host
@@ -188,7 +195,7 @@ class ZenFlowConfig(BaseModel):
     )
     """Cores of the worker process: how many, or a list of which. "auto" leaves pt_reserved_cores_perc of them to the trainer."""
 
-    pt_reserved_cores_perc: float = _key(0.5, ge=0, le=1, unit="fraction of physical cores", changes_numbers=False)
+    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of physical cores", changes_numbers=False)
     """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
 
     worker_timeout: float = _key(600.0, gt=0, le=_LONGEST_TIMEOUT, unit="seconds", changes_numbers=False)
@@ -351,9 +358,6 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     for key in keys:
         if key in known:
             continue
-        # Imported here for the same reason as above.
-        from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
         near = difflib.get_close_matches(str(key), known, n=1)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""
         raise MisconfigurationException(f"{where}: unknown key {key!r}{suggestion}; keys are {', '.join(known)}")

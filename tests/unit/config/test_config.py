@@ -37,7 +37,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "overlap_step": BOOLEAN,
     "weight_prediction": FACTOR,
     "provisional_scale": FACTOR,
-    "auto_ratio": SHARE,
+    "auto_ratio": ([0.99], [-0.01, 1.01, "auto"]),
     "moments_dtype": (["float32", "bfloat16"], ["fp32", "bf16", "auto", 16]),
     "offload": ([False], [0, 1, "true", "auto"]),
     "accumulate_on": (["auto", "device", "host"], ["cpu", "Host", ["host"]]),
@@ -90,10 +90,13 @@ def test_update_interval_is_bounded_by_max_update_interval() -> None:
         ZenFlowConfig(update_interval=5, max_update_interval=4)
 
 
-def test_offload_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        assert ZenFlowConfig(offload=True) == ZenFlowConfig()
-    assert "offload=True has no effect" in caplog.text
+        assert ZenFlowConfig(offload=True, auto_ratio=0.5) == ZenFlowConfig(offload=False, auto_ratio=0.99)
+    assert [message.partition(".")[0] for message in caplog.messages] == [
+        "ZenFlow ignores auto_ratio=0",
+        "ZenFlow ignores offload=True",
+    ]
 
 
 def test_unknown_key() -> None:

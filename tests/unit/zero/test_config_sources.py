@@ -126,7 +126,7 @@ def test_deepspeeds_tutorial_works_unchanged(tmp_path: Path) -> None:
 
 def test_deepspeeds_block() -> None:
     assert set(DeepSpeedZenFlowConfig.model_fields) - {"steps_per_epoch"} <= set(KEYS)
-    assert resolve_config(with_block(steps_per_epoch=100, auto_ratio=0.9), {})[0] == ZenFlowConfig(auto_ratio=0.9)
+    assert resolve_config(with_block(steps_per_epoch=100, topk_ratio=0.9), {})[0] == ZenFlowConfig(topk_ratio=0.9)
     assert resolve_config({"zero_optimization": {"zenflow": None}}, {}) == (ZenFlowConfig(), {"zero_optimization": {}})
 
 
