@@ -67,12 +67,7 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
         return config.replace(**overrides), None
     origin = str(config) if isinstance(config, str | os.PathLike) else "config"
     zenflow, deepspeed = _split(_read(config, origin), origin)
-    given = {**zenflow, **overrides}
-    values = {**_take_zenflow_block(deepspeed or {}, origin), **given}
-    interval = values.get("update_interval")
-    if isinstance(interval, int) and "update_interval" not in given and "max_update_interval" not in given:
-        # DeepSpeed has no such bound, and its file no key to raise it.
-        values["max_update_interval"] = max(interval, KEYS["max_update_interval"]["default"])
+    values = {**_take_zenflow_block(deepspeed or {}, origin), **zenflow, **overrides}
     try:
         return ZenFlowConfig(**values), deepspeed
     except ConfigValueError as error:

@@ -109,8 +109,6 @@ def test_keyword_over_section_over_block_over_default() -> None:
     config, deepspeed = resolve_config(content, {"topk_ratio": 0.1})
     assert config == ZenFlowConfig(topk_ratio=0.1, update_interval=2, full_warm_up_rounds=3)
     assert deepspeed == {"zero_optimization": {"stage": 2}}
-    # Values are checked after the merge.
-    assert resolve_config({"update_interval": 32}, {"max_update_interval": 32})[0].update_interval == 32
 
 
 def test_deepspeeds_tutorial_works_unchanged(tmp_path: Path) -> None:
@@ -128,13 +126,6 @@ def test_deepspeeds_block() -> None:
     assert set(DeepSpeedZenFlowConfig.model_fields) - {"steps_per_epoch"} <= set(KEYS)
     assert resolve_config(with_block(steps_per_epoch=100, topk_ratio=0.9), {})[0] == ZenFlowConfig(topk_ratio=0.9)
     assert resolve_config({"zero_optimization": {"zenflow": None}}, {}) == (ZenFlowConfig(), {"zero_optimization": {}})
-
-
-def test_long_interval_lifts_the_bound_that_deepspeed_does_not_have() -> None:
-    config, _ = resolve_config(with_block(update_interval=32), {})
-    assert (config.update_interval, config.max_update_interval) == (32, 32)
-    with pytest.raises(ValueError, match="max_update_interval=8"):
-        resolve_config(with_block(update_interval=32), {"max_update_interval": 8})
 
 
 @pytest.mark.parametrize(
