@@ -34,22 +34,6 @@ _LARGEST_FACTOR = 1e6
 _LONGEST_TIMEOUT = 1e6
 """Seconds. System calls count their timeouts in milliseconds, in 32 bits."""
 
-AS_IN_CONFIG = "as in config"
-"""Default of a strategy's keyword whose key may be None. A string, because LightningCLI saves the defaults in its YAML files."""
-
-
-class ConfigValueError(ValueError):
-    """A key of ``ZenFlowConfig`` has a value that is not allowed.
-
-    Args:
-        message: names the key, the value and what is allowed.
-        key: the key.
-    """
-
-    def __init__(self, message: str, key: str = "") -> None:
-        super().__init__(message)
-        self.key = key
-
 
 def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
     """A field.
@@ -115,7 +99,7 @@ class ZenFlowConfig(BaseModel):
     """Which weights ZenFlow updates where, when, and with which resources. docs/configuration.md lists the allowed values.
 
     Raises:
-        ConfigValueError: a value is not allowed; the message names the key, the allowed values and the value.
+        ValueError: a value is not allowed; the message names the key, the allowed values and the value.
         MisconfigurationException: a key is unknown; the message suggests the nearest one.
     """
 
@@ -224,8 +208,8 @@ class ZenFlowConfig(BaseModel):
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
             hint = f"leave it out for the default, {KEYS[name]['default']!r}"
-            raise ConfigValueError(
-                f"ZenFlowConfig: {name} must be {allowed_values(KEYS[name])}, got {keys[name]!r}; {hint}", name
+            raise ValueError(
+                f"ZenFlowConfig: {name} must be {allowed_values(KEYS[name])}, got {keys[name]!r}; {hint}"
             ) from None
 
     def replace(self, **keys: Any) -> Self:
@@ -333,9 +317,8 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
 
 
 def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a strategy's keywords set; the others have the default of their keyword, `AS_IN_CONFIG` or else None."""
-    defaults = {"timeline": AS_IN_CONFIG}
-    return {key: keywords[key] for key in KEYS if key in keywords and keywords[key] != defaults.get(key)}
+    """The keys that a strategy's keywords set; those of the others are None."""
+    return {key: keywords[key] for key in KEYS if keywords.get(key) is not None}
 
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:

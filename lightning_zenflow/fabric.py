@@ -59,7 +59,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
-        ConfigValueError: a key has a value that is not allowed.
+        ValueError: a key has a value that is not allowed.
         MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 

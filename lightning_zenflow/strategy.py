@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
-from lightning_zenflow.config import AS_IN_CONFIG, ZenFlowConfig, given_keys
+from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
 from lightning_zenflow.session import Session
 from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
@@ -47,11 +47,11 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
-            default. None for `timeline` means no timeline.
+            default.
         **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
-        ConfigValueError: a key has a value that is not allowed.
+        ValueError: a key has a value that is not allowed.
         MisconfigurationException: a keyword is unknown; `config` cannot be read, or asks DeepSpeed for what ZenFlow does not support.
     """
 
@@ -84,7 +84,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         max_worker_restarts: int | None = None,
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
-        timeline: str | Path | None = AS_IN_CONFIG,
+        timeline: str | Path | None = None,
         timeline_steps: Sequence[int] | Literal["auto"] | None = None,
         **deepspeed_options: Any,
     ) -> None:

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zenflow.config import KEYS, ConfigValueError, ZenFlowConfig, check_keys
+from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
 
@@ -59,10 +59,12 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
 
     Raises:
         MisconfigurationException: a file is missing, of an unknown type or malformed; a key is unknown or in the wrong place.
-        ConfigValueError: a value is not allowed.
+        ValueError: a value is not allowed.
     """
+    # Wrong keywords are not the source's.
+    given = ZenFlowConfig(**overrides)
     if config is None:
-        return ZenFlowConfig(**overrides), None
+        return given, None
     if isinstance(config, ZenFlowConfig):
         return config.replace(**overrides), None
     origin = str(config) if isinstance(config, str | os.PathLike) else "config"
@@ -70,10 +72,8 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
     values = {**_take_zenflow_block(deepspeed or {}, origin), **zenflow, **overrides}
     try:
         return ZenFlowConfig(**values), deepspeed
-    except ConfigValueError as error:
-        if error.key in overrides:
-            raise
-        raise ConfigValueError(f"{origin}: {error}", error.key) from None
+    except ValueError as error:
+        raise ValueError(f"{origin}: {error}") from None
 
 
 def _read(config: str | os.PathLike[str] | Mapping[str, Any] | DictConfig, origin: str) -> dict[str, Any]:

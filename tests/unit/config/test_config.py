@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from docs.configuration import DOCUMENT, with_table
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.config import AS_IN_CONFIG, KEYS, ConfigValueError, ZenFlowConfig, allowed_values
+from lightning_zenflow.config import KEYS, ZenFlowConfig, allowed_values
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
@@ -68,15 +68,14 @@ def test_values_of_each_key(key: str) -> None:
         *refused,
         *(v for v in JUNK if v is not default and not (v is True and allowed in (BOOLEAN[0], [False]))),
     ]:
-        with pytest.raises(ConfigValueError) as error:
+        with pytest.raises(ValueError) as error:
             ZenFlowConfig(**{key: value})
-        assert error.value.key == key
         expected = f"ZenFlowConfig: {key} must be {names}, got {value!r}; leave it out for the default, {default!r}"
         assert str(error.value) == expected
 
 
 def test_a_wrong_value_is_explained() -> None:
-    with pytest.raises(ConfigValueError) as error:
+    with pytest.raises(ValueError) as error:
         ZenFlowConfig(worker_cores="all")
     assert str(error.value) == (
         "ZenFlowConfig: worker_cores must be an integer >= 1 or a list of distinct integers >= 0 or 'auto', got 'all'; leave it out for the"
@@ -104,7 +103,7 @@ def test_unknown_key() -> None:
 def test_a_copy_with_other_values() -> None:
     config = ZenFlowConfig(worker_cores=[0])
     assert pickle.loads(pickle.dumps(config)) == config == ZenFlowConfig().replace(worker_cores=[0])
-    with pytest.raises(ConfigValueError, match="topk_ratio must be a number from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="topk_ratio must be a number from 0 to 1, got 2"):
         config.replace(topk_ratio=2)
 
 
@@ -113,7 +112,7 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
     assert [name for name in keywords if name in KEYS] == list(KEYS)
     types = get_type_hints(ZenFlowStrategy.__init__)
     for key in KEYS:
-        assert keywords[key].default == (AS_IN_CONFIG if key == "timeline" else None)
+        assert keywords[key].default is None
         # LightningCLI reads the types of words.
         assert {word for member in get_args(types[key]) for word in get_args(member) if isinstance(word, str)} == {
             word for part in KEYS[key].get("anyOf", [KEYS[key]]) for word in [*part.get("enum", ()), part.get("const")]
@@ -122,10 +121,9 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
 
 @pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
 def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
-    """None does so only where it is a value."""
     path = tmp_path / "zenflow.yaml"
     path.write_text("zenflow: {timeline: a.json, topk_ratio: 0.3}")
-    assert strategy(config=path, timeline=None).zenflow_config == ZenFlowConfig(topk_ratio=0.3)
+    assert strategy(config=path, timeline="b.json").zenflow_config == ZenFlowConfig(timeline="b.json", topk_ratio=0.3)
     assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(timeline="a.json", topk_ratio=0.3)
 
 
@@ -145,7 +143,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     path.write_text("zenflow: {timeline: a.json}")
     keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1, "timeline_steps": [3, 4]}
     assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(timeline="a.json", **keys)
-    assert from_command_line({"config": str(path), "timeline": "null"}).timeline is None
     with pytest.raises(ValueError, match="ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 7"):
         from_command_line({"topk_ratio": 7})
 
