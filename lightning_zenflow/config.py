@@ -121,8 +121,8 @@ class ZenFlowConfig(BaseModel):
     `lightning_zenflow.topk.selector.SelectStrategy`."""
 
     select_interval: Annotated[int, Field(ge=0)] | _Auto = _key("auto", unit="steps or epochs")
-    """Interval between two selections of columns; 0 selects once, after warm-up. "auto" selects again when the selected columns no
-    longer have the largest gradients."""
+    """Interval between two selections of columns; 0 selects once, after warm-up. "auto" selects every 512 steps, or with
+    `select_strategy: epoch` every epoch."""
 
     update_interval: _Interval | _Auto = _key("auto", unit="steps")
     """Window S: the worker replays the gradients of S steps in one pass. "auto" takes a power of two: with
