@@ -10,16 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
@@ -36,19 +27,8 @@ _LONGEST_TIMEOUT = 1e6
 
 
 def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
-    """A field.
-
-    Args:
-        default: its default.
-        unit: of numbers; empty where they have none.
-        changes_numbers: whether losses and weights depend on the value; a run continues bit for bit only with the same value.
-        **bounds: as pydantic's `Field` has them.
-    """
+    """A field; a run continues a checkpoint bit for bit only with the same values of those that change numbers (losses and weights)."""
     return Field(default, json_schema_extra={"unit": unit, "changes_numbers": changes_numbers}, **bounds)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | range) else value
 
 
 def _holds(condition: Callable[[Any], bool]) -> AfterValidator:
@@ -75,23 +55,23 @@ _Factor: TypeAlias = Annotated[float, Field(ge=0, le=_LARGEST_FACTOR)]
 _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
-    BeforeValidator(_as_tuple),
-    _holds(lambda cores: 0 < len(cores) == len(set(cores))),
-    WithJsonSchema({"text": "a list of distinct integers >= 0"}),
+    Field(strict=False, min_length=1, json_schema_extra={"text": "a list of distinct integers >= 0"}),
+    _holds(lambda cores: len(cores) == len(set(cores))),
 ]
 _StepRange: TypeAlias = Annotated[
     tuple[int, int],
-    BeforeValidator(_as_tuple),
+    Field(strict=False, json_schema_extra={"text": "a list [first, last] with 2 <= first <= last"}),
     _holds(lambda steps: 2 <= steps[0] <= steps[1]),
-    WithJsonSchema({"text": "a list [first, last] with 2 <= first <= last"}),
 ]
 _ImportPath: TypeAlias = Annotated[
     str,
-    Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*$"),
-    WithJsonSchema({"text": "an import path ('pkg.mod:fn' or 'pkg.mod.fn')"}),
+    Field(
+        pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*$",
+        json_schema_extra={"text": "an import path"},
+    ),
 ]
 _JsonPath: TypeAlias = Annotated[
-    str, Field(pattern=r"\.json$"), BeforeValidator(str), WithJsonSchema({"text": "a path that ends in '.json'"})
+    str, BeforeValidator(str), Field(pattern=r"\.json$", json_schema_extra={"text": "a path that ends in '.json'"})
 ]
 
 
@@ -103,13 +83,9 @@ class ZenFlowConfig(BaseModel):
         MisconfigurationException: a key is unknown; the message suggests the nearest one.
     """
 
+    # Strict: True is no number and "1" no integer.
     model_config = ConfigDict(
-        # True is no number and "1" no integer.
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     topk_ratio: _Share = _key(0.05, unit="fraction of columns")
@@ -128,7 +104,7 @@ class ZenFlowConfig(BaseModel):
     """Window S: the worker replays the gradients of S steps in one pass. "auto" takes a power of two: with
     publish_lag, the least stale pair whose work hides behind training; see `lightning_zenflow.schedule.auto_policy`."""
 
-    max_update_interval: int = _key(16, ge=1, le=_LARGEST_INTERVAL, unit="steps")
+    max_update_interval: _Interval = _key(16, unit="steps")
     """Upper bound of `update_interval: auto`, hence of the gradients held in host memory."""
 
     publish_lag: Annotated[int, Field(ge=0, le=_LARGEST_INTERVAL)] | _Auto = _key("auto", unit="steps")
@@ -207,9 +183,9 @@ class ZenFlowConfig(BaseModel):
             super().__init__(**keys)
         except ValidationError as error:
             name = str(error.errors()[0]["loc"][0])
-            hint = f"leave it out for the default, {KEYS[name]['default']!r}"
+            must = f"must be {allowed_values(KEYS[name])}, got {keys[name]!r}"
             raise ValueError(
-                f"ZenFlowConfig: {name} must be {allowed_values(KEYS[name])}, got {keys[name]!r}; {hint}"
+                f"ZenFlowConfig: {name} {must}; leave it out for the default, {KEYS[name]['default']!r}"
             ) from None
 
     def replace(self, **keys: Any) -> Self:
@@ -220,13 +196,9 @@ class ZenFlowConfig(BaseModel):
         """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail, since
         measured times decide which blocks are in it.
         """
-        if not self.measures:
-            return self
-        first = first_schedule(
-            candidates_of(self.update_intervals, self.publish_lags), hides_in_backward=self.submits_in_backward
-        )
-        s, d = first.update_interval, first.publish_lag
-        return self.replace(update_interval=s, publish_lag=d, tail="none")
+        candidates = candidates_of(self.update_intervals, self.publish_lags)
+        first = first_schedule(candidates, hides_in_backward=self.submits_in_backward)
+        return self.replace(update_interval=first.update_interval, publish_lag=first.publish_lag, tail="none")
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
@@ -322,15 +294,10 @@ def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
-    """Refuses keys that are unknown, with the nearest known one.
-
-    Args:
-        keys: the keys that are there.
-        known: the keys allowed there.
-        where: names the place in the error, for instance "ZenFlowConfig" or a file and a section.
+    """Refuses unknown keys.
 
     Raises:
-        MisconfigurationException: names the first unknown key.
+        MisconfigurationException: names the first one, the nearest known one and `where` it is, such as a file and a section.
     """
     for key in keys:
         if key in known:
