@@ -46,12 +46,6 @@ def write(path: Path, content: str) -> Path:
     return path
 
 
-def test_keywords_and_instances() -> None:
-    assert resolve_config(None, {"topk_ratio": 0.5}) == (ZenFlowConfig(topk_ratio=0.5), None)
-    config = ZenFlowConfig(update_interval=2)
-    assert resolve_config(config, {"topk_ratio": 0.5}) == (ZenFlowConfig(update_interval=2, topk_ratio=0.5), None)
-
-
 FLAT = {"topk_ratio": 0.25, "update_interval": 2}
 DEEPSPEED = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 FORMS: dict[str, dict[str, Any]] = {
@@ -80,14 +74,14 @@ def test_every_form_in_every_kind(form: str, tmp_path: Path) -> None:
     assert content == FORMS[form]
 
 
-@pytest.mark.parametrize("empty", ["", "zenflow:\n", "zenflow: {}\ndeepspeed:\n", "{}"])
-def test_empty_file(empty: str, tmp_path: Path) -> None:
-    assert resolve_config(write(tmp_path / "c.yaml", empty), {}) == (ZenFlowConfig(), None)
-
-
-def test_deepspeed_dict_may_hold_objects() -> None:
-    content = {"data_types": {"grad_accum_dtype": torch.float32}, "fp16": {}}
-    assert resolve_config(content, {}) == (ZenFlowConfig(), content)
+def test_keywords_instances_and_nothing(tmp_path: Path) -> None:
+    assert resolve_config(None, {"topk_ratio": 0.5}) == (ZenFlowConfig(topk_ratio=0.5), None)
+    config = ZenFlowConfig(update_interval=2)
+    assert resolve_config(config, {"topk_ratio": 0.5}) == (ZenFlowConfig(update_interval=2, topk_ratio=0.5), None)
+    for empty in ("", "zenflow:\n", "zenflow: {}\ndeepspeed:\n", "{}"):
+        assert resolve_config(write(tmp_path / "c.yaml", empty), {}) == (ZenFlowConfig(), None)
+    objects = {"data_types": {"grad_accum_dtype": torch.float32}, "fp16": {}}
+    assert resolve_config(objects, {}) == (ZenFlowConfig(), objects)
 
 
 def test_interpolations_and_numbers_of_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,20 +105,14 @@ def test_keyword_over_section_over_block_over_default() -> None:
     assert deepspeed == {"zero_optimization": {"stage": 2}}
 
 
-def test_deepspeeds_tutorial_works_unchanged(tmp_path: Path) -> None:
+def test_deepspeeds_block(tmp_path: Path) -> None:
+    """Its tutorial works unchanged; the block may have all of our keys."""
     config, deepspeed = resolve_config(write(tmp_path / "zf_config.json", json.dumps(TUTORIAL)), {})
-    assert config == ZenFlowConfig(
-        topk_ratio=0.1, select_strategy="auto", update_interval=4, full_warm_up_rounds=5, overlap_step=True
-    )
-    assert deepspeed == {
-        **TUTORIAL,
-        "zero_optimization": {k: TUTORIAL["zero_optimization"][k] for k in ("stage", "offload_optimizer")},
-    }
-
-
-def test_deepspeeds_block() -> None:
+    zero = dict(TUTORIAL["zero_optimization"])
+    assert config == ZenFlowConfig(**zero.pop("zenflow"))
+    assert deepspeed == {**TUTORIAL, "zero_optimization": zero}
     assert set(DeepSpeedZenFlowConfig.model_fields) - {"steps_per_epoch"} <= set(KEYS)
-    assert resolve_config(with_block(steps_per_epoch=100, topk_ratio=0.9), {})[0] == ZenFlowConfig(topk_ratio=0.9)
+    assert resolve_config(with_block(steps_per_epoch=100, publish_lag=1), {})[0] == ZenFlowConfig(publish_lag=1)
     assert resolve_config({"zero_optimization": {"zenflow": None}}, {}) == (ZenFlowConfig(), {"zero_optimization": {}})
 
 
@@ -145,7 +133,7 @@ def test_deepspeeds_block() -> None:
         ({"deepspeed": "zf.json"}, "deepspeed must be a mapping, got 'zf.json'"),
         ({"topk_ratio": 0.1, "fp16": {}}, "'topk_ratio' is a key of ZenFlow; .* move it into zero_optimization.zenflow"),
         ({"deepspeed": {"topk_ratio": 0.1}}, "'topk_ratio' is a key of ZenFlow"),
-        (with_block(publish_lag=1), "zero_optimization.zenflow: unknown key 'publish_lag'"),
+        (with_block(lag=1), "zero_optimization.zenflow: unknown key 'lag'"),
         ({"zero_optimization": {"zenflow": True}}, r"zero_optimization\.zenflow must be a mapping, got True"),
         ({"topk_ratio": "${nowhere}"}, "nowhere"),
         ({"topk_ratio": "???"}, "topk_ratio"),
@@ -170,16 +158,15 @@ def test_wrong_keyword_does_not_blame_the_file() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("zf.toml", "{}", r"must be a file named \*\.json .*, got '.*zf.toml'"),
-        ("missing.json", None, "must be an existing file, got '.*missing.json'"),
+        ("missing.json", None, "missing.json: cannot be read: .*No such file"),
         ("a.json", "{'topk_ratio': 0.1}", "a.json: cannot be read: "),
         ("a.json", '{"fp16": {}, "fp16": {}}', "cannot be read: Duplicate keys"),
         ("a.json", '{"fp16": "\xff"}', "cannot be read: .*codec"),
         ("a.yaml", "topk_ratio: [0.1", "cannot be read: "),
         ("a.yaml", "topk_ratio: 0.1\ntopk_ratio: 0.2", "cannot be read: .*duplicate"),
         ("a.yaml", "4", "cannot be read: "),
-        ("a.json", "[1]", "a.json: the top level must be a mapping"),
-        ("a.yaml", "- 1", "a.yaml: the top level must be a mapping"),
+        ("a.json", "[1]", r"a.json must be a mapping, .*, got \[1\]"),
+        ("a.yaml", "- 1", r"a.yaml must be a mapping, .*, got \[1\]"),
     ],
 )
 def test_files_that_cannot_be_read(name: str, content: str | None, message: str, tmp_path: Path) -> None:
@@ -191,5 +178,5 @@ def test_files_that_cannot_be_read(name: str, content: str | None, message: str,
 
 @pytest.mark.parametrize("config", [3, ["topk_ratio"], OmegaConf.create([1])])
 def test_wrong_type(config: Any) -> None:
-    with pytest.raises(MisconfigurationException, match=r"^config must be the path of a DeepSpeed JSON"):
+    with pytest.raises(MisconfigurationException, match=r"^config must be a mapping, a ZenFlowConfig, or the path of"):
         resolve_config(config, {})
