@@ -5,89 +5,85 @@ Written against DeepSpeed 0.19.8.
 """
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from operator import eq
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
-from lightning_zenflow.config import check_keys
 from lightning_zenflow.schedule.staggered import bucket_size
 
-Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
-"""A key's dotted path, whether a value of it is allowed, and what is allowed. Absent keys are."""
+
+class Rule(NamedTuple):
+    """What a key must be, if it is present; `path` is dotted."""
+
+    path: str
+    allows: Callable[[Any], bool]
+    allowed: str
+    reason: str = ""
+
+
+def _only(path: str, required: object, reason: str) -> Rule:
+    # 1 and 1.0 equal True.
+    return Rule(
+        path,
+        lambda value: value == required and isinstance(value, bool) == isinstance(required, bool),
+        f"{required!r} or absent",
+        reason,
+    )
+
 
 # Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
 _SET_BY_LIGHTNING = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"
+)  # fmt: skip
 
 # Set by DeepSpeed if "auto".
 _SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
+_STAGE_2 = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
+_NO_PARAMETERS = "stage 2 does not offload parameters"
 
-def _is(required: object, value: object) -> bool:
-    # Types are compared because 1 and 1.0 equal True.
-    return type(value) is type(required) and value == required
-
-
-# Keys that must have this value if present, with the reason.
-_REQUIRED: dict[str, tuple[object, str]] = {
-    "zero_optimization.stage": (2, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
-    "zero_optimization.contiguous_gradients": (True, "gradients are taken from ZeRO's contiguous buckets"),
-    "zero_optimization.round_robin_gradients": (False, "ZenFlow orders the copies to the host itself"),
-    "zero_optimization.compute_grad_norm": (True, "the norm decides whether a step is applied"),
-    "zero_optimization.elastic_checkpoint": (False, "use DeepSpeed's universal checkpoints instead"),
-    "zero_optimization.cpu_offload_param": (False, "stage 2 does not offload parameters"),
-    "zero_optimization.offload_param.device": ("none", "only stage 3 offloads parameters"),
-    "managed_gradient_accumulation": (True, "Lightning leaves the boundary to DeepSpeed"),
-    "torch_autocast.enabled": (False, "the Trainer's `precision` sets the data type"),
-    "optimizer.params.amsgrad": (False, "the worker's update has no AMSGrad"),
-    "optimizer.params.maximize": (False, "the worker's update minimises"),
-    "optimizer.params.differentiable": (False, "the worker's update has no graph"),
-    "optimizer.params.bias_correction": (True, "the worker's update corrects the bias of the moments"),
-    "optimizer.params.fp32_optimizer_states": (True, "ZenFlow's key moments_dtype decides"),
-}
-
-_NO_DISK = "the states are in host memory"
-
-# Keywords of Lightning's `DeepSpeedStrategy` that must have this value if given, with the reason.
-_REQUIRED_OPTIONS: dict[str, tuple[object, str]] = {
-    "zero_optimization": (True, "ZenFlow works on ZeRO's partitioned gradients and optimizer states"),
-    "offload_optimizer_device": ("cpu", _NO_DISK),
-    "offload_parameters": (False, "stage 2 does not offload parameters"),
-    "offload_params_device": ("cpu", "stage 2 does not offload parameters"),
-    "remote_device": (None, "only stage 3 makes modules on another device"),
-    "load_full_weights": (False, "only stage 3 loads weights from a single file"),
-}
-
-_RULES: tuple[Rule, ...] = (
-    *((path, partial(_is, required), f"{required!r} ({reason})") for path, (required, reason) in _REQUIRED.items()),
-    ("zero_optimization.offload_optimizer.device", lambda value: value in ("cpu", "none"), "'cpu'"),
-    # DeepSpeed only asserts it, or divides by it.
-    ("zero_optimization.allgather_bucket_size", lambda n: not isinstance(n, int | float) or (n >= 2 and n % 2 == 0),
-     "an even integer >= 2"),
-    ("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,
-     "an integer >= 1 that equals the Trainer's accumulate_grad_batches"),
-    ("gradient_clipping", lambda norm: type(norm) in (int, float) and 0 <= norm < math.inf, "a finite number >= 0 (0: off)"),
-    ("optimizer.type", lambda name: isinstance(name, str) and name.lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
-    ("optimizer", lambda optimizer: "type" in optimizer, "a mapping with a type, 'AdamW' or 'Adam'"),
-    ("timers.throughput.synchronized", lambda value: isinstance(value, bool), "true or false"),
+_RULES = (
+    _only("zero_optimization.stage", 2, _STAGE_2),
+    _only("zero_optimization.contiguous_gradients", True, "gradients are taken from ZeRO's contiguous buckets"),
+    _only("zero_optimization.round_robin_gradients", False, "ZenFlow orders the copies to the host itself"),
+    _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
+    _only("zero_optimization.elastic_checkpoint", False, "use DeepSpeed's universal checkpoints instead"),
+    _only("zero_optimization.cpu_offload_param", False, _NO_PARAMETERS),
+    _only("zero_optimization.offload_param.device", "none", _NO_PARAMETERS),
+    _only("managed_gradient_accumulation", True, "Lightning leaves the boundary to DeepSpeed"),
+    _only("torch_autocast.enabled", False, "the Trainer's `precision` sets the data type"),
+    _only("optimizer.params.amsgrad", False, "the worker's update has no AMSGrad"),
+    _only("optimizer.params.maximize", False, "the worker's update minimises"),
+    _only("optimizer.params.differentiable", False, "the worker's update has no graph"),
+    _only("optimizer.params.bias_correction", True, "the worker's update corrects the bias of the moments"),
+    _only("optimizer.params.fp32_optimizer_states", True, "ZenFlow's key moments_dtype decides"),
+    Rule("zero_optimization.offload_optimizer.device", lambda device: device in ("cpu", "none"), "'cpu'"),
+    Rule("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,
+         "an integer >= 1 that equals the Trainer's accumulate_grad_batches"),
+    Rule("gradient_clipping", lambda norm: type(norm) in (int, float) and 0 <= norm < math.inf,
+         "a finite number >= 0 (0: off)"),
+    Rule("optimizer.type", lambda name: isinstance(name, str) and name.lower() in ("adamw", "adam"), "'AdamW' or 'Adam'"),
+    Rule("optimizer", lambda optimizer: "type" in optimizer, "a mapping with a type, 'AdamW' or 'Adam'"),
 )  # fmt: skip
 
+# Keywords of Lightning's `DeepSpeedStrategy`; it would ignore some of these.
+_OPTION_RULES = (
+    _only("zero_optimization", True, _STAGE_2),
+    _only("offload_optimizer_device", "cpu", "the states are in host memory"),
+    _only("offload_parameters", False, _NO_PARAMETERS),
+    _only("offload_params_device", "cpu", _NO_PARAMETERS),
+    _only("remote_device", None, "only stage 3 makes modules on another device"),
+    _only("load_full_weights", False, "only stage 3 loads weights from a single file"),
+)
+
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
-_TRAINER_RULES: tuple[Rule, ...] = (
-    ("accumulate_grad_batches", lambda batches: isinstance(batches, int) and batches >= 1, "an integer >= 1"),
-    ("gradient_clip_val", lambda norm: norm >= 0, "a number >= 0"),
+_TRAINER_RULES = (
+    Rule("accumulate_grad_batches", lambda batches: isinstance(batches, int) and batches >= 1, "an integer >= 1"),
+    Rule("gradient_clip_val", lambda norm: norm >= 0, "a number >= 0"),
 )
 
 
@@ -102,9 +98,9 @@ def prepare_deepspeed_config(
 
     Args:
         config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
-        accumulate_grad_batches: the Trainer's, if known; the config must agree with it.
-        gradient_clip_val: the Trainer's, if known; the config must agree with it.
-        precision: the Trainer's, such as "bf16-mixed", if known; the config must agree with it.
+        accumulate_grad_batches: this and the others are the Trainer's, if known; the config must agree with them.
+        gradient_clip_val: a norm.
+        precision: such as "bf16-mixed".
 
     Raises:
         MisconfigurationException: ZenFlow does not support a setting; names the path of the key, its value and the allowed values.
@@ -144,23 +140,16 @@ def prepare_deepspeed_config(
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuses keywords of Lightning's strategy that ask for another place of the states than host memory; Lightning would ignore some.
+    """Refuses keywords of Lightning's strategy that ask for another place of the states than host memory.
 
     Raises:
         MisconfigurationException: names the keyword.
     """
-    for key, (required, reason) in _REQUIRED_OPTIONS.items():
-        if options.get(key, required) != required:
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {key} must be {required!r} or absent, got {options[key]!r}: {reason}"
-            )
+    _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
 
 
 def says_nothing_of_clipping(config: Mapping[str, Any] | None, gradient_clip_val: float | None) -> bool:
-    """Whether a user's DeepSpeed config, if any, and the Trainer leave clipping to a default.
-
-    Plain DeepSpeed clips by a norm of 1.0 then, since 0.19.3; Lightning sets 0, for no clipping.
-    """
+    """Whether a user's DeepSpeed config, if any, and the Trainer leave clipping to a default: a norm of 1.0 under plain DeepSpeed."""
     return config is not None and config.get("gradient_clipping") is None and gradient_clip_val is None
 
 
@@ -172,33 +161,17 @@ def set_bucket_size(config: dict[str, Any], model: Module) -> None:
 
 def says_bucket_size(config: Mapping[str, Any] | None) -> bool:
     """Whether a DeepSpeed config sets `zero_optimization.reduce_bucket_size`."""
-    return _get(config or {}, "zero_optimization.reduce_bucket_size") is not None
+    return _flat(config or {}).get("zero_optimization.reduce_bucket_size") is not None
 
 
-def _get(config: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path; None if it or a mapping on the path is absent.
-
-    Raises:
-        MisconfigurationException: there is no mapping on the path but something else.
-    """
-    value: Any = config
-    names = path.split(".")
-    for depth, name in enumerate(names):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            key = ".".join(names[:depth])
-            raise MisconfigurationException(f"DeepSpeed config: {key} must be a mapping, got {value!r}")
-        value = value.get(name)
-    return value
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """All values by their dotted paths, mappings included."""
+    flat = {}
     for key, value in config.items():
+        flat[f"{prefix}{key}"] = value
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+            flat.update(_flat(value, f"{prefix}{key}."))
+    return flat
 
 
 def _without_nulls(config: Any) -> Any:
@@ -209,10 +182,15 @@ def _without_nulls(config: Any) -> Any:
 
 
 def _refuse(config: Mapping[str, Any], rules: Iterable[Rule], where: str) -> None:
-    for path, is_allowed, allowed in rules:
-        value = _get(config, path)
-        if value is not None and not is_allowed(value):
-            raise MisconfigurationException(f"{where}: {path} must be {allowed}, got {value!r}")
+    values = _flat(config)
+    for path, allows, allowed, reason in rules:
+        section, _, _ = path.rpartition(".")
+        if not isinstance(values.get(section, {}), Mapping):
+            raise MisconfigurationException(f"{where}: {section} must be a mapping, got {values[section]!r}")
+        value = values.get(path)
+        if value is not None and not allows(value):
+            because = f": {reason}" if reason else ""
+            raise MisconfigurationException(f"{where}: {path} must be {allowed}, got {value!r}{because}")
 
 
 def _rules(
@@ -220,29 +198,28 @@ def _rules(
 ) -> Iterator[Rule]:
     """`_RULES`, and those that depend on other keys and on the Trainer."""
     yield from _RULES
+    values = _flat(config)
     if accumulate is not None:
         # 1 is DeepSpeed's default, so it may not have been chosen.
         allowed = f"an integer >= 1 that equals the Trainer's accumulate_grad_batches ({accumulate})"
-        yield "gradient_accumulation_steps", lambda steps: steps in (1, accumulate), allowed
+        yield Rule("gradient_accumulation_steps", lambda steps: steps in (1, accumulate), allowed)
     if clip is not None:
         allowed = f"the Trainer's gradient_clip_val ({clip}) or absent"
-        yield "gradient_clipping", lambda norm: norm == clip, allowed
-    if _get(config, "zero_optimization.reduce_scatter") is not False:
+        yield Rule("gradient_clipping", lambda norm: norm == clip, allowed)
+    if values.get("zero_optimization.reduce_scatter") is not False:
         for path, value in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
-            yield path, partial(eq, value), f"{value!r}, unless zero_optimization.reduce_scatter is false"
-    for path, value in _leaves(config):
+            yield _only(path, value, "other values need zero_optimization.reduce_scatter false")
+    for path, value in values.items():
         if isinstance(value, str) and value == "auto" and path not in _SET_BY_DEEPSPEED:
-            yield path, lambda _: False, f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})"
+            allowed = f"a value (Lightning replaces 'auto' only in {', '.join(_SET_BY_LIGHTNING)})"
+            yield Rule(path, lambda _: False, allowed)
     if precision is None:
         return
     for key, of_trainer in (("fp16", "16"), ("bf16", "bf16")):
         # Lightning's plugins convert the inputs, DeepSpeed the weights.
         wanted = precision.partition("-")[0] == of_trainer
-        instead = (
-            "precision='32-true'" if wanted else f"`Trainer(precision='{of_trainer}-mixed')` or '{of_trainer}-true'"
-        )
-        allowed = f"{wanted!r} or absent, as with the Trainer's precision={precision!r} (or set {instead})"
-        yield f"{key}.enabled", partial(eq, wanted), allowed
+        instead = f"`Trainer(precision='{'32-true' if wanted else f'{of_trainer}-mixed'}')`"
+        yield _only(f"{key}.enabled", wanted, f"the Trainer's precision is {precision!r}; or set {instead}")
 
 
 def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
@@ -252,12 +229,9 @@ def _prepare_optimizer(optimizer: dict[str, Any]) -> None:
     (``engine.get_optimizer_configuration``).
     """
     params = optimizer.setdefault("params", {})
-    _, *torchs = inspect.signature(torch.optim.AdamW).parameters
-    deepspeeds = ("bias_correction", "fp32_optimizer_states")
-    check_keys(params, (*torchs, "adam_w_mode", "torch_adam", *deepspeeds), "DeepSpeed config, optimizer.params")
     if not params.get("torch_adam", False):
         # DeepSpeed's optimizers default to no decay, torch's AdamW to 0.01.
         params.setdefault("weight_decay", 0.0)
-    for key in deepspeeds:
+    for key in ("bias_correction", "fp32_optimizer_states"):
         params.pop(key, None)
     params["torch_adam"] = True

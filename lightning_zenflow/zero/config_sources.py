@@ -74,7 +74,7 @@ def _read(config: Any, origin: str) -> dict[str, Any]:
                 text = Path(config).read_text(encoding="utf-8")
                 content = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
             else:
-                content = OmegaConf.load(config)
+                content = OmegaConf.load(Path(config))
         elif isinstance(config, Mapping):
             # A DeepSpeed dict may hold objects without a node type in OmegaConf, such as a torch.dtype.
             content = OmegaConf.create(dict(config), flags={"allow_objects": True})

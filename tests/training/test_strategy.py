@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[Callable[[], LinearLossModule], dict[str, Any], str]] =
     "a DeepSpeed config in bf16": (
         linear,
         {"strategy": ZenFlowStrategy(config={"bf16": {"enabled": True}})},
-        r"bf16.enabled must be False or absent, as with the Trainer's precision='32-true' \(or set `Trainer\(precision='bf16-mixed'\)`",
+        r"bf16.enabled must be False or absent, got True: the Trainer's precision is '32-true'; or set `Trainer\(precision='bf16-mixed'\)`",
     ),
     "lr_find": (linear, {"callbacks": [LearningRateFinder()]}, r"find the learning rate with another strategy"),
     "replaced memory": (

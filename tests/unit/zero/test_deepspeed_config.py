@@ -118,7 +118,7 @@ def test_agrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, Any]
     [
         ({"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 1}, "the Trainer's accumulate_grad_batches (1), got 4"),
         ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, "the Trainer's gradient_clip_val (0.5) or absent, got 1.0"),
-        ({"bfloat16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled must be False or absent, as with the Trainer's"),
+        ({"bfloat16": {"enabled": True}}, {"precision": "32-true"}, "bf16.enabled must be False or absent, got True: the Trainer's precision is '32-true'"),
         *(({}, {"accumulate_grad_batches": n}, f"Trainer: accumulate_grad_batches must be an integer >= 1, got {n}") for n in (0, 1.5)),
         *(({}, {"gradient_clip_val": norm}, f"Trainer: gradient_clip_val must be a number >= 0, got {norm}") for norm in (-1, NAN)),
     ],
@@ -129,14 +129,16 @@ def test_disagrees_with_the_trainer(config: dict[str, Any], trainer: dict[str, A
 
 def test_what_reduce_scatter_excludes() -> None:
     for key, value, allowed in (("prescale_gradients", True, "False"), ("gradient_predivide_factor", 2.0, "1.0")):
-        message = f"{key} must be {allowed}, unless zero_optimization.reduce_scatter is false, got {value!r}"
+        message = (
+            f"{key} must be {allowed} or absent, got {value!r}: other values need zero_optimization.reduce_scatter"
+        )
         assert message in refusal_of({key: value})
         assert prepare_deepspeed_config({key: value, "zero_optimization": {"reduce_scatter": False}})[key] == value
 
 
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization", [True, 2, "auto"], "a mapping"),
-    ("zero_optimization.stage", [0, 1, 3, "2", True, "auto", 2.0], "2 (ZenFlow works on"),
+    ("zero_optimization.stage", [0, 1, 3, "2", True, "auto"], "2 or absent, got "),
     ("zero_optimization.contiguous_gradients", [False, 1], "True"),
     ("zero_optimization.round_robin_gradients", [True], "False"),
     ("zero_optimization.compute_grad_norm", [False], "True"),
@@ -146,7 +148,6 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization.offload_optimizer.device", ["nvme", "gpu"], "'cpu'"),
     ("zero_optimization.offload_param", ["cpu"], "a mapping"),
     ("zero_optimization.offload_param.device", ["cpu", "nvme"], "'none'"),
-    ("zero_optimization.allgather_bucket_size", [-2, 0, 1, 3, 4.5], "an even integer >= 2"),
     ("gradient_accumulation_steps", [0, -1, 2.0, "2", True], "an integer >= 1"),
     ("gradient_clipping", [-1, NAN, float("inf"), "1.0", True, [1]], "a finite number >= 0 (0: off)"),
     ("managed_gradient_accumulation", [False], "True"),
@@ -212,9 +213,3 @@ def test_torch_takes_the_params(kind: str, params: dict[str, Any], decoupled: bo
     assert (constructor is torch.optim.AdamW) == decoupled
     optimizer = constructor([torch.nn.Parameter(torch.zeros(2))], **given)
     assert optimizer.param_groups[0]["weight_decay"] == 0.0
-
-
-def test_unknown_param() -> None:
-    message = refusal_of({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}})
-    start = "DeepSpeed config, optimizer.params: unknown key 'weight_deacy' (did you mean 'weight_decay'?); keys are lr, betas, "
-    assert message.startswith(start)
