@@ -1,11 +1,11 @@
-"""Checks that refuse modules, precisions and engine features that ZenFlow or DeepSpeed cannot train. Each error says why."""
+"""Checks that refuse what ZenFlow or DeepSpeed cannot train. Each raises `MisconfigurationException`, which says what, and why."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
@@ -15,11 +15,7 @@ from lightning_zenflow.core.distributed import raise_together
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
-    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before.
-
-    Raises:
-        MisconfigurationException: names the feature.
-    """
+    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before."""
     refused = {
         "mixture of experts": zero_optimizer.has_moe_layers,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
@@ -34,14 +30,7 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
 
 
 def refuse_unused(names: Iterable[str]) -> None:
-    """Refuses a step that did not use all parameters, where DeepSpeed's `ignore_unused_parameters` is false. A collective.
-
-    Args:
-        names: of the parameters without a gradient that this rank holds a part of.
-
-    Raises:
-        MisconfigurationException: names them.
-    """
+    """Refuses a step without gradients of the named parameters (a part of which this rank holds). A collective."""
     listed = ", ".join(names)
     message = (
         f"the loss of a step must depend on every trained parameter, got none of {listed}: freeze them, or set DeepSpeed's"
@@ -53,25 +42,13 @@ def refuse_unused(names: Iterable[str]) -> None:
 def frozen_parameters(
     named: Iterable[tuple[str, Tensor]], groups: Iterable[Mapping[str, Sequence[Tensor]]]
 ) -> dict[str, Tensor]:
-    """The parameters of an optimizer that do not require gradients, by name.
-
-    Args:
-        named: names and parameters of the model.
-        groups: the optimizer's parameter groups.
-    """
+    """The parameters in an optimizer's `groups` that do not require gradients, by name."""
     optimized = {id(parameter) for group in groups for parameter in group["params"]}
     return {name: p for name, p in named if id(p) in optimized and not p.requires_grad}
 
 
 def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
-    """Refuses to unfreeze a parameter that was frozen at setup, since DeepSpeed does not train it.
-
-    Args:
-        frozen_at_setup: those parameters, by name.
-
-    Raises:
-        MisconfigurationException: names the parameter.
-    """
+    """Refuses to unfreeze a parameter that was frozen at setup."""
     for name, parameter in frozen_at_setup.items():
         if parameter.requires_grad:
             raise MisconfigurationException(
@@ -81,87 +58,55 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
 
 
 def refuse_unsupported_training(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
-    """Refuses manual optimization, and callbacks that cannot work with a DeepSpeed optimizer, before they change the model.
-
-    Raises:
-        MisconfigurationException: names the attribute or the callback.
-    """
+    """Refuses manual optimization, and a callback that cannot work with a DeepSpeed optimizer, before it changes the model."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
             " deferred updates could be submitted"
         )
-    for callback in callbacks:
-        if isinstance(callback, LearningRateFinder):
-            raise MisconfigurationException(
-                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer,"
-                " which DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
-                " Trainer(strategy='auto')"
-            )
-        # Private; Lightning keeps it nowhere else. True by default.
-        if isinstance(callback, ModelPruning) and callback._use_lottery_ticket_hypothesis:
-            raise MisconfigurationException(
-                "ZenFlowStrategy: ModelPruning's use_lottery_ticket_hypothesis must be False, got"
-                f" {callback._use_lottery_ticket_hypothesis!r}: it replaces the memory of weights by copies, which are not trained"
-            )
+    if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
+        raise MisconfigurationException(
+            "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's"
+            " is not: find the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
+        )
 
 
 def refuse_unsupported_module(module: Module) -> None:
-    """Refuses what cannot be trained, before anything is set up for the module: sparse gradients, weights that cannot be converted, and
-    trained parameters whose elements share memory, since DeepSpeed copies each element to a place of its own.
-
-    Raises:
-        MisconfigurationException: names the submodule, the parameter or the buffer.
+    """Refuses, before anything is set up, sparse gradients, weights that cannot be converted, and trained parameters whose elements
+    share memory, since DeepSpeed copies each element to a place of its own.
     """
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            name = name or type(part).__name__
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {name}.sparse must be False, got True: gradients must be dense"
+                f"ZenFlowStrategy: {name or type(part).__name__}.sparse must be False, got True: gradients must be dense"
             )
     first_at: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        must = "be a real tensor of at most 32 bits"
+        must, found = "be a real tensor of at most 32 bits", ""
         if is_lazy(tensor):
             found = "an uninitialized one: run the module on one batch before, which gives its lazy layers their shapes"
         # Lightning's precision plugin for DeepSpeed would convert these without a word.
         elif tensor.is_complex():
             found = f"{tensor.dtype}: its imaginary part would be lost; keep it as `torch.view_as_real(...)`"
-        elif type(tensor) is not torch.nn.Parameter:
-            # Subclasses may have no memory that can be compared.
-            continue
-        elif tensor.dtype == torch.float64:
+        elif type(tensor) is torch.nn.Parameter and tensor.dtype == torch.float64:
             found = f"{tensor.dtype}: call `module.float()`"
-        elif tensor.is_meta or tensor.numel() == 0:
-            continue
-        else:
-            must, found = _shared_memory(name, tensor, first_at)
+        # Subclasses may have no memory that can be compared.
+        elif type(tensor) is torch.nn.Parameter and tensor.numel() > 0 and not tensor.is_meta:
+            other_name, other = first_at.setdefault(tensor.data_ptr(), (name, tensor))
+            trained = tensor.requires_grad or other.requires_grad
+            must = "have memory for each of its elements, which is no other parameter's"
+            if trained and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+                found = (
+                    "an expanded tensor: make the smaller tensor the parameter and expand it in `forward`, or clone it"
+                )
+            elif trained and other is not tensor:
+                found = f"that of {other_name}: to share weights, assign the parameter itself and not its `data`"
         if found:
             raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
 
 
-def _shared_memory(name: str, parameter: Tensor, first_at: dict[int, tuple[str, Tensor]]) -> tuple[str, str]:
-    """What a parameter must have, and what it has, where elements share memory; else nothing. Notes the parameter by its address."""
-    is_expanded = any(n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True))
-    if parameter.requires_grad and is_expanded:
-        found = "an expanded tensor: make the smaller tensor the parameter and expand it in `forward`, or clone it"
-        return "have memory for each of its elements", found
-    other_name, other = first_at.setdefault(parameter.data_ptr(), (name, parameter))
-    if other is not parameter and (other.requires_grad or parameter.requires_grad):
-        found = f"that of {other_name}, which is another parameter: to share weights, assign the parameter itself and not its `data`"
-        return "have memory of its own", found
-    return "", ""
-
-
 def refuse_moved(names: Iterable[str]) -> None:
-    """Refuses weights whose memory was replaced: updates reach them at their addresses, and nowhere else.
-
-    Args:
-        names: of the parameters; the first one is named.
-
-    Raises:
-        MisconfigurationException: says what to do.
-    """
+    """Refuses weights whose memory was replaced: updates reach them at their addresses, and nowhere else."""
     for name in names:
         raise MisconfigurationException(
             f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
@@ -171,14 +116,7 @@ def refuse_moved(names: Iterable[str]) -> None:
 
 
 def refuse_missing_loss(output: object) -> None:
-    """Refuses None from `training_step`. Lightning's DeepSpeed plugin checks only the last micro-batch of a step.
-
-    Args:
-        output: the result of `training_step`.
-
-    Raises:
-        MisconfigurationException: says how to skip a batch instead.
-    """
+    """Refuses None from `training_step`. Lightning's DeepSpeed plugin checks only the last micro-batch of a step."""
     if output is None:
         raise MisconfigurationException(
             "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a rank that"
@@ -194,11 +132,7 @@ def several_optimizers() -> MisconfigurationException:
 
 
 def several_devices_in_notebook(devices: int) -> MisconfigurationException:
-    """The error for several devices in a notebook or at Python's prompt; Lightning's own advises a strategy that does not offload.
-
-    Args:
-        devices: their number, over all nodes.
-    """
+    """The error for several devices (of all nodes) there; Lightning's own advises a strategy that does not offload."""
     return MisconfigurationException(
         f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {devices}, since the other processes would run the"
         " program's file, and there is none; use devices=1, or write the training to a file (`%%writefile train.py`) and run that"
