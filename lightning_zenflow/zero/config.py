@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
 from lightning_zenflow.schedule.staggered import bucket_size
+from lightning_zenflow.zero.user_optimizer import REQUIRED_OPTIONS
 
 
 class Rule(NamedTuple):
@@ -56,10 +57,7 @@ _RULES = (
     _only("zero_optimization.offload_param.device", "none", _NO_PARAMETERS),
     _only("managed_gradient_accumulation", True, "Lightning leaves the boundary to DeepSpeed"),
     _only("torch_autocast.enabled", False, "the Trainer's `precision` sets the data type"),
-    _only("optimizer.params.amsgrad", False, "the worker's update has no AMSGrad"),
-    _only("optimizer.params.maximize", False, "the worker's update minimises"),
-    _only("optimizer.params.differentiable", False, "the worker's update has no graph"),
-    _only("optimizer.params.bias_correction", True, "the worker's update corrects the bias of the moments"),
+    *(_only(f"optimizer.params.{key}", value, "the worker's update has no other") for key, value in REQUIRED_OPTIONS.items()),
     _only("optimizer.params.fp32_optimizer_states", True, "ZenFlow's key moments_dtype decides"),
     Rule("zero_optimization.offload_optimizer.device", lambda device: device in ("cpu", "none"), "'cpu'"),
     Rule("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,

@@ -19,7 +19,8 @@ _SUPPORTED: dict[type, str] = {
     FusedAdam: "deepspeed.ops.adam.FusedAdam",
 }
 
-_REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
+REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
+"""Of a parameter group."""
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool) -> None:
@@ -42,40 +43,36 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
         )
     if kind not in _SUPPORTED:
         supported = ", ".join(_SUPPORTED.values())
-        raise MisconfigurationException(
-            f"optimizer must be exactly one of {supported}, not a subclass, got {_qualified_name(kind)}"
-        )
+        found = f"{kind.__module__}.{kind.__qualname__}"
+        raise MisconfigurationException(f"optimizer must be exactly one of {supported}, not a subclass, got {found}")
     known = {id(parameter) for parameter in module.parameters()}
     for index, group in enumerate(optimizer.param_groups):
-        for option, required in _REQUIRED_OPTIONS.items():
+        for option, required in REQUIRED_OPTIONS.items():
             value = group.get(option, required)
             if bool(value) != required:
-                raise MisconfigurationException(_message(kind, index, option, repr(value), repr(required)))
-        allowed, found = _unsupported_parameters(group["params"], known, scheduled=scheduled)
-        if found:
-            raise MisconfigurationException(_message(kind, index, "params", found, allowed))
+                raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
+        if must := _unsupported_parameters(group["params"], known, scheduled=scheduled):
+            raise MisconfigurationException(f"{_place(optimizer, index)}params must be {must}")
     read_hyperparameters(optimizer)
 
 
-def _unsupported_parameters(parameters: list[Parameter], known: set[int], *, scheduled: bool) -> tuple[str, str]:
-    """What the parameters of a group must be, and what they are instead; the latter is empty if there is nothing to refuse."""
+def _unsupported_parameters(parameters: list[Parameter], known: set[int], *, scheduled: bool) -> str:
+    """What the parameters of a group must be, and what they are instead; empty if there is nothing to refuse."""
     for p in parameters:
         if p.layout != torch.strided or not p.is_floating_point():
-            return "dense floating-point tensors", f"{p.dtype}, {p.layout}"
+            return f"dense floating-point tensors, got {p.dtype}, {p.layout}"
     if parameters and not any(p.requires_grad and p.numel() > 0 for p in parameters):
         what = "frozen parameters" if any(p.numel() > 0 for p in parameters) else "parameters without elements"
-        found = (
-            f"{len(parameters)} {what}; remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
-        )
-        return "a list with a trainable parameter", found
+        why = "remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
+        return f"a list with a trainable parameter, got {len(parameters)} {what}; {why}"
     if scheduled and not parameters:
-        return "a list with a parameter", "[]; remove the group: DeepSpeed drops it, but the scheduler counts it"
+        return "a list with a parameter, got []; remove the group: DeepSpeed drops it, but the scheduler counts it"
     for place, p in enumerate(parameters):
         # Checkpoints have no name for it.
         if id(p) not in known:
-            found = f"one of shape {list(p.shape)} at place {place}; make it an attribute of the module"
-            return "parameters of the module", found
-    return "", ""
+            what = f"one of shape {list(p.shape)} at place {place}"
+            return f"parameters of the module, got {what}; make it an attribute of the module"
+    return ""
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
@@ -89,20 +86,20 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
     Raises:
         ValueError: a value is out of range or not on the CPU; names the group, the key and the value.
     """
-    kind = type(optimizer)
     result = []
     for index, group in enumerate(optimizer.param_groups):
-        beta1, beta2 = group["betas"]
-        result.append(
-            GroupHyperparameters(
-                lr=_number(kind, index, "lr", group["lr"]),
-                beta1=_number(kind, index, "betas[0]", beta1, below=1.0),
-                beta2=_number(kind, index, "betas[1]", beta2, below=1.0),
-                eps=_number(kind, index, "eps", group["eps"]),
-                weight_decay=_number(kind, index, "weight_decay", group["weight_decay"]),
-                decoupled=_is_decoupled(optimizer, group),
-            )
-        )
+        numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+        for key, value in numbers.items():
+            below = 1.0 if key.startswith("beta") else math.inf
+            is_read = isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
+            number = value.item() if is_read else value
+            # NaN fails every comparison.
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < below:
+                must = f"a number >= 0 and < {below:g}, or a CPU tensor of one element with it"
+                raise ValueError(f"{_place(optimizer, index)}{key} must be {must}, got {value!r}")
+            numbers[key] = float(number)
+        result.append(GroupHyperparameters(**numbers, decoupled=_is_decoupled(optimizer, group)))
     return result
 
 
@@ -113,26 +110,5 @@ def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay", False))
 
 
-def _number(kind: type, index: int, key: str, value: object, *, below: float = math.inf) -> float:
-    """`value` as a float >= 0 and < `below`."""
-    allowed = f"a number >= 0 and < {below:g}" if math.isfinite(below) else "a finite number >= 0"
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.numel() != 1:
-            raise ValueError(_message(kind, index, key, repr(value), f"{allowed} or a CPU tensor of one element"))
-        number = float(value.item())
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        number = float(value)
-    else:
-        raise ValueError(_message(kind, index, key, repr(value), allowed))
-    # NaN fails every comparison.
-    if not 0.0 <= number < below:
-        raise ValueError(_message(kind, index, key, repr(value), allowed))
-    return number
-
-
-def _message(kind: type, index: int, key: str, found: str, allowed: str) -> str:
-    return f"optimizer {_qualified_name(kind)}, parameter group {index}: {key} must be {allowed}, got {found}"
-
-
-def _qualified_name(kind: type) -> str:
-    return _SUPPORTED.get(kind, f"{kind.__module__}.{kind.__qualname__}")
+def _place(optimizer: Optimizer, index: int) -> str:
+    return f"optimizer {_SUPPORTED[type(optimizer)]}, parameter group {index}: "

@@ -120,14 +120,13 @@ def test_parameters_of_no_module() -> None:
         validate_optimizer(torch.optim.AdamW([parameter(2)]), nn.Linear(2, 2), scheduled=False)
 
 
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "betas[0]", "betas[1]"])
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "beta1", "beta2"])
 def test_number_out_of_range_is_refused(key: str) -> None:
-    upper = 1.0 if key.startswith("betas") else math.inf
+    upper = 1.0 if key.startswith("beta") else math.inf
     for value in [-0.1, math.nan, upper, None, "0.1", True, torch.tensor([0.1, 0.1]), torch.zeros((), device="meta")]:
         optimizer = torch.optim.AdamW(groups())
-        name, _, place = key.partition("[")
-        pair = (value, 0.9) if place == "0]" else (0.9, value)
-        optimizer.param_groups[1][name] = pair if place else value
+        pairs = {"beta1": (value, 0.9), "beta2": (0.9, value)}
+        optimizer.param_groups[1]["betas" if key in pairs else key] = pairs.get(key, value)
         for check in (validate, read_hyperparameters):
             with pytest.raises(ValueError) as error:
                 check(optimizer)
