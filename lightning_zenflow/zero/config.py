@@ -113,11 +113,10 @@ def prepare_deepspeed_config(
     trainer = {"accumulate_grad_batches": accumulate_grad_batches, "gradient_clip_val": gradient_clip_val}
     _refuse(trainer, _TRAINER_RULES, "Trainer")
     _refuse(result, _rules(result, accumulate_grad_batches, gradient_clip_val, precision), "DeepSpeed config")
-    if (batch_size := result.pop("train_batch_size", None)) is not None:
+    if "train_batch_size" in result:
         # DeepSpeed asserts that it equals micro-batch x accumulation x ranks, all of which Lightning sets.
-        rank_zero_info(
-            f"DeepSpeed config: train_batch_size={batch_size!r} is not used: the data loader sets the batch size"
-        )
+        value = result.pop("train_batch_size")
+        rank_zero_info(f"DeepSpeed config: train_batch_size={value!r} is not used: the data loader sets the batch size")
     if accumulate_grad_batches is not None or result.get("gradient_accumulation_steps") == 1:
         result.pop("gradient_accumulation_steps", None)
     zero = result.setdefault("zero_optimization", {})

@@ -17,11 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 
@@ -80,8 +78,7 @@ def _read(config: Any, origin: str) -> dict[str, Any]:
             content = OmegaConf.create(dict(config), flags={"allow_objects": True})
         if OmegaConf.is_config(content):
             content = OmegaConf.to_container(content, resolve=True, throw_on_missing=True)
-    except (ValueError, OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        # OSError also for a YAML file that holds a single value.
+    except Exception as error:
         raise MisconfigurationException(f"{origin}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise MisconfigurationException(

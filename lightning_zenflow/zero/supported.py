@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 
 from lightning_zenflow.core.distributed import raise_together
 
@@ -83,10 +82,8 @@ def refuse_unsupported_module(module: Module) -> None:
     first_at: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         must, found = "be a real tensor of at most 32 bits", ""
-        if is_lazy(tensor):
-            found = "an uninitialized one: run the module on one batch before, which gives its lazy layers their shapes"
         # Lightning's precision plugin for DeepSpeed would convert these without a word.
-        elif tensor.is_complex():
+        if tensor.is_complex():
             found = f"{tensor.dtype}: its imaginary part would be lost; keep it as `torch.view_as_real(...)`"
         elif type(tensor) is torch.nn.Parameter and tensor.dtype == torch.float64:
             found = f"{tensor.dtype}: call `module.float()`"

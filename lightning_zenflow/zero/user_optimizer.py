@@ -7,7 +7,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lightning.pytorch.core.optimizer import _MockOptimizer  # private: what Lightning puts in the place of None
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
@@ -51,28 +51,21 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
             value = group.get(option, required)
             if bool(value) != required:
                 raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
-        if must := _unsupported_parameters(group["params"], known, scheduled=scheduled):
-            raise MisconfigurationException(f"{_place(optimizer, index)}params must be {must}")
+        params = group["params"]
+        if (params or scheduled) and not any(p.requires_grad and p.numel() > 0 for p in params):
+            raise MisconfigurationException(
+                f"{_place(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
+                " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
+                " scheduler counts"
+            )
+        for place, p in enumerate(params):
+            # Checkpoints have no name for it.
+            if id(p) not in known:
+                raise MisconfigurationException(
+                    f"{_place(optimizer, index)}params must be parameters of the module, got one of shape {list(p.shape)} at place"
+                    f" {place}; make it an attribute of the module"
+                )
     read_hyperparameters(optimizer)
-
-
-def _unsupported_parameters(parameters: list[Parameter], known: set[int], *, scheduled: bool) -> str:
-    """What the parameters of a group must be, and what they are instead; empty if there is nothing to refuse."""
-    for p in parameters:
-        if p.layout != torch.strided or not p.is_floating_point():
-            return f"dense floating-point tensors, got {p.dtype}, {p.layout}"
-    if parameters and not any(p.requires_grad and p.numel() > 0 for p in parameters):
-        what = "frozen parameters" if any(p.numel() > 0 for p in parameters) else "parameters without elements"
-        why = "remove the group: DeepSpeed cannot hold a group that trains nothing at setup"
-        return f"a list with a trainable parameter, got {len(parameters)} {what}; {why}"
-    if scheduled and not parameters:
-        return "a list with a parameter, got []; remove the group: DeepSpeed drops it, but the scheduler counts it"
-    for place, p in enumerate(parameters):
-        # Checkpoints have no name for it.
-        if id(p) not in known:
-            what = f"one of shape {list(p.shape)} at place {place}"
-            return f"parameters of the module, got {what}; make it an attribute of the module"
-    return ""
 
 
 def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:

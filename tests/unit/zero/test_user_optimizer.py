@@ -98,20 +98,13 @@ def test_other_optimizers_are_refused_by_name(kind: type[Optimizer]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], "dense floating-point tensors, got torch.complex64"),
-        ([nn.Parameter(torch.eye(2).to_sparse())], "dense floating-point tensors, got torch.float32, torch.sparse_coo"),
-        ([parameter(2).requires_grad_(False)], "a list with a trainable parameter, got 1 frozen parameters; remove"),
-        ([parameter(0)], "a list with a trainable parameter, got 1 parameters without elements; remove the group"),
-        ([], r"a list with a parameter, got \[\]; remove the group: DeepSpeed drops it, but the scheduler counts it"),
-    ],
-)
-def test_parameters_that_are_refused(parameters: list[nn.Parameter], message: str) -> None:
-    optimizer = torch.optim.AdamW([{"params": [parameter(2)]}, {"params": parameters}])
-    with pytest.raises(MisconfigurationException, match=f"parameter group 1: params must be {message}"):
-        validate(optimizer, scheduled=True)
+def test_groups_that_train_nothing() -> None:
+    for parameters in ([parameter(2).requires_grad_(False)], [parameter(0)], []):
+        optimizer = torch.optim.AdamW([{"params": [parameter(2)]}, {"params": parameters}])
+        with pytest.raises(
+            MisconfigurationException, match="parameter group 1: params must be a list with a trainable"
+        ):
+            validate(optimizer, scheduled=True)
 
 
 def test_parameters_of_no_module() -> None:
