@@ -5,7 +5,7 @@ Derived from the fields: validation, the keywords of `ZenFlowStrategy` (which a 
 """
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,25 +19,10 @@ from lightning_zenflow.schedule.compensation import StalenessCompensation
 _LARGEST_INTERVAL = 1024
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
 
-_LARGEST_FACTOR = 1e6
-"""The worker's own bound: products with learning rates stay in the range of float32."""
-
-_LONGEST_TIMEOUT = 1e6
-"""Seconds. System calls count their timeouts in milliseconds, in 32 bits."""
-
 
 def _key(default: Any, *, unit: str = "", changes_numbers: bool = True, **bounds: Any) -> Any:
     """A field; a run continues a checkpoint bit for bit only with the same values of those that change numbers (losses and weights)."""
     return Field(default, json_schema_extra={"unit": unit, "changes_numbers": changes_numbers}, **bounds)
-
-
-def _holds(condition: Callable[[Any], bool]) -> AfterValidator:
-    def check(value: Any) -> Any:
-        if not condition(value):
-            raise ValueError
-        return value
-
-    return AfterValidator(check)
 
 
 def _without_effect(value: Any, info: ValidationInfo) -> Any:
@@ -51,17 +36,17 @@ def _without_effect(value: Any, info: ValidationInfo) -> Any:
 # Where JSON's schema cannot name a set of values, "text" does, in errors and documents.
 _Auto: TypeAlias = Literal["auto"]
 _Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
-_Factor: TypeAlias = Annotated[float, Field(ge=0, le=_LARGEST_FACTOR)]
+# The worker's own bound: products with learning rates stay in the range of float32.
+_Factor: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
-    Field(strict=False, min_length=1, json_schema_extra={"text": "a list of distinct integers >= 0"}),
-    _holds(lambda cores: len(cores) == len(set(cores))),
+    Field(strict=False, min_length=1, json_schema_extra={"text": "a list of integers >= 0"}),
 ]
-_StepRange: TypeAlias = Annotated[
-    tuple[int, int],
-    Field(strict=False, json_schema_extra={"text": "a list [first, last] with 2 <= first <= last"}),
-    _holds(lambda steps: 2 <= steps[0] <= steps[1]),
+_Steps: TypeAlias = Annotated[
+    tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]],
+    Field(strict=False, json_schema_extra={"text": "a list of two integers >= 2"}),
+    AfterValidator(lambda steps: (min(steps), max(steps))),
 ]
 _ImportPath: TypeAlias = Annotated[
     str,
@@ -158,7 +143,8 @@ class ZenFlowConfig(BaseModel):
     pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of physical cores", changes_numbers=False)
     """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
 
-    worker_timeout: float = _key(600.0, gt=0, le=_LONGEST_TIMEOUT, unit="seconds", changes_numbers=False)
+    # System calls count their timeouts in milliseconds, in 32 bits.
+    worker_timeout: float = _key(600.0, ge=0.001, le=1e6, unit="seconds", changes_numbers=False)
     """Longest wait for the worker, its start included, before training stops with an error."""
 
     max_worker_restarts: int = _key(3, ge=0, unit="restarts in ten minutes", changes_numbers=False)
@@ -174,8 +160,8 @@ class ZenFlowConfig(BaseModel):
     timeline: _JsonPath | None = _key(None, changes_numbers=False)
     """File for a timeline of a few steps in the Chrome trace format, for Perfetto (ui.perfetto.dev)."""
 
-    timeline_steps: _StepRange | _Auto = _key("auto", unit="steps of the fit, from 1", changes_numbers=False)
-    """First and last step of the timeline. "auto" takes five steps from the fifth after full_warm_up_rounds."""
+    timeline_steps: _Steps = _key((5, 9), unit="steps of the fit, from 1", changes_numbers=False)
+    """First and last step of the timeline."""
 
     def __init__(self, **keys: Any) -> None:
         check_keys(keys, KEYS, "ZenFlowConfig")
@@ -188,17 +174,14 @@ class ZenFlowConfig(BaseModel):
                 f"ZenFlowConfig: {name} {must}; leave it out for the default, {KEYS[name]['default']!r}"
             ) from None
 
-    def replace(self, **keys: Any) -> Self:
-        """A configuration with other values of some keys, which are validated."""
-        return type(self)(**{**dict(self), **keys})
-
     def without_measurements(self) -> Self:
         """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail, since
         measured times decide which blocks are in it.
         """
         candidates = candidates_of(self.update_intervals, self.publish_lags)
         first = first_schedule(candidates, hides_in_backward=self.submits_in_backward)
-        return self.replace(update_interval=first.update_interval, publish_lag=first.publish_lag, tail="none")
+        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag, "tail": "none"}
+        return self.model_copy(update=fixed)
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
@@ -251,13 +234,6 @@ class ZenFlowConfig(BaseModel):
         return len(self.update_intervals) * len(self.publish_lags) > 1 or self.allows_tail
 
     @property
-    def timeline_range(self) -> tuple[int, int]:
-        """First and last step of the timeline, counted from 1 at the start of fit."""
-        if self.timeline_steps == "auto":
-            return self.full_warm_up_rounds + 5, self.full_warm_up_rounds + 9
-        return self.timeline_steps
-
-    @property
     def compensation(self) -> StalenessCompensation:
         """`weight_prediction` and `provisional_scale` for this schedule."""
         immediate = self.is_immediate
@@ -282,10 +258,8 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "boolean":
         return "true or false"
     noun = "an integer" if schema["type"] == "integer" else "a number"
-    least, above, most = (schema.get(bound) for bound in ("minimum", "exclusiveMinimum", "maximum"))
-    if above is not None:
-        return f"{noun} > {above:g} and <= {most:g}"
-    return f"{noun} >= {least:g}" if most is None else f"{noun} from {least:g} to {most:g}"
+    least, most = f"{schema['minimum']:g}", schema.get("maximum")
+    return f"{noun} >= {least}" if most is None else f"{noun} from {least} to {most:g}"
 
 
 def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         # Until the first forward pass.
         self._meter.pause()
         if self.zenflow_config.timeline is not None and self.is_global_zero:
-            first, last = self.zenflow_config.timeline_range
+            first, last = self.zenflow_config.timeline_steps
             self._timeline = TimelineFile(Path(self.zenflow_config.timeline), optimizer, first=first, last=last)
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         engine.register_forward_pre_hook(_weak(self._begin_forward))

@@ -85,7 +85,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
         timeline: str | Path | None = None,
-        timeline_steps: Sequence[int] | Literal["auto"] | None = None,
+        timeline_steps: Sequence[int] | None = None,
         **deepspeed_options: Any,
     ) -> None:
         super().__init__(config, given_keys(locals()), deepspeed_options)

@@ -143,7 +143,7 @@ def attach_monitors(callbacks: list[pl.Callback], config: ZenFlowConfig) -> None
     if config.stall_monitor:
         insert_first(callbacks, StallMonitor())
     if config.timeline is not None:
-        first, last = config.timeline_range
+        first, last = config.timeline_steps
         insert_first(callbacks, TimelineWriter(Path(config.timeline), first=first, last=last))
 
 

@@ -41,14 +41,14 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "moments_dtype": (["float32", "bfloat16"], ["fp32", "bf16", "auto", 16]),
     "offload": ([False], [0, 1, "true", "auto"]),
     "accumulate_on": (["auto", "device", "host"], ["cpu", "Host", ["host"]]),
-    "worker_cores": (["auto", 3, [4, 0], range(2)], [0, 1.0, "2", [], [0, 0], [-1], [True], [1.0], ["1"]]),
+    "worker_cores": (["auto", 3, [4, 0], range(2)], [0, 1.0, "2", [], [-1], [True], [1.0], ["1"]]),
     "pt_reserved_cores_perc": SHARE,
     "worker_timeout": ([1, 1e6], [0, 2e6]),
     "max_worker_restarts": ([0, 100], ["auto"]),
     "sync_checkpoints": BOOLEAN,
     "stall_monitor": BOOLEAN,
     "timeline": (["logs/timeline.json", Path("a.json")], [1, "timeline.png", []]),
-    "timeline_steps": (["auto", [2, 2], [5, 9]], [5, "all", [5], [1, 2], [4, 3], [2.0, 3], [2, 3, 4]]),
+    "timeline_steps": ([[2, 2], [5, 9]], [5, "auto", [5], [1, 2], [2.0, 3], [2, 3, 4]]),
 }
 """Allowed values of each key, and values that are not."""
 
@@ -78,7 +78,7 @@ def test_a_wrong_value_is_explained() -> None:
     with pytest.raises(ValueError) as error:
         ZenFlowConfig(worker_cores="all")
     assert str(error.value) == (
-        "ZenFlowConfig: worker_cores must be an integer >= 1 or a list of distinct integers >= 0 or 'auto', got 'all'; leave it out for the"
+        "ZenFlowConfig: worker_cores must be an integer >= 1 or a list of integers >= 0 or 'auto', got 'all'; leave it out for the"
         " default, 'auto'"
     )
 
@@ -100,11 +100,9 @@ def test_unknown_key() -> None:
         ZenFlowStrategy(topk_ration=0.1)
 
 
-def test_a_copy_with_other_values() -> None:
+def test_a_copy_for_another_process() -> None:
     config = ZenFlowConfig(worker_cores=[0])
-    assert pickle.loads(pickle.dumps(config)) == config == ZenFlowConfig().replace(worker_cores=[0])
-    with pytest.raises(ValueError, match="topk_ratio must be a number from 0 to 1, got 2"):
-        config.replace(topk_ratio=2)
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_keywords_of_the_strategy_are_the_keys() -> None:
