@@ -48,13 +48,6 @@ _Steps: TypeAlias = Annotated[
     Field(strict=False, json_schema_extra={"text": "a list of two integers >= 2"}),
     AfterValidator(lambda steps: (min(steps), max(steps))),
 ]
-_ImportPath: TypeAlias = Annotated[
-    str,
-    Field(
-        pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*$",
-        json_schema_extra={"text": "an import path"},
-    ),
-]
 _JsonPath: TypeAlias = Annotated[
     str, BeforeValidator(str), Field(pattern=r"\.json$", json_schema_extra={"text": "a path that ends in '.json'"})
 ]
@@ -77,9 +70,8 @@ class ZenFlowConfig(BaseModel):
     """Input columns of each matrix that the device updates in every step, while weights that the host updates are late. The device also
     updates all 1-D parameters; at 0 the host updates everything."""
 
-    select_strategy: Literal["step", "epoch", "auto"] | _ImportPath = _key("step")
-    """The unit of select_interval ("auto" means "step"), or a callable that chooses the columns every select_interval steps; see
-    `lightning_zenflow.topk.selector.SelectStrategy`."""
+    select_strategy: Literal["step", "epoch", "auto"] = _key("step")
+    """The unit of select_interval; "auto" means "step"."""
 
     select_interval: Annotated[int, Field(ge=0)] | _Auto = _key("auto", unit="steps or epochs")
     """Interval between two selections of columns; 0 selects once, after warm-up. "auto" selects every 512 steps, or with

@@ -63,7 +63,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None,
         *,
         topk_ratio: float | None = None,
-        select_strategy: str | None = None,
+        select_strategy: Literal["step", "epoch", "auto"] | None = None,
         select_interval: int | Literal["auto"] | None = None,
         update_interval: int | Literal["auto"] | None = None,
         max_update_interval: int | None = None,
