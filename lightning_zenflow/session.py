@@ -28,7 +28,7 @@ from lightning_zenflow.zero.engine import zenflow_optimizer
 from lightning_zenflow.zero.environment import RankEnvironment, rank_resources
 from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.supported import frozen_parameters, refuse_unfrozen
+from lightning_zenflow.zero.supported import refuse_unfrozen
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -100,7 +100,9 @@ class Session(RankEnvironment):
             self._ending.callback(torch.set_num_threads, threads)
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
         if optimizer is not None:
-            self._frozen_at_setup = frozen_parameters(model.named_parameters(), optimizer.param_groups)
+            optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            named = model.named_parameters()
+            self._frozen_at_setup = {name: p for name, p in named if id(p) in optimized and not p.requires_grad}
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
         factory = partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)

@@ -24,13 +24,12 @@ from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
 from lightning_zenflow.session import Session
-from lightning_zenflow.zero.config import prepare_deepspeed_config, says_nothing_of_clipping
+from lightning_zenflow.zero.config import prepare_deepspeed_config
 from lightning_zenflow.zero.supported import (
     refuse_missing_loss,
     refuse_unsupported_module,
     refuse_unsupported_training,
     several_devices_in_notebook,
-    several_optimizers,
 )
 from lightning_zenflow.zero.user_optimizer import validate_optimizer
 
@@ -131,7 +130,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
                 gradient_clip_val=trainer.gradient_clip_val,
                 precision=self.precision_plugin.precision,
             )
-            if says_nothing_of_clipping(self._users_config, trainer.gradient_clip_val):
+            users = self._users_config
+            if users is not None and users.get("gradient_clipping") is None and trainer.gradient_clip_val is None:
                 rank_zero_info(
                     "ZenFlowStrategy does not clip, as nothing sets a norm. Plain DeepSpeed since 0.19.3 clips by a norm of 1.0 then:"
                     " set gradient_clipping to 1.0 for the same, to 0 for none"
@@ -152,7 +152,10 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            raise several_optimizers() from error
+            # Lightning advises manual optimization, which is not supported either.
+            raise MisconfigurationException(
+                "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
+            ) from error
         assert self.lightning_module is not None
         validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
         return optimizer, scheduler

@@ -28,12 +28,8 @@ class Rule(NamedTuple):
 
 def _only(path: str, required: object, reason: str) -> Rule:
     # 1 and 1.0 equal True.
-    return Rule(
-        path,
-        lambda value: value == required and isinstance(value, bool) == isinstance(required, bool),
-        f"{required!r} or absent",
-        reason,
-    )
+    is_bool = isinstance(required, bool)
+    return Rule(path, lambda v: v == required and isinstance(v, bool) == is_bool, f"{required!r} or absent", reason)
 
 
 # Set by Lightning from its Trainer and its data loader, so that "auto" is allowed.
@@ -137,17 +133,8 @@ def prepare_deepspeed_config(
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuses keywords of Lightning's strategy that ask for another place of the states than host memory.
-
-    Raises:
-        MisconfigurationException: names the keyword.
-    """
+    """Refuses keywords of Lightning's strategy that ask for another place of the states, with `MisconfigurationException`."""
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
-
-
-def says_nothing_of_clipping(config: Mapping[str, Any] | None, gradient_clip_val: float | None) -> bool:
-    """Whether a user's DeepSpeed config, if any, and the Trainer leave clipping to a default: a norm of 1.0 under plain DeepSpeed."""
-    return config is not None and config.get("gradient_clipping") is None and gradient_clip_val is None
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:

@@ -1,6 +1,6 @@
 """Checks that refuse what ZenFlow or DeepSpeed cannot train. Each raises `MisconfigurationException`, which says what, and why."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,14 +36,6 @@ def refuse_unused(names: Iterable[str]) -> None:
         " zero_optimization.ignore_unused_parameters to true"
     )
     raise_together(MisconfigurationException(message) if listed else None, MisconfigurationException)
-
-
-def frozen_parameters(
-    named: Iterable[tuple[str, Tensor]], groups: Iterable[Mapping[str, Sequence[Tensor]]]
-) -> dict[str, Tensor]:
-    """The parameters in an optimizer's `groups` that do not require gradients, by name."""
-    optimized = {id(parameter) for group in groups for parameter in group["params"]}
-    return {name: p for name, p in named if id(p) in optimized and not p.requires_grad}
 
 
 def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
@@ -119,13 +111,6 @@ def refuse_missing_loss(output: object) -> None:
             "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a rank that"
             " skips one would block the others (to skip a batch, return any output times zero)"
         )
-
-
-def several_optimizers() -> MisconfigurationException:
-    """The error for several optimizers; Lightning's own advises manual optimization, which is not supported either."""
-    return MisconfigurationException(
-        "ZenFlowStrategy: configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
-    )
 
 
 def several_devices_in_notebook(devices: int) -> MisconfigurationException:
