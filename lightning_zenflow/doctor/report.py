@@ -5,7 +5,7 @@ import platform
 import resource
 import shutil
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import psutil
 import torch
@@ -106,7 +106,7 @@ def _facts() -> dict[str, str]:
     limits = [f"; a control group grants {quota.cpus:g} CPUs" for quota in cpu_quotas()]
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
-        "versions": ", ".join(f"{name} {_version(name)}" for name in ("lightning-zenflow", "lightning", "deepspeed")),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("lightning-zenflow", "lightning", "deepspeed")),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "compiler": str(shutil.which(os.environ.get("CXX") or "g++")),
@@ -115,13 +115,6 @@ def _facts() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, {free.n_bytes / 1e9:.1f} GB free ({free.limit})",
         "memlock": "unlimited" if memlock == resource.RLIM_INFINITY else f"{memlock / 1e9:.3g} GB",
     }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "missing"
 
 
 def _rounded(value: float) -> float:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import STATE_BYTES
-from lightning_zenflow.estimate.byte_counts import arena_bytes_of
+from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
 from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, candidates_of, least_stale, occupancies
-from lightning_zenflow.schedule.staggered import UpdateSchedule, bucket_size
+from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
+from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,7 @@ def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost
             device, read_back = (device + kept, 0.0) if has_room else (device, b * partition * d / s)
     return Cost(
         device_bytes=device,
-        host_bytes=arena_bytes_of(partition, config, schedule, dtype_bytes=b, owned_numel=owned),
+        host_bytes=_arena_bytes(setup, config, schedule, owned),
         d2h_bytes=b * partition,
         h2d_bytes=b * partition / s + read_back,
         cpu_s=partition * _replay_s(setup, config, schedule) / s,
@@ -104,3 +106,25 @@ def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> 
     cores = setup.cpu_cores / setup.ranks_per_host
     of_worker = max(1.0, cores - round(config.pt_reserved_cores_perc * cores))
     return max(memory_s, 1e-9 * (0.1 + 0.42 * n_applied) / of_worker)
+
+
+def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> int:
+    """Host memory of one rank's arena: its own layout, of a partition without padding. The state of the device-owned entries of the
+    partition is exported to a place of its own (`topk.state_export`).
+    """
+    numel, in_backward = setup.partition_numel, config.submits_in_backward
+    n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel)
+    length = -(-numel // n_blocks)
+    blocks = [Block(begin=i, end=min(i + length, numel), tiles=()) for i in range(0, numel, length)]
+    partition = Partition(slices=(), tiles=(), blocks=tuple(blocks), ranges=(), group_begins=(0,), numel=numel)
+    staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward)
+    sizes = ArenaSizes(
+        n_param_groups=1,
+        n_step_records=staggered.n_step_records,
+        n_slots=staggered.n_slots,
+        n_publish_buffers=staggered.n_publish_buffers,
+        dtype=torch.bfloat16 if setup.dtype_bytes == 2 else torch.float32,
+        moments_dtype=getattr(torch, config.moments_dtype),
+        export_bytes=round(STATE_BYTES * owned_numel),
+    )
+    return arena_bytes(partition, sizes)

@@ -23,7 +23,7 @@ finally:
     [
         ("--version", r"^lightning-zenflow \d+\.\d+"),
         ("--help", "doctor[^|]*estimate"),
-        ("estimate --help", "--update-interval"),
+        ("estimate --help", "key=value"),
     ],
 )
 def test_help_imports_nothing_slow(options: str, shown: str) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from lightning_zenflow.cli import main
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Slice, build_partition
-from lightning_zenflow.estimate.byte_counts import arena_bytes_of
 from lightning_zenflow.estimate.cost import Cost, Estimate, estimate
 from lightning_zenflow.estimate.report import as_text
 from lightning_zenflow.estimate.setup import Setup
@@ -107,18 +106,17 @@ def test_host_memory_is_the_arena(s: int, d: int) -> None:
         begin += numel
     partition = build_partition(slices, [begin], 16)
     staggered = StaggeredSchedule(n_blocks=16, update_interval=s, publish_lag=d, in_backward=d == 0)
+    config = ZenFlowConfig(update_interval=s, publish_lag=d, topk_ratio=0.1)
     sizes = ArenaSizes(
         n_param_groups=1,
         n_step_records=staggered.n_step_records,
         n_slots=staggered.n_slots,
         n_publish_buffers=staggered.n_publish_buffers,
         dtype=torch.bfloat16,
-        export_bytes=export_bytes(partition, 0.1),
+        export_bytes=export_bytes(partition, config.owned_ratio),
     )
-    schedule = UpdateSchedule(update_interval=s, publish_lag=d)
-    config = ZenFlowConfig(update_interval=s, publish_lag=d, max_update_interval=16)
-    owned = 3 * (1000 * 30 + 777 * 50 + 300 + 2000 * 10)
-    predicted = arena_bytes_of(begin, config, schedule, dtype_bytes=2, owned_numel=owned)
+    model = ModelShapes(matrices=[(1000, 300), (777, 500), (2000, 100)] * 3, vector_numel=900)
+    predicted = found(config, model=model, gpus=1).costs[UpdateSchedule(update_interval=s, publish_lag=d)].host_bytes
     assert predicted == pytest.approx(arena_bytes(partition, sizes), rel=0.02)
 
 
@@ -151,14 +149,14 @@ OPTIONS = "estimate --gpus 4 --gpu-mem 80 --pcie 25 --cpu-bw 150 --step-ms 500 -
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*OPTIONS.split(), "7e9", "--update-interval", "4", "--publish-lag", "1", "--dtype", "fp32"]) == 0
+    assert main([*OPTIONS.split(), "7e9", "update_interval=4", "publish_lag=1", "--dtype", "fp32"]) == 0
     out = capsys.readouterr().out
     assert "S = 4, d = 1" in out and "32.8" in out
     for wrong, message in {
         ("3",): "gpus must be at most the number of parameters, 3, got 4",
         ("nan",): "params must be a finite number >= 1, got nan",
-        ("7e9", "--moments-dtype", "int8"): "moments_dtype must be",
-        ("7e9", "--publish-lag", "two"): "must be an integer or 'auto', got 'two'",
+        ("7e9", "moments_dtype=int8"): "moments_dtype must be",
+        ("7e9", "topk_ration=1"): "did you mean 'topk_ratio'",
     }.items():
         with pytest.raises(SystemExit):
             main([*OPTIONS.split(), *wrong])
