@@ -4,15 +4,14 @@ import csv
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from benchmarks.common.processes import fresh_environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+GLUE_SAMPLE = EXAMPLES / "data" / "SST-2"
+ALPACA_SAMPLE = EXAMPLES / "data" / "alpaca"
 
 
 def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> str:
@@ -31,28 +30,12 @@ def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> s
     return done.stdout
 
 
-def check_configuration(
-    main: Callable[[], object], file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """An example's command knows all keys of a configuration, which builds a ZenFlowStrategy."""
-    from omegaconf import OmegaConf
-
-    from lightning_zenflow import ZenFlowStrategy
-
-    monkeypatch.setattr(sys, "argv", ["example.py", "fit", "--config", str(file), "--print_config"])
-    with pytest.raises(SystemExit) as exit_status:
-        main()
-    assert exit_status.value.code in (None, 0)
-    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
-    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
-    ZenFlowStrategy(**settings.init_args)
-
-
 def csv_rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def logged(path: Path, name: str) -> list[float]:
-    """The values of one metric in a `metrics.csv`, in order."""
+def logged(folder: Path, name: str, *, version: int = 0) -> list[float]:
+    """The values of one metric that an example's run in `folder` has logged, in order."""
+    (path,) = folder.glob(f"logs/csv*/version_{version}/metrics.csv")
     return [float(row[name]) for row in csv_rows(path) if row[name]]

@@ -1,0 +1,224 @@
+"""The Alpaca example's parts: records, prompts, tokens, packed batches, metrics, network, answers, printed steps."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from alpaca_task.data import Batch, Collator, InstructionData
+from alpaca_task.generation import answer
+from alpaca_task.metrics import ResponseMetrics
+from alpaca_task.module import InstructionTuner
+from alpaca_task.packing import pack
+from alpaca_task.prompts import TEMPLATES
+from alpaca_task.records import Record, read_records
+from alpaca_task.step_printer import StepPrinter
+from alpaca_task.tokenized import TokenizedExample, tokenize
+from alpaca_task.tokenizers import ByteEncoder, build_encoder
+from example_runs import ALPACA_SAMPLE
+
+# --- records and prompts -----------------------------------------------------------------------------------------------------
+
+
+def test_json_and_json_lines_are_read_and_other_forms_refused(tmp_path: Path) -> None:
+    def read(name: str, text: str) -> list[Record]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return read_records(str(tmp_path / name))
+
+    rows = [{"instruction": "a", "input": "", "output": "b"}, {"instruction": "c\u2028", "output": "d"}]
+    expected = [Record(instruction="a", input="", output="b"), Record(instruction="c\u2028", input="", output="d")]
+    assert read("list.json", json.dumps(rows)) == expected
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    assert read("lines.jsonl", lines + "\n\n") == expected
+    with pytest.raises(ValueError, match="must hold a list of objects, got a dict"):
+        read("dict.json", json.dumps(rows[0]))
+    with pytest.raises(ValueError, match="row 1: output must be text, got None"):
+        read("list.json", json.dumps([rows[0], {"instruction": "a"}]))
+
+
+def test_prompts_end_where_the_response_begins() -> None:
+    alpaca = TEMPLATES["alpaca"]
+    with_input = alpaca.fill(Record(instruction="Add {these}.", input="1 2", output="3"))
+    assert "further context" in with_input
+    assert with_input.endswith("### Instruction:\nAdd {these}.\n\n### Input:\n1 2\n\n### Response:\n")
+    without = alpaca.fill(Record(instruction="Hi.", input="", output=""))
+    assert without.endswith("request.\n\n### Instruction:\nHi.\n\n### Response:\n")
+
+
+# --- tokens and batches ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pretrained"])
+def test_pairs_have_the_prompts_tokens_and_come_back_as_text(kind: str, tiny_llama: Path) -> None:
+    encoder = build_encoder("bytes" if kind == "bytes" else str(tiny_llama))
+    prompts, responses = ["Say this again.\nn\u00fc\n", "Say"], ["n\u00fc", " this again."]
+    pairs = encoder.encode_pairs(prompts, responses)
+    assert [prompt for prompt, _ in pairs] == encoder.encode_prompts(prompts)
+    for (prompt, response), text in zip(pairs, map("".join, zip(prompts, responses, strict=True)), strict=True):
+        assert encoder.decode([*prompt, *response, encoder.end_token_id]) == text
+        assert max(*prompt, *response, encoder.end_token_id, encoder.pad_token_id) < encoder.vocab_size
+
+
+def test_only_response_and_end_are_learned_and_long_examples_cut(caplog: pytest.LogCaptureFixture) -> None:
+    def tokenized(max_length: int, *records: tuple[str, str]) -> list[TokenizedExample]:
+        made = [Record(instruction=instruction, input="", output=output) for instruction, output in records]
+        return tokenize(made, TEMPLATES["short"], ByteEncoder(), max_length)
+
+    prompt = [257, *b"Say it.\n> "]
+    (example,) = tokenized(64, ("Say it.", "yes"))
+    assert example.input_ids == [*prompt, *b"yes", 259]
+    assert example.labels == [-100] * len(prompt) + [*b"yes", 259]
+    (example,) = tokenized(15, ("Say it.", "a long answer"))
+    assert example.input_ids == [*prompt, *b"a lo"], "an end token would teach to stop there"
+    records = ("short", "yes"), ("much longer", "yes")
+    assert len(tokenized(12, *records)) == 1
+    assert "1 of 2 examples are left out: their prompts fill data.max_length=12" in caplog.text
+    with pytest.raises(ValueError, match="data.max_length=8 is too short"):
+        tokenized(8, *records)
+
+
+@given(st.integers(1, 30).flatmap(lambda capacity: st.tuples(st.lists(st.integers(1, capacity)), st.just(capacity))))
+def test_packing_keeps_every_item_once_and_rows_full(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
+    rows = pack(lengths, capacity)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    loads = sorted(sum(lengths[index] for index in row) for row in rows)
+    assert all(0 < load <= capacity for load in loads)
+    # No two rows would fit into one.
+    assert len(loads) < 2 or loads[0] + loads[1] > capacity
+
+
+def collate(*rows: list[TokenizedExample]) -> Batch:
+    return Collator(pad_token_id=256, max_length=64)(rows)
+
+
+def test_batches_number_the_positions_of_each_example() -> None:
+    given = ([1, 2, 3], 2), ([4, 5], 1), ([6, 7, 8, 9], 1)
+    first, second, third = (TokenizedExample(input_ids=ids, prompt_length=length) for ids, length in given)
+    batch = collate([first, second], [third])
+    pad, ignored = [256] * 3, [-100] * 3
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, *pad], [6, 7, 8, 9, 256, *pad]]
+    assert batch["labels"].tolist() == [[-100, -100, 3, -100, 5, *ignored], [-100, 7, 8, 9, -100, *ignored]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+# --- metrics and network -----------------------------------------------------------------------------------------------------
+
+
+def test_metrics_equal_hand_computed_values_and_stay_float32() -> None:
+    metrics = ResponseMetrics(3).to(torch.bfloat16)
+    metrics.keep_float32()
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.7, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]])
+    targets = torch.tensor([0, 2, -100, 1])
+    losses = -torch.tensor([0.5, 0.2, 0.4]).log()
+    # In two batches of different size.
+    metrics.update(losses[0], probabilities[:1].log(), targets[:1])
+    metrics.update(losses[1:].mean(), probabilities[1:].log(), targets[1:])
+    values = metrics.compute()
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    mean = float(losses.mean())
+    expected = {"loss": mean, "perplexity": math.exp(mean), "token_accuracy": 2 / 3}
+    assert {name: float(value) for name, value in values.items()} == pytest.approx(expected, rel=1e-5)
+    metrics.update(losses[0], probabilities[:1].log(), targets[:1])
+    assert float(metrics.compute()["token_accuracy"]) == 1.0  # starts afresh
+
+
+def tiny_tuner(**overrides: Any) -> InstructionTuner:
+    settings = {"vocab_size": 260, "max_length": 64, "tokenizer": "bytes", "layers": 2, "width": 32, "heads": 2}
+    return InstructionTuner(**(settings | overrides), lr=1e-2)
+
+
+def built(**overrides: Any) -> InstructionTuner:
+    torch.manual_seed(0)
+    module = tiny_tuner(**overrides)
+    module.configure_model()
+    return module
+
+
+def test_packed_examples_do_not_see_one_another() -> None:
+    module = built().eval()
+    three = [TokenizedExample(input_ids=torch.randint(256, (n,)).tolist(), prompt_length=1) for n in (9, 20, 14)]
+    alone = [module(collate([example]))[0, : len(example.input_ids)] for example in three]
+    torch.testing.assert_close(module(collate(three))[0, :43], torch.cat(alone), atol=1e-5, rtol=0)
+
+
+def test_pretrained_weights_are_taken_and_checked(tiny_llama: Path) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    name = str(tiny_llama)
+    settings = {"pretrained": name, "tokenizer": name, "vocab_size": len(AutoTokenizer.from_pretrained(name))}
+    module = built(**settings)
+    stored = LlamaForCausalLM.from_pretrained(tiny_llama)
+    assert torch.equal(module.model.lm_head.weight, stored.lm_head.weight.float())
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+    assert all(part.training for part in module.modules())  # or there would be no activation checkpointing
+    with pytest.raises(ValueError, match="data.max_length=512 exceeds the 256 positions"):
+        built(**settings, max_length=512)
+    with pytest.raises(ValueError, match=r"knows \d+ tokens but data.tokenizer='bytes' has 260; set data.tokenizer="):
+        built(**settings | {"tokenizer": "bytes", "vocab_size": 260})
+
+
+def test_answers_do_not_depend_on_the_batch_and_continue_the_prompt() -> None:
+    module, encoder = built().eval(), ByteEncoder()
+
+    def answers(*prompts: str) -> list[str]:
+        return answer(module.model, encoder, prompts, max_prompt=64, max_new_tokens=6)
+
+    prompts = "Say this again.\nn", "Count.\n> "
+    together = answers(*prompts)
+    assert together == [text for prompt in prompts for text in answers(prompt)]
+    ids = encoder.encode_prompts(prompts)[0]
+    for _ in range(6):
+        logits = module(collate([TokenizedExample(input_ids=ids, prompt_length=1)]))
+        ids = [*ids, int(logits[0, len(ids) - 1].argmax())]
+    generated = ids[-6:]
+    assert together[0] == encoder.decode(generated[: [*generated, 259].index(259)])
+
+
+# --- printed steps, half precision -------------------------------------------------------------------------------------------
+
+
+class Losses(pl.Callback):
+    """Loss of each micro-batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_steps_are_printed_with_their_loss_and_time(capsys: pytest.CaptureFixture[str], accelerator: str) -> None:
+    """In half precision too, in which the model's frequencies stay float32."""
+    losses = Losses()
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        precision="bf16-true",
+        max_steps=4,
+        accumulate_grad_batches=2,
+        val_check_interval=2,
+        limit_val_batches=1,
+        callbacks=[StepPrinter(every_n_steps=2), losses],
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    module = tiny_tuner()
+    validation = str(ALPACA_SAMPLE / "val.json")
+    trainer.fit(
+        module, InstructionData(train_file=validation, val_size=8, template="short", max_length=64, batch_size=2)
+    )
+    lines = re.findall(r"^Step (\d+), Loss: (\d+\.\d{4}), Time: (\d+\.\d\d)ms$", capsys.readouterr().out, re.MULTILINE)
+    assert [int(number) for number, _, _ in lines] == [2, 4]
+    means = [sum(losses.seen[i : i + 2]) / 2 for i in (2, 6)]
+    assert [float(loss) for _, loss, _ in lines] == pytest.approx(means, abs=1e-4)
+    assert all(float(time) > 0 for _, _, time in lines)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    assert module.model.model.rotary_emb.inv_freq.dtype == trainer.callback_metrics["val/loss"].dtype == torch.float32

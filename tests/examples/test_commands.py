@@ -1,0 +1,195 @@
+"""The examples' command lines: configurations, wrong settings, bundled data and trainings; with `-m slow` the whole default trainings."""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import alpaca
+import export_alpaca
+import glue
+import make_alpaca_sample
+import make_glue_sample
+from example_runs import ALPACA_SAMPLE, GLUE_SAMPLE, ROOT, logged, run_example
+from lightning_zenflow import ZenFlowStrategy
+
+CONF = ROOT / "conf"
+PROGRAMS = {"glue": glue, "alpaca": alpaca}
+SETTINGS = {
+    "glue": ["--config", str(CONF / "glue.yaml"), f"--data.data_dir={GLUE_SAMPLE}", "--trainer.accelerator=cpu"],
+    "alpaca": [
+        *("--config", str(CONF / "alpaca.yaml"), "--trainer.accelerator=cpu"),
+        *(f"--data.{split}_file={ALPACA_SAMPLE / split}.json" for split in ("train", "val")),
+    ],
+}
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+SMALL = ["--model.layers=1", "--model.heads=2"]
+
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`python examples/PROGRAM.py SUBCOMMAND ARGUMENTS` with its default configuration, in this process, at work in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(program: str, subcommand: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [program, subcommand, *SETTINGS[program], *QUIET, *arguments])
+        PROGRAMS[program].main()
+
+    return run
+
+
+def export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["export_alpaca.py", *arguments])
+    export_alpaca.main()
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in CONF.glob("*.yaml")))
+def test_configurations_have_known_keys_and_build_their_strategy(
+    file: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^(None|0)?$"):
+        run(re.split(r"[_.]", file)[0], "fit", "--config", str(CONF / file), "--print_config")
+    settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
+    assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
+    ZenFlowStrategy(**settings.init_args)
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "message"),
+    [
+        ("glue --data.data_dir=nowhere", FileNotFoundError, "data.data_dir='nowhere' is no folder"),
+        ("glue --data.data_dir=null", ValueError, "exactly one of data.data_dir (got None) and data.dataset (got"),
+        ("glue --data.task=SQuAD", ValueError, "task must be one of CoLA"),
+        ("glue --data.task=MRPC", ValueError, "lacks the columns '#1 String', '#2 String', 'Quality' that task="),
+        ("glue --data.max_length=4", ValueError, "data.max_length=4 is not allowed; it must be at least 8"),
+        ("glue --model.pretrained=gpt2", ValueError, "set data.tokenizer='gpt2'"),
+        ("glue --model.width=15", ValueError, "model.width=15 is not allowed; it must be a multiple of model.heads="),
+        ("alpaca --data.train_file=nowhere.json", FileNotFoundError, "nowhere.json does not exist"),
+        ("alpaca --data.dataset=both", ValueError, "exactly one of data.train_file (got"),
+        ("alpaca --data.template=chat", ValueError, "data.template='chat' is not allowed; it must be one of alpaca"),
+        ("alpaca --model.warmup_ratio=2", ValueError, "model.warmup_ratio=2.0 is not allowed"),
+        ("alpaca --model.width=30", ValueError, "model.width=30 is not allowed; it must be a multiple of twice"),
+    ],
+)
+def test_wrong_commands_end_with_a_clear_message(run: Run, command: str, error: type[Exception], message: str) -> None:
+    program, argument = command.split()
+    with pytest.raises(error, match=re.escape(message)):
+        run(program, "fit", "--trainer.strategy=auto", argument)
+
+
+@pytest.mark.parametrize(
+    ("script", "bundled"),
+    [(make_glue_sample, GLUE_SAMPLE), (make_alpaca_sample, ALPACA_SAMPLE)],
+    ids=["glue", "alpaca"],
+)
+def test_the_scripts_write_the_bundled_files_again(script: Any, bundled: Path, tmp_path: Path) -> None:
+    script.write_sample(script.make_sample(), tmp_path)
+    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert files == {name: (bundled / name).read_bytes() for name in files} and len(files) > 1
+    assert sum(map(len, files.values())) < 500_000
+
+
+# --- trainings ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_glue_is_trained_validated_tested_and_predicted(run: Run, tmp_path: Path) -> None:
+    small = [*SMALL, "--model.width=16", "--trainer.limit_val_batches=1"]
+    run(
+        "glue",
+        "fit",
+        *small,
+        "--trainer.max_steps=8",
+        "--trainer.val_check_interval=8",
+        "--trainer.log_every_n_steps=1",
+    )
+    (checkpoint,) = tmp_path.glob("logs/glue/version_*/checkpoints/last.ckpt")
+    assert list(tmp_path.glob("logs/glue/version_0/events.out.tfevents.*"))
+    for subcommand in ("validate", "test", "predict"):
+        run("glue", subcommand, *small, f"--ckpt_path={checkpoint}")
+    losses = logged(tmp_path, "train/lm_loss")
+    assert losses[-1] < losses[0]
+    # The checkpoint holds the weights that were validated.
+    assert logged(tmp_path, "val/loss", version=1) == pytest.approx(logged(tmp_path, "val/loss"), rel=1e-5)
+    assert 0 <= logged(tmp_path, "test/accuracy", version=2)[0] <= 1
+    header, *predicted = (tmp_path / "logs" / "submission" / "SST-2.tsv").read_text().splitlines()
+    assert header == "index\tprediction"
+    assert [row.split("\t")[0] for row in predicted] == [str(i) for i in range(600)]
+    assert {row.split("\t")[1] for row in predicted} <= {"0", "1"}
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_alpaca_is_trained_resumed_validated_and_exported(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [*SMALL, "--model.width=32"]
+    short = [*small, "--trainer.val_check_interval=6", "--trainer.log_every_n_steps=1"]
+    run("alpaca", "fit", *short, "--trainer.max_steps=6")
+    printed = re.findall(r"^Step (\d+), Loss: \d+\.\d+, Time: \d+\.\d+ms$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == [str(step) for step in range(1, 7)]
+    losses = logged(tmp_path, "train/loss")
+    assert losses[-1] < losses[0]
+    assert all(len(logged(tmp_path, f"val/{name}")) == 1 for name in ("perplexity", "token_accuracy", "exact_match"))
+
+    run("alpaca", "fit", *short, "--trainer.max_steps=8", "--ckpt_path=alpaca_output/last.ckpt")
+    assert re.findall(r"^Step (\d+)", capsys.readouterr().out, re.MULTILINE) == ["7", "8"]
+    run("alpaca", "validate", *small, "--ckpt_path=alpaca_output/best.ckpt")
+    export(monkeypatch, "alpaca_output/best.ckpt", "alpaca_output/model")
+    run("alpaca", "validate", "--model.pretrained=alpaca_output/model")
+    trained, validated, exported = (logged(tmp_path, "val/loss", version=version) for version in (0, 2, 3))
+    assert validated == pytest.approx(trained, rel=1e-5) and exported == pytest.approx(trained, rel=1e-5)
+    with pytest.raises(ValueError, match="logs is no checkpoint folder"):
+        export(monkeypatch, "logs", "model")
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    """The parts of conf/alpaca_llama2_7b.yaml, from folders instead of names."""
+    pretrained = [f"--model.pretrained={tiny_llama}", f"--data.tokenizer={tiny_llama}", "--data.template=alpaca"]
+    small = ["--data.packing=false", "--model.activation_checkpointing=true", "--trainer.precision=bf16-true"]
+    short = ["--trainer.max_steps=4", "--trainer.val_check_interval=4", "--trainer.limit_val_batches=2"]
+    strategy = "--trainer.strategy=lightning_zenflow.ZenFlowStrategy"
+    config = f"--trainer.strategy.init_args.config={CONF / 'zf_config.json'}"
+    run("alpaca", "fit", *pretrained, *small, *short, strategy, config)
+    # To more digits than bfloat16 has.
+    (loss,) = logged(tmp_path, "val/loss")
+    assert logged(tmp_path, "val/perplexity") == pytest.approx([math.exp(loss)], rel=1e-5)
+
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    export(monkeypatch, "alpaca_output/last.ckpt", "model", "--dtype=bfloat16")
+    tuned, before = (LlamaForCausalLM.from_pretrained(folder) for folder in (tmp_path / "model", tiny_llama))
+    assert tuned.dtype == torch.bfloat16
+    assert not torch.equal(tuned.lm_head.weight, before.lm_head.weight)
+    assert tuned.config.use_cache
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == tuned.config.vocab_size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_default_training_of_glue_reaches_ninety_percent(tmp_path: Path) -> None:
+    run_example(tmp_path, "glue.py", "fit", *SETTINGS["glue"], timeout=600)
+    assert logged(tmp_path, "val/accuracy")[-1] >= 0.9
+    checkpoint = "--ckpt_path=logs/glue/version_0/checkpoints/last.ckpt"
+    run_example(tmp_path, "glue.py", "test", *SETTINGS["glue"], checkpoint, timeout=200)
+    assert logged(tmp_path, "test/accuracy", version=1)[-1] >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_default_training_of_alpaca_learns_to_answer(tmp_path: Path) -> None:
+    output = run_example(tmp_path, "alpaca.py", "fit", *SETTINGS["alpaca"], timeout=1200)
+    assert output.count("Loss: ") == len(re.findall(r"Step \d+, Loss: \d+\.\d+, Time: \d+\.\d+ms", output)) > 500
+    losses = logged(tmp_path, "val/loss")
+    assert losses[-1] < losses[0] / 3
+    assert logged(tmp_path, "val/exact_match")[-1] > 0.5
