@@ -31,15 +31,8 @@ def test_memory_belongs_to_the_device_that_an_operation_names_or_has_an_argument
     module = torch.nn.Linear(4, 2).to(DEVICE)
     loss = module(on_device).square().sum()
     loss.backward()
-    devices = [
-        on_device,
-        on_device[1:],
-        on_device + 1,
-        on_device.new_zeros(2),
-        pageable.to(DEVICE),
-        locked.to(on_device),
-    ]
-    devices += [torch.empty(0, device=DEVICE), module.weight, loss, module.weight.grad]
+    devices = [on_device, on_device[1:], on_device + 1, on_device.new_zeros(2), torch.empty(0, device=DEVICE)]
+    devices += [pageable.to(DEVICE), locked.to(on_device), module.weight, loss, module.weight.grad]
     assert {t.device for t in devices} == {DEVICE}
     hosts = [pageable, locked, pageable + 1, torch.zeros(2), on_device.cpu(), loss.detach().to("cpu")]
     assert {t.device for t in hosts} == {CPU}
@@ -47,72 +40,56 @@ def test_memory_belongs_to_the_device_that_an_operation_names_or_has_an_argument
     assert not device.order.races
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda device, _, __: device[0, 0].item(),
-        lambda device, _, __: bool(device[0, 0] > 0),
-        lambda device, _, __: device.tolist(),
-        lambda device, _, __: device.cpu(),
-        lambda device, _, __: device.nonzero(),
-        lambda device, _, __: torch.equal(device, device),
-        lambda device, _, __: torch.unique(device),
-        lambda device, _, __: device[device > 0],
-        lambda device, _, __: device.__setitem__(device > 0, torch.zeros(12, device=DEVICE)),
-        lambda device, _, __: device[torch.tensor([0, 1])],
-        lambda device, pageable, _: pageable.copy_(device, non_blocking=True),
-        lambda device, pageable, _: device.copy_(pageable, non_blocking=True),
-        lambda device, pageable, _: pageable.to(DEVICE, non_blocking=True),
-        lambda device, _, locked: locked.copy_(device),
-        lambda device, _, locked: device.copy_(locked),
-        # By way of pageable memory.
-        lambda device, _, locked: device.view(-1)[:3].copy_(locked[:, 0], non_blocking=True),
-        lambda device, _, locked: locked[:, 0].copy_(device.view(-1)[:3], non_blocking=True),
-        lambda device, _, locked: device.double().copy_(locked, non_blocking=True),
-    ],
-)  # fmt: skip
-def test_the_host_waits(operation: Operation, device: RecordedDevice) -> None:
+WAITS: list[Operation] = [
+    lambda device, _, __: device[0, 0].item(),
+    lambda device, _, __: bool(device[0, 0] > 0),
+    lambda device, _, __: device.tolist(),
+    lambda device, _, __: device.cpu(),
+    lambda device, _, __: device.nonzero(),
+    lambda device, _, __: torch.equal(device, device),
+    lambda device, _, __: torch.unique(device),
+    lambda device, _, __: device[device > 0],
+    lambda device, _, __: device.__setitem__(device > 0, torch.zeros(12, device=DEVICE)),
+    lambda device, _, __: device[torch.tensor([0, 1])],
+    lambda device, pageable, _: pageable.copy_(device, non_blocking=True),
+    lambda device, pageable, _: device.copy_(pageable, non_blocking=True),
+    lambda device, pageable, _: pageable.to(DEVICE, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device),
+    lambda device, _, locked: device.copy_(locked),
+    # By way of pageable memory.
+    lambda device, _, locked: device.view(-1)[:3].copy_(locked[:, 0], non_blocking=True),
+    lambda device, _, locked: locked[:, 0].copy_(device.view(-1)[:3], non_blocking=True),
+    lambda device, _, locked: device.double().copy_(locked, non_blocking=True),
+]
+NO_WAITS: list[Operation] = [
+    lambda device, _, __: device[1:].add_(device[0]),
+    lambda device, _, __: device.mul_(torch.tensor(2.0)),
+    lambda device, _, __: device.__setitem__(device > 0, 2.0),
+    lambda device, _, __: torch.where(device > 0, device, 0.0),
+    lambda device, _, __: device[torch.arange(2, device=DEVICE)],
+    lambda device, _, locked: locked.copy_(device, non_blocking=True),
+    lambda device, _, locked: locked.copy_(device.double(), non_blocking=True),
+    lambda device, _, locked: locked[1:].to(DEVICE, non_blocking=True),
+    lambda _, pageable, __: pageable[pageable > 0].tolist(),
+]
+MIXED: list[Operation] = [
+    lambda device, pageable, _: device + pageable,
+    lambda device, _, locked: device.add_(locked),
+    lambda device, pageable, _: pageable.add_(device[0, 0]),
+    lambda device, pageable, _: torch.cat([device, pageable]),
+]
+
+
+@pytest.mark.parametrize("operation", WAITS + NO_WAITS + MIXED)
+def test_what_the_host_waits_for_and_what_is_an_error(operation: Operation, device: RecordedDevice) -> None:
     of_both = tensors(device)
     operation(*of_both)
-    assert [o.kind for o in device.order.operations].count("host wait") == 1
-    assert not device.order.races
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda device, _, __: device[1:].add_(device[0]),
-        lambda device, _, __: device.mul_(torch.tensor(2.0)),
-        lambda device, _, __: device.__setitem__(device > 0, 2.0),
-        lambda device, _, __: torch.where(device > 0, device, 0.0),
-        lambda device, _, __: device[torch.arange(2, device=DEVICE)],
-        lambda device, _, locked: locked.copy_(device, non_blocking=True),
-        lambda device, _, locked: locked.copy_(device.double(), non_blocking=True),
-        lambda device, _, locked: locked[1:].to(DEVICE, non_blocking=True),
-        lambda _, pageable, __: pageable[pageable > 0].tolist(),
-    ],
-)
-def test_the_host_does_not_wait(operation: Operation, device: RecordedDevice) -> None:
-    of_both = tensors(device)
-    operation(*of_both)
-    assert "host wait" not in [o.kind for o in device.order.operations]
-    assert not device.order.races
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda device, pageable, _: device + pageable,
-        lambda device, _, locked: device.add_(locked),
-        lambda device, pageable, _: pageable.add_(device[0, 0]),
-        lambda device, pageable, _: torch.cat([device, pageable]),
-    ],
-)
-def test_memory_of_host_and_device_is_not_mixed(operation: Operation, device: RecordedDevice) -> None:
-    of_both = tensors(device)
-    operation(*of_both)
-    (error,) = device.order.races
-    assert "mixes memory of host and device" in error
+    if operation in MIXED:
+        (error,) = device.order.races
+        assert "mixes memory of host and device" in error
+    else:
+        assert [o.kind for o in device.order.operations].count("host wait") == (operation in WAITS)
+        assert not device.order.races
 
 
 def test_the_host_must_wait_before_it_reads(device: RecordedDevice) -> None:

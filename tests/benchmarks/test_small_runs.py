@@ -1,0 +1,92 @@
+"""Every benchmark but that of convergence in a small setting: it runs, and writes what it has measured."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common.processes import run_process
+from benchmarks.kernel.measure import measure_replay
+from benchmarks.reliability.__main__ import main as reliability
+from benchmarks.step_time import __main__ as step_time
+from benchmarks.step_time import bookkeeping, timelines
+from benchmarks.step_time.drawing import lanes
+from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.run import StepSpec
+
+
+@pytest.mark.slow
+def test_step_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device", "simulated", "--params", "8e6", "--compute-ms", "20", "--repeats", "1", "--steps", "4"]
+    arguments += ["--warm-up", "3", "--methods", "floor,zenflow", "--results", str(tmp_path), "--name", "smoke"]
+    assert step_time.main(arguments) == 0, capsys.readouterr().out
+    written = json.loads((tmp_path / "step_time_smoke.json").read_text())
+    floor, zenflow = written["runs"][0]
+    assert len(zenflow["step_s"]) == len(floor["step_s"]) == 4
+    assert min(zenflow["step_s"]) >= 0.02 and max(zenflow["worker_s"]) > 0
+    assert zenflow["schedule"] == [4, 1] and zenflow["host_bytes"] > 16 * 4e6
+    # Traffic that would cross PCIe: the gradients, a quarter of the weights, and less than that for columns.
+    d2h, h2d = zenflow["counted_sizes"]
+    assert d2h == pytest.approx(1, abs=0.01) and 0.24 < h2d < 1
+    text = (tmp_path / "step_time_smoke.md").read_text()
+    assert "ZenFlowStrategy, S=4, d=1" in text and "benchmarks.step_time" in text
+
+
+def test_kernel() -> None:
+    triad, jobs = measure_replay(1 << 16, sorted(os.sched_getaffinity(0))[:1])
+    assert triad > 0
+    assert {job.steps for job in jobs.values()} == {1, 2, 4, 8, 16}
+    assert min(job.ns for job in jobs.values()) > 0
+
+
+def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # The times of steps are measured with a process for each run.
+    monkeypatch.setattr(bookkeeping, "run_process", lambda function, spec, **_: function(spec))
+    arguments = ["--params", "25e6", "--methods", "floor,zenflow", "--repeats", "1", "--steps", "5", "--own-steps", "2"]
+    assert bookkeeping.main([*arguments, "--results", str(tmp_path)]) == 0
+    (repeat,) = json.loads((tmp_path / "bookkeeping.json").read_text())["repeats"]
+    assert [len(step_s) for step_s in repeat.values()] == [5, 5, 2]
+    assert min(min(step_s) for step_s in repeat.values()) > 0
+    text = (tmp_path / "bookkeeping.md").read_text()
+    assert text.strip() in capsys.readouterr().out and "ZenFlowStrategy, S=4, d=1" in text
+
+
+def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    (tid,) = [tid for (_, tid), lane in lanes(trace).items() if lane == name]
+    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == tid]
+
+
+def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-Offload waits while the CPU works."""
+    traces = {}
+    for method in ("zero_offload", "zenflow"):
+        spec = StepSpec(device="simulated", method=method, params=8.4e6, compute_s=0.004, warm_up=2, steps=6)
+        # DeepSpeed's own AdamW would be compiled first.
+        monkeypatch.setitem(METHODS, method, replace(METHODS[method], optimizer=torch.optim.AdamW))
+        traces[method] = timelines.record(spec)
+    timelines.draw(traces, tmp_path / "out.png", about="a test")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    trace = traces["zero_offload"]
+    waits = spans_of(trace, "waits of the training thread")
+    assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
+    for step, wait in zip(timelines.steps_of(trace), waits, strict=True):
+        number = step["args"]["step"]
+        phases, copies = (
+            [e for e in spans_of(trace, name) if e["args"]["step"] == number] for name in ("exact step", "h2d copies")
+        )
+        assert [e["name"] for e in phases] == ["norm", "clip", "AdamW"]
+        assert all(wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in phases + copies)
+
+
+def test_reliability(tmp_path: Path) -> None:
+    options = ["--minutes", "0", "--leg-steps", "10", "--kill-every", "3", "--width", "32", "--results", str(tmp_path)]
+    assert run_process(reliability, options, timeout=250) == 0
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["same_bits"]
+    assert found["legs"] == 3
+    assert found["restarts"] > 0
+    assert found["workers_left"] == 0
