@@ -70,8 +70,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options from the command line, or from `arguments`."""
     parser = CommandLine("benchmarks.reliability", __doc__)
     add = parser.add_argument
     add("--minutes", type=float, default=60.0, help="of both runs together, approximately; default 60")
@@ -80,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--leg-steps", type=int, default=200, help="steps from one resume to the next; default 200")
     add("--kill-every", type=int, default=10, help="steps from one kill to the next on average; default 10")
     parser.add_results(report_only=False)
-    options = parser.parse(arguments)
+    return parser.parse(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = parse_arguments(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         result = {**about(options.command), **soak(options, Path(folder))}
