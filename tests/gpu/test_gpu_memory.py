@@ -1,17 +1,14 @@
-"""On a CUDA device: page-locked memory, how much of the device's is used, and that no step waits for the device."""
+"""On a CUDA device: page-locked memory, and how much of the device's is used."""
 
 import gc
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 from typing_extensions import override
 
-from gpu_cases import MILLISECOND, RACES, device, optimizer_of
+from gpu_cases import MILLISECOND, device, optimizer_of
 from harness import APPROXIMATE, Case, run_here
 from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice, build_partition
@@ -132,64 +129,3 @@ def test_memory_ceiling() -> None:
     # On top: what cuBLAS keeps for itself, 32 MiB for each of its handles.
     used = memory.n_bytes - before
     assert used < 1.1 * allowed + 96 * 2**20, (used, allowed, weights, buckets, columns, repeated, working)
-
-
-WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset")
-"""Calls that return when the device is done; cudaMemcpyAsync and cudaMemsetAsync have names of their own."""
-
-
-class Profile(pl.Callback):
-    """What the host calls from the end of one step to the end of another."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
-        self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=False)
-        self._span = record_function("the profiled steps")
-        self._warnings = warnings.catch_warnings(record=True)
-        self._caught: list[warnings.WarningMessage] | None = None
-        self.calls: list[str] = []
-        self.places: list[str] = []
-        """Where blocking operations were called."""
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self._first:
-            self._profile.start()
-            self._span.__enter__()
-            # Blocking operations warn; unlike the profiler this names the line, but it does not see calls of `synchronize`.
-            self._caught = self._warnings.__enter__()
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-        if trainer.global_step == self._last:
-            torch.cuda.set_sync_debug_mode("default")
-            self._warnings.__exit__(None, None, None)
-            self.places = [f"{w.filename}:{w.lineno}" for w in self._caught or () if "synchronizing" in str(w.message)]
-            self._span.__exit__(None, None, None)
-            self._profile.stop()
-            events = self._profile.events()
-            (span,) = [e for e in events if e.name == "the profiled steps" and str(e.device_type).endswith("CPU")]
-            begin, end = span.time_range.start, span.time_range.end
-            self.calls = [e.name for e in events if begin <= e.time_range.start and e.time_range.end <= end]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"update_interval": 4, "publish_lag": 1},
-        {"update_interval": 2, "publish_lag": 2, "accumulate": 2, "strategy_options": {"overlap_comm": False}},
-    ],
-    ids=["defaults", "accumulated, no overlap"],
-)
-def test_a_step_does_not_wait_for_the_device(options: dict[str, Any]) -> None:
-    case = replace(
-        RACES["a network"],
-        steps=20,
-        **{"strategy_options": {**APPROXIMATE, "reduce_bucket_size": 400_000}, **options},
-    )
-    profiled = Profile(first=8, last=16)
-    run_here(case, callbacks=[profiled])
-    assert any("LaunchKernel" in name for name in profiled.calls), "nothing of the device's calls was recorded"
-    waits = [name for name in profiled.calls if name in WAITING]
-    assert not waits and not profiled.places, (
-        f"{len(waits)} in eight steps: {sorted(set(waits))}; called at {sorted(set(profiled.places))}"
-    )
