@@ -17,7 +17,8 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytestmark = pytest.mark.slow
 
 Variants = list[dict[str, Any]]
-"""Of every kernel, as `triton_build.Built`."""
+"""Of every kernel, as `triton_build.build` has them."""
+TYPES = ("bfloat16", "float16", "float32")
 
 OLDEST, NEWEST = "3.2.0", "3.9.0"
 """Releases of Triton that have been tested; pyproject.toml has the bound."""
@@ -60,7 +61,7 @@ def check(variants: Variants) -> None:
 
 def test_the_arithmetic_is_that_of_ieee(build: Callable[..., Variants]) -> None:
     """Fused where the worker's is and nowhere else."""
-    for v in build(90, "bfloat16"):
+    for v in build(90, *TYPES):
         found = v["arithmetic"]
         if v["kernel"] == "provisional_update":
             assert found.keys() == {"mul.rn", "sub.rn"}
@@ -76,7 +77,7 @@ def test_the_arithmetic_is_that_of_ieee(build: Callable[..., Variants]) -> None:
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100])
 def test_for_other_gpus_and_types(capability: int, build: Callable[..., Variants]) -> None:
-    check(build(capability, "bfloat16", "float16", "float32"))
+    check(build(capability, *TYPES))
 
 
 @pytest.mark.parametrize("release", [OLDEST, NEWEST])

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for NVIDIA GPUs, in every variant that `TritonKernels` launches; prints JSON. See test_compilation.
 
-    TRITON_INTERPRET=0 python tests/support/triton_build.py COMPUTE_CAPABILITY [TYPE ...]
+    TRITON_INTERPRET=0 python tests/support/triton_build.py COMPUTE_CAPABILITY TYPE ...
 
 The launches are those of `TritonKernels` itself, on small tensors in host memory; each ends where the compiled kernel would start, so no
 GPU is needed. Registers and spills are those of the assembler that Triton brings with it.
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,23 +32,6 @@ from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment  # no
 from lightning_zenflow.kernels.triton import TritonKernels  # noqa: E402
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """A compiled variant."""
-
-    kernel: str
-    case: str
-    dtype: str
-    registers: int
-    """Of one thread."""
-    spilled: int
-    """Bytes of registers that are kept in memory."""
-    loads: dict[int, int]
-    """Bytes of a load from global memory -> number of such instructions."""
-    arithmetic: dict[str, int]
-    """How often each instruction of float32 occurs."""
 
 
 class NoGpu:
@@ -122,12 +104,15 @@ def assembled(ptx: str) -> tuple[int, int]:
     raise RuntimeError(result.stderr)
 
 
-def loads(ptx: str) -> dict[int, int]:
+def loads(ptx: str) -> Counter[int]:
     found = re.findall(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bsuf](\d+)\b", ptx)
-    return dict(Counter(int(n or 1) * int(bits) // 8 for n, bits in found))
+    return Counter(int(n or 1) * int(bits) // 8 for n, bits in found)
 
 
-def build(capability: int, dtypes: list[str]) -> list[Built]:
+def build(capability: int, dtypes: list[str]) -> list[dict[str, Any]]:
+    """The compiled variants: the kernel, the case and the type, `registers` of one thread, bytes of registers that are `spilled` to memory,
+    `loads`: bytes of a load from global memory -> number of such instructions, `arithmetic`: how often each instruction of float32 occurs.
+    """
     driver.set_active(NoGpu(capability))
     run, last = JITFunction.run, {}
 
@@ -143,20 +128,11 @@ def build(capability: int, dtypes: list[str]) -> list[Built]:
             assert compiled.asm["cubin"]
             ptx = compiled.asm["ptx"]
             registers, spilled = assembled(ptx)
+            variant = {"kernel": kernel, "case": case, "dtype": dtype, "registers": registers, "spilled": spilled}
             arithmetic = Counter(re.findall(r"\b((?:fma|mul|add|sub|sqrt|div)(?:\.\w+)*)\.f32\b", ptx))
-            built.append(
-                Built(
-                    kernel=kernel,
-                    case=case,
-                    dtype=dtype,
-                    registers=registers,
-                    spilled=spilled,
-                    loads=loads(ptx),
-                    arithmetic=dict(arithmetic),
-                )
-            )
+            built.append({**variant, "loads": loads(ptx), "arithmetic": arithmetic})
     return built
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(b) for b in build(int(sys.argv[1]), sys.argv[2:] or ["bfloat16"])]))
+    print(json.dumps(build(int(sys.argv[1]), sys.argv[2:])))
