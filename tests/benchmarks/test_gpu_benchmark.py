@@ -33,8 +33,7 @@ def test_results_of_former_calls(open_calls: Open, monkeypatch: pytest.MonkeyPat
     second = open_calls(minutes=0)
     assert second.left() <= 0 < first.left()
     second.put("b", {"value": 2})
-    joined = open_calls(joins=True)
-    joined.put("c", {"value": 3})
+    open_calls(joins=True).put("c", {"value": 3})
     assert open_calls().done == {name: {"call": min(i, 1), "value": i + 1} for i, name in enumerate("abc")}
     (call, _) = open_calls().calls
     assert call["machine"]["logical_cores"] > 0 and {"commit", "date", "versions"} <= {*call}

@@ -6,23 +6,19 @@ import pytest
 import torch
 
 
-def _save_tokenizer(folder: Path, *, texts: list[str], start: str | None, end: str) -> int:
-    """A small byte-level BPE tokenizer in the format of transformers; returns its number of tokens."""
+def _save_tokenizer(folder: Path, texts: list[str], *, special: list[str]) -> int:
+    """A small byte-level BPE tokenizer with tokens that start and end a text, as transformers saves it; returns its number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token in (start, end) if token is not None]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=start or end, eos_token=end, unk_token=end)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"vocab_size": 300, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts * 20, trainers.BpeTrainer(**options))
+    tokens = {"bos_token": special[0], "eos_token": special[-1], "unk_token": special[-1]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
     fast.save_pretrained(folder)
     return len(fast)
 
@@ -33,8 +29,7 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import GPT2Config, GPT2Model
 
     folder = tmp_path_factory.mktemp("tiny_gpt2")
-    texts = ["the plot is dull", "the cast is warm"] * 20
-    tokens = _save_tokenizer(folder, texts=texts, start=None, end="<|endoftext|>")
+    tokens = _save_tokenizer(folder, ["the plot is dull", "the cast is warm"], special=["<|endoftext|>"])
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=tokens, n_positions=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
@@ -49,8 +44,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny_llama")
-    texts = ["Say this again.", "### Response:", "### Instruction:"] * 20
-    tokens = _save_tokenizer(folder, texts=texts, start="<s>", end="</s>")
+    texts = ["Say this again.", "### Response:", "### Instruction:"]
+    tokens = _save_tokenizer(folder, texts, special=["<s>", "</s>"])
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=tokens,
