@@ -91,7 +91,7 @@ def test_in_a_browser(tensorboard: str, browser: Any, pytestconfig: pytest.Confi
             lambda _: condition(), message
         )
 
-    browser.set_window_size(1250, 3000)
+    browser.set_window_size(1250, 4000)
     until(
         lambda: browser.get(f"{tensorboard}/#custom_scalars&_smoothingWeight=0") is None, "TensorBoard does not answer"
     )
