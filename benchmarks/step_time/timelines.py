@@ -100,14 +100,9 @@ def from_time(trace: Trace, begin_us: float) -> Trace:
 
 def with_names(trace: Trace, names: Mapping[str, str]) -> Trace:
     """The trace with lanes renamed."""
-
-    def renamed(event: dict[str, Any]) -> dict[str, Any]:
-        if event["name"] != "thread_name":
-            return event
-        name = event["args"]["name"]
-        return {**event, "args": {"name": names.get(name, name)}}
-
-    return {**trace, "traceEvents": [renamed(event) for event in trace["traceEvents"]]}
+    args = {name: {"name": names.get(name, name)} for name in lanes(trace).values()}
+    events = [{**e, "args": args[e["args"]["name"]]} if e["name"] == "thread_name" else e for e in trace["traceEvents"]]
+    return {**trace, "traceEvents": events}
 
 
 def draw(traces: Mapping[str, Trace], path: Path, *, about: str) -> None:
