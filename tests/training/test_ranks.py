@@ -1,4 +1,8 @@
-"""More ranks: two started by Lightning or torchrun, three and four with partitions that cut parameters, more ranks than rows."""
+"""Several ranks: those that Lightning or torchrun starts; partitions that cut parameters in mid-row; column proxies and norms, which are
+added up over the ranks; more ranks than rows.
+
+All cases of a number of ranks run in the same processes, one after the other, since starting them takes seconds.
+"""
 
 import functools
 import math
@@ -10,15 +14,106 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_bf16_moments import CASES as BF16_MOMENTS
+from test_optimizer_in_backward import CASES as IN_BACKWARD
+from test_provisional_update import CASES as PROVISIONAL
+from test_provisional_update import PLAIN, UPDATED, check_updated_entries
+from test_training import CASES as LATE
+from test_training import compare_with_oracle
 
 from benchmarks.common.processes import fresh_environment
-from harness import APPROXIMATE, Case, Run
+from harness import APPROXIMATE, EVERYTHING, Case, Run
+from models import OptimizerOptions
 from rank_processes import free_port, run_on_ranks
-from reference import adamw_reference
-from same_bits import assert_close_to_adamw, assert_same_tensors
+from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_tensors
 from side_by_side import Net
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainer_script.py"
+FIXED = Case(steps=11)
+CLIPPED = replace(FIXED, accumulate=3, max_norm=1.0)
+ADAM = replace(FIXED, precision="bf16-true", max_norm=1.0, optimizer=OptimizerOptions(kind="Adam"))
+NOT_FINITE = {"not_finite": {(0, 1): math.nan, (4, 0): math.inf, (5, 1): -math.inf, (10, 1): math.nan}}
+GRID = [
+    (FIXED, 0, 1, 0),
+    (FIXED, 0.5, 7, 3),
+    (CLIPPED, 0, 2, 1),
+    (CLIPPED, 0.05, 1, 0),
+    (ADAM, 0.05, 4, 3),
+    (ADAM, 1, 7, 0),
+]
+OF_ADAMW = {
+    **{
+        f"{number}: top {k}, S={s}, d={d}": replace(case, topk_ratio=k, update_interval=s, publish_lag=d)
+        for number, (case, k, s, d) in enumerate(GRID)
+    },
+    "everything": replace(CLIPPED, topk_ratio=0.3, publish_lag=2, flush_after=(6,), strategy_options=EVERYTHING),
+    **{f"not finite on one rank, top {k}": replace(CLIPPED, topk_ratio=k, model_options=NOT_FINITE) for k in (0, 0.05)},
+    # The second rank's partition holds nothing but padding.
+    "tiny": replace(FIXED, model_options={"shapes": ((2, 1), (1,))}),
+    **{
+        name: PROVISIONAL[name]
+        for name in (
+            "tied weights, bf16",
+            "a layer used now and then, bf16",
+            "frozen layers, checkpointing",
+            "reentrant checkpointing",
+            "freezing: layers in turn",
+            "freezing: long lag",
+            "freezing: changes of schedule",
+            "freezing: nearly everything",
+        )
+    },
+    **{f"in backward: {name}": IN_BACKWARD[name] for name in ("TiedNet", "no gradient", "accumulated", "not finite")},
+    "bf16 moments": replace(BF16_MOMENTS["S=2, d=0, columns on the device"], max_norm=0.5),
+    "accumulated on the host": replace(CLIPPED, model="SmallNet", strategy_options=APPROXIMATE).with_keys(
+        accumulate_on="host"
+    ),
+}
+STEP_BY_STEP = ["defaults", "long windows", "flushes", "accumulated, clipped", "in backward", "defaults, bf16-true"]
+
+
+@functools.cache
+def on_two_ranks() -> dict[str, list[Run]]:
+    cases = {**OF_ADAMW, **{name: LATE[name] for name in STEP_BY_STEP}, "updated": UPDATED, "plain": PLAIN}
+    return run_on_ranks({name: replace(case, loop="trainer") for name, case in cases.items()})
+
+
+@pytest.mark.parametrize("name", OF_ADAMW)
+def test_the_state_is_adamws(name: str) -> None:
+    """And all ranks show the same weights in all steps."""
+    assert_is_adamw(OF_ADAMW[name], *on_two_ranks()[name])
+
+
+@pytest.mark.parametrize("name", STEP_BY_STEP)
+def test_every_step_is_the_oracles(name: str) -> None:
+    compare_with_oracle(LATE[name], on_two_ranks()[name])
+
+
+def test_provisional_updates_are_of_host_owned_matrices_only() -> None:
+    for updated, plain in zip(on_two_ranks()["updated"], on_two_ranks()["plain"], strict=True):
+        check_updated_entries(updated, plain, world_size=2)
+
+
+THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, publish_lag=2, max_norm=1.0, strategy_options=APPROXIMATE)
+MORE = {
+    "fixed gradients": THREE,
+    "more ranks than rows": replace(THREE, model_options={"shapes": ((2, 3), (1, 5), (3, 1), (2,), (1,))}),
+    "not finite on the last rank": replace(
+        THREE, model="HostileModule", model_options={"factors": {3: math.nan, 5: math.inf}, "ranks": (2,)}
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_ranks(ranks: int) -> None:
+    """To rounding: sums over more than two ranks have another order than the oracle's."""
+    for name, (first, *others) in run_on_ranks(MORE, ranks=ranks).items():
+        state = MORE[name].adamw(world_size=ranks)
+        assert first.skipped == state.skipped == (2 if "finite" in name else 0)
+        assert_close_to_adamw(first, state)
+        for run in others:
+            for ours, theirs in zip([*run.shown, run.weights], [*first.shown, first.weights], strict=True):
+                assert all(torch.isfinite(w).all() for w in ours)
+                assert_same_tensors(ours, theirs, name)
 
 
 def plain_torch() -> tuple[int, list[torch.Tensor]]:
@@ -43,9 +138,9 @@ def plain_torch() -> tuple[int, list[torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
 def test_a_script_on_two_ranks(launcher: str, tmp_path: Path) -> None:
-    output = tmp_path / "weights.pt"
+    output, script = tmp_path / "weights.pt", Path(__file__).parents[1] / "support" / "trainer_script.py"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(SCRIPT), str(output)]
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(script), str(output)]
     environment = fresh_environment(MASTER_PORT=str(free_port()), PYTHONPATH=os.pathsep.join(sys.path))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -54,38 +149,3 @@ def test_a_script_on_two_ranks(launcher: str, tmp_path: Path) -> None:
     for a, b in zip(ours[1], theirs[1], strict=True):
         # float32 rounding, see test_training.
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-
-
-FIXED = Case(steps=9, topk_ratio=0.3, accumulate=2, publish_lag=2, max_norm=1.0, strategy_options=APPROXIMATE)
-CASES: dict[str, Case] = {
-    "fixed gradients": FIXED,
-    "more ranks than rows": replace(FIXED, model_options={"shapes": ((2, 3), (1, 5), (3, 1), (2,), (1,))}),
-    "not finite on the last rank": replace(
-        FIXED, model="HostileModule", model_options={"factors": {3: math.nan, 5: 3e18}, "ranks": (2,)}
-    ),
-}
-RANKS = pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
-
-
-@functools.cache
-def all_runs(ranks: int) -> dict[str, list[Run]]:
-    return run_on_ranks(CASES, ranks=ranks)
-
-
-@pytest.mark.parametrize("name", CASES)
-@RANKS
-def test_state_is_adamws(name: str, ranks: int) -> None:
-    case, runs = CASES[name], all_runs(ranks)[name]
-    weights, gradients, groups = case.fixed_gradients(world_size=ranks)
-    for of_step in gradients:
-        square = sum(float(g.double().square().sum()) for g in of_step)
-        if not square <= torch.finfo(torch.float32).max:
-            of_step[0] = torch.full_like(of_step[0], math.nan)
-    state = adamw_reference(weights, gradients, groups, max_norm=1.0)
-    assert state.skipped == (2 if name == "not finite on the last rank" else 0)
-    assert_close_to_adamw(runs[0], state)
-    for run in runs:
-        assert run.skipped == state.skipped
-        for of_ours, of_first in zip([*run.shown, run.weights], [*runs[0].shown, runs[0].weights], strict=True):
-            assert all(torch.isfinite(w).all() for w in of_ours)
-            assert_same_tensors(of_ours, of_first)
