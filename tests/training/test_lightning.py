@@ -1,0 +1,326 @@
+"""What users put into a LightningModule and a Trainer: with nothing late, the same numbers as plain Lightning's and DeepSpeed's offload's.
+
+Tied and unused weights, layers frozen in turn and activation checkpointing under weight prediction: see test_provisional_update.
+What is refused: see test_refused_at_setup.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelPruning
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from harness import fit, make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import Indexes, generator
+from networks import OddNet, TiedNet
+from side_by_side import NOTHING_LATE, Net, compare, train
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+class Adapted(Net):
+    """A frozen network with an adapter of low rank beside one layer, made late; the optimizer gets the frozen parameters as well."""
+
+    @override
+    def configure_model(self) -> None:
+        if hasattr(self, "down"):
+            return
+        self.requires_grad_(False)
+        self.down = nn.Parameter(0.1 * torch.randn(2, 5 * 7 * 13, generator=generator(9)))
+        self.up = nn.Parameter(torch.zeros(11, 2))
+        self.hidden.register_forward_hook(lambda _, inputs, output: output + inputs[0] @ self.down.T @ self.up.T)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class OwnLinear(nn.Linear):
+    """torch leaves `compile` of its own layers without effect."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Grouped(Net):
+    """A parameter group for each parameter, none like another, and a layer compiled by a backend that needs no compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = OwnLinear(self.hidden.in_features, self.hidden.out_features)
+        hidden.load_state_dict(self.hidden.state_dict())
+        hidden.compile(backend="aot_eager")
+        self.hidden = hidden
+
+    @override
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {
+                "params": [p],
+                "lr": 1e-3 * (i + 1),
+                "betas": (0.5 + 0.05 * i, 0.9 + 0.01 * i),
+                "eps": 10.0 ** -(4 + i % 4),
+            }
+            for i, p in enumerate(self.parameters())
+        ]
+        return torch.optim.AdamW(groups)
+
+    @override
+    def on_train_end(self) -> None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+class Parts(Net):
+    """With parametrizations, batch norm and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = [normed(nn.Linear(4, 4)) for normed in (weight_norm, orthogonal, spectral_norm)]
+        self.parts = nn.Sequential(nn.BatchNorm1d(4), *linear, nn.LSTM(4, 5, num_layers=2))
+        with torch.no_grad():
+            for i, t in enumerate([*self.parts.parameters(), *self.parts.buffers()]):
+                t.copy_(0.3 * torch.randn(t.shape, generator=generator(5, i)) + 0.1)
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        output, _ = self.parts(torch.randn(6, 4, generator=generator(6, step)))
+        return super().loss(step, micro, rank) + output.square().mean()
+
+
+class Partial(Net):
+    """Parameters that no group has, which stay as they are, beside a group without any."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        self.embedding.requires_grad_(False)
+        groups = [list(self.hidden.parameters()), list(self.head.parameters()), []]
+        return torch.optim.AdamW([{"params": g, "lr": 1e-3 * (i + 1)} for i, g in enumerate(groups)])
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [(Adapted, "plain"), (Grouped, "plain"), (Parts, "plain"), (OddNet, "plain"), (TiedNet, "plain"), (TiedNet, "stock"),
+     (Partial, "stock")],
+)  # fmt: skip
+def test_models(make: Any, other: Any) -> None:
+    compare(make, lambda: {"max_steps": 5, "gradient_clip_val": 0.5}, others=(other,), atol=4e-6)
+
+
+def test_weights_of_odd_layouts_in_checkpoints(tmp_path: Path) -> None:
+    """A resumed run ends with the bits of the one that saved, and exports have the parameters' shapes."""
+    keys = {"update_interval": 4, "publish_lag": 1, "provisional_scale": 0, "weight_prediction": 0}
+    model, resumed = OddNet(), OddNet()
+    trainer = fit(model, ZenFlowStrategy(**keys), steps=4)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    make_trainer(ZenFlowStrategy(**keys), max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    exported = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "a.pt")["state_dict"]
+    for (name, p), ours in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert p.shape == ours.shape and torch.equal(p, ours), name
+        assert torch.equal(exported[name], p), name
+
+
+class Overflows(Net):
+    """A loss so large that the first scale, 65536, and some after it are too large for fp16."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        return super().loss(step, micro, rank) * 16
+
+
+@pytest.mark.usefixtures("fp16_on_the_cpu")
+def test_fp16() -> None:
+    """As many steps are skipped and halve the loss scale as under DeepSpeed's offload; provisional updates stay finite."""
+    sixteen = {"max_steps": 14, "precision": "16-true", "gradient_clip_val": 0.5}
+    ours, theirs = (train(who, Overflows, lambda: dict(sixteen)) for who in ("zenflow", "stock"))
+    assert ours.skipped == theirs.skipped > 0
+    assert ours.steps == theirs.steps == 14
+    for key, weight in ours.weights.items():
+        # fp16 has 11 significant bits.
+        torch.testing.assert_close(weight.float(), theirs.weights[key].float(), rtol=2**-9, atol=1e-3)
+    late = {**NOTHING_LATE, "update_interval": 4, "publish_lag": 1}
+    run = train("zenflow", Overflows, lambda: {"max_steps": 14, "precision": "16-mixed"}, late)
+    assert run.skipped > 0
+    assert all(math.isfinite(loss) for metrics in run.metrics for loss in metrics.values())
+
+
+class Loaded(Net):
+    """Counts how often its loader is asked for.
+
+    Args:
+        loader: makes the loader.
+        **options: as `Net`.
+    """
+
+    def __init__(self, loader: Callable[[], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.loader, self.asked = loader, 0
+
+    @override
+    def train_dataloader(self) -> Any:
+        self.asked += 1
+        return self.loader()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(torch.tensor(batch_idx), batch_idx)
+
+
+class Stream(IterableDataset[int]):
+    """Of unknown length: that a batch was the last one shows when the next one is asked for."""
+
+    @override
+    def __iter__(self) -> Any:
+        return iter(range(7))
+
+
+def epoch_of(n: int) -> DataLoader[int]:
+    return DataLoader(Indexes(n))
+
+
+def pruning(permanent: bool) -> ModelPruning:
+    return ModelPruning(
+        "l1_unstructured",
+        parameter_names=["weight"],
+        amount=0.3,
+        use_lottery_ticket_hypothesis=False,
+        make_pruning_permanent=permanent,
+    )
+
+
+SCHEDULERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "every epoch": lambda o: {"scheduler": lr_scheduler.StepLR(o, 1, 0.5), "interval": "epoch"},
+    "every second step": lambda o: {
+        "scheduler": lr_scheduler.ExponentialLR(o, 0.8),
+        "interval": "step",
+        "frequency": 2,
+    },
+    "plateau": lambda o: {
+        "scheduler": lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.3, threshold=0.2),
+        "monitor": "val_loss",
+    },
+    "warm restarts": lambda o: {"scheduler": lr_scheduler.CosineAnnealingWarmRestarts(o, 3), "interval": "step"},
+    # Changes beta1 as well.
+    "one cycle": lambda o: {"scheduler": lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=13), "interval": "step"},
+}
+LOOPS: dict[str, tuple[str, Callable[[], Any], Callable[[], dict[str, Any]]]] = {
+    "limited epochs of a dict": (
+        "every epoch",
+        lambda: {"a": epoch_of(4), "b": epoch_of(4)},
+        lambda: {"max_epochs": 3, "limit_train_batches": 0.5},
+    ),
+    "max_steps in mid-epoch, without batches": (
+        "every second step",
+        lambda: DataLoader(Indexes(4), batch_size=None),
+        lambda: {"max_steps": 6, "gradient_clip_val": 0.5},
+    ),
+    "stopped early": (
+        "plateau",
+        partial(epoch_of, 4),
+        lambda: {
+            "max_epochs": 30,
+            "limit_val_batches": 1,
+            "num_sanity_val_steps": 0,
+            "callbacks": [EarlyStopping("val_loss", patience=2, min_delta=0.05)],
+        },
+    ),
+    "a list of batches, validated in mid-epoch": (
+        "warm restarts",
+        lambda: DataLoader(Indexes(4), batch_sampler=[[0], [1, 2], [3], [0]]),
+        lambda: {"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1},
+    ),
+    "combined loaders, validated every second epoch": (
+        "one cycle",
+        lambda: CombinedLoader({"a": epoch_of(4), "b": epoch_of(3)}, "min_size"),
+        lambda: {"max_epochs": 4, "check_val_every_n_epoch": 2, "limit_val_batches": 1},
+    ),
+    "no loader at all": ("every epoch", lambda: range(4), lambda: {"max_epochs": 2, "barebones": True}),
+    "no steps": ("every epoch", partial(epoch_of, 4), lambda: {"max_steps": 0}),
+    "overfitted": ("every epoch", partial(epoch_of, 4), lambda: {"max_epochs": 3, "overfit_batches": 2}),
+    "a short test run": ("one cycle", partial(epoch_of, 4), lambda: {"fast_dev_run": 2}),
+    # The module has the pruned weights after `fit`; without `make_pruning_permanent` it keeps the masks.
+    "pruned for good": ("every epoch", partial(epoch_of, 4), lambda: {"max_epochs": 2, "callbacks": [pruning(True)]}),
+    "pruned by masks": ("every epoch", partial(epoch_of, 4), lambda: {"max_epochs": 2, "callbacks": [pruning(False)]}),
+    # The last micro-batches of an epoch make a step; the loss is divided by `accumulate_grad_batches` whatever is left.
+    "ends in mid-accumulation": (
+        "one cycle",
+        partial(epoch_of, 7),
+        lambda: {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    ),
+    "a stream ends in mid-accumulation": (
+        "one cycle",
+        lambda: DataLoader(Stream()),
+        lambda: {"max_epochs": 3, "accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    ),
+    "fewer micro-batches than a step": (
+        "every epoch",
+        partial(epoch_of, 7),
+        lambda: {"max_epochs": 3, "accumulate_grad_batches": 9, "gradient_clip_val": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_schedulers_loaders_and_loops(name: str) -> None:
+    scheduler, loader, options = LOOPS[name]
+    made: list[Loaded] = []
+
+    def make() -> Loaded:
+        made.append(Loaded(loader, scheduler=SCHEDULERS[scheduler]))
+        return made[-1]
+
+    ours = compare(make, options, others=("plain", "stock") if "accumulation" in name else ("plain",))
+    assert {model.asked for model in made} <= {1} or ours.steps == 0
+    if name == "stopped early":
+        assert 1 < ours.epochs < 30 and len({rates[0] for rates in ours.learning_rates}) > 1
+
+
+def test_learning_rate_monitor(tmp_path: Path) -> None:
+    """For both parameter groups, momentum and weight decay included."""
+    monitors: list[LearningRateMonitor] = []
+
+    def options() -> dict[str, Any]:
+        monitors.append(LearningRateMonitor("step", log_momentum=True, log_weight_decay=True))
+        return {"max_epochs": 2, "log_every_n_steps": 1, "logger": CSVLogger(tmp_path), "callbacks": monitors[-1:]}
+
+    compare(lambda: Net(scheduler=SCHEDULERS["warm restarts"]), options, others=("plain",))
+    ours, theirs = monitors
+    assert (ours.lrs, ours.last_momentum_values) == (theirs.lrs, theirs.last_momentum_values)
+    assert (ours.last_weight_decay_values, ours.lrs.keys()) == (
+        theirs.last_weight_decay_values,
+        {"lr-AdamW/pg1", "lr-AdamW/pg2"},
+    )
+
+
+class OwnHooks(Net):
+    """Changes the learning rate after the step by hand; its clipping hook is not what clips: `gradient_clip_val` is."""
+
+    @override
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    @override
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""
+
+
+def test_the_modules_own_hooks() -> None:
+    """As under DeepSpeedStrategy."""
+    options = {"max_epochs": 2, "gradient_clip_val": 0.01}
+    compare(lambda: OwnHooks(scheduler=SCHEDULERS["every epoch"]), lambda: dict(options), others=("stock",))

@@ -1,0 +1,168 @@
+"""What is refused, by the name of the key, parameter or callback, and before the first step wherever that shows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from typing_extensions import override
+
+from harness import fit
+from lightning_zenflow import ZenFlowStrategy
+from models import TINY, LinearLossModule
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+
+class Model(LinearLossModule):
+    """May have one more module, or an optimizer of its own.
+
+    Args:
+        part: the module, by its name in error messages.
+        optimizers: what `configure_optimizers` returns for the parameters.
+        manual: whether it optimizes by itself.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module | None = None,
+        *,
+        optimizers: Callable[[list[nn.Parameter]], Any] | None = None,
+        manual: bool = False,
+    ) -> None:
+        super().__init__(shapes=TINY)
+        if part is not None:
+            self.part = part
+        self.optimizers_of = optimizers
+        self.automatic_optimization = not manual
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return (
+            super().configure_optimizers() if self.optimizers_of is None else self.optimizers_of([*self.parameters()])
+        )
+
+
+def with_weights(*weights: Tensor) -> Model:
+    return Model(nn.ParameterList(nn.Parameter(w) for w in weights))
+
+
+def with_a_complex_buffer() -> Model:
+    part = nn.Module()
+    part.register_buffer("rotations", torch.ones(3, dtype=torch.complex64))
+    return Model(part)
+
+
+def with_an_empty_group(parameters: list[nn.Parameter]) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([{"params": parameters}, {"params": []}])
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
+
+
+class ReplacesMemory(pl.Callback):
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        weight = next(pl_module.parameters())
+        weight.data = weight.data.clone()
+
+
+class WithoutLoss(LinearLossModule):
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class Finetuning(BaseFinetuning):
+    @override
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        """Freezes nothing."""
+
+
+Refused = list[tuple[Callable[[], Any], str]]
+
+OURS: Refused = [
+    (lambda: ZenFlowStrategy(stage=3), r"zero_optimization.stage must be 2 .*, got 3"),
+    (lambda: ZenFlowStrategy(zero_optimization=False), r"zero_optimization must be True or absent"),
+    (lambda: ZenFlowStrategy(offload_parameters=True), r"offload_parameters must be False or absent, got True: stage"),
+    (lambda: ZenFlowStrategy(remote_device="nvme"), r"remote_device must be None or absent, got 'nvme': only stage 3"),
+    (
+        lambda: fit(Model(), ZenFlowStrategy(config={"bf16": {"enabled": True}})),
+        r"bf16.enabled must be False or absent, as with the Trainer's precision='32-true' \(or set `Trainer\(precision=",
+    ),
+    (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"clipping gradients by value"),
+    (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
+    (lambda: fit(WithoutLoss(shapes=TINY), accumulate_grad_batches=4), r"training_step must return a loss, got None"),
+    (
+        lambda: fit(Model(), callbacks=[ReplacesMemory()]),
+        r"weights.0 must keep its memory, got another one since set-up, .* use deepspeed.utils.safe_set_full_fp32_param",
+    ),
+    (lambda: fit(Model(manual=True)), r"automatic_optimization must be True, got False"),
+    (lambda: fit(Model(optimizers=lambda ps: None)), r"configure_optimizers must return an optimizer, got None"),
+    (lambda: fit(Model(optimizers=lambda ps: [torch.optim.AdamW(ps)] * 2)), r"must return one optimizer, got several"),
+    (lambda: fit(Model(optimizers=torch.optim.SGD)), r"must be exactly one of torch.optim.AdamW, .*SGD"),
+    (
+        lambda: fit(Model(optimizers=lambda ps: torch.optim.AdamW([*ps, nn.Parameter(torch.ones(3, 2))]))),
+        r"group 0: params must be parameters of the module, got one of shape \[3, 2\] at place 2; make it an attribute",
+    ),
+    (lambda: fit(Model(optimizers=with_an_empty_group)), r"group 1: params must be a list with a parameter, got \[\]"),
+    (lambda: fit(Model(nn.Embedding(5, 3, sparse=True))), r"part.sparse must be False, got True"),
+    (
+        lambda: fit(with_weights(torch.ones(3, dtype=torch.complex64))),
+        r"part.0 must be a real tensor .*, got torch.complex64: its imaginary part would be lost; .*view_as_real",
+    ),
+    (lambda: fit(with_a_complex_buffer()), r"part.rotations must be a real tensor .* torch.complex64"),
+    (
+        lambda: fit(with_weights(torch.ones(1, 3).expand(2, 3))),
+        r"part.0 must have memory for each of its elements, got an expanded tensor: .*expand it in `forward`",
+    ),
+    (
+        lambda: fit(with_weights(*[torch.ones(3)] * 2)),
+        r"part.1 must have memory of its own, got that of part.0, .*: to share weights, assign the parameter itself",
+    ),
+    (lambda: fit(Model(nn.Linear(3, 2).double())), r"part.weight must .* at most 32 bits, got torch.float64"),
+    (lambda: fit(Model(nn.LazyLinear(3))), r"part.weight must be .* uninitialized one: run the module on one batch"),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), OURS)
+def test_refused(refused: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        refused()
+
+
+OTHERS: Refused = [
+    (
+        lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
+        "SWA does not currently support sharded",
+    ),
+    (
+        lambda: fit(Model(), callbacks=[GradientAccumulationScheduler({0: 2})]),
+        "does not support `accumulate_grad_batches` changing",
+    ),
+    (lambda: fit(Model(), callbacks=[Finetuning()]), "does not support running with the DeepSpeed strategy"),
+    # Compile the layers inside it.
+    (lambda: fit(torch.compile(Model(), backend="eager")), "Using a compiled model is incompatible with the current"),
+    (lambda: fit(Model(), precision="16-mixed"), "Type fp16 is not supported on your device"),
+    (
+        lambda: fit(Model(), ZenFlowStrategy(worker_cores=[4000])),
+        r"worker_cores must be cores this process may use, which are .*, got \[4000\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("refused", "message"), OTHERS)
+def test_refused_by_lightning_deepspeed_or_the_machine(
+    refused: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: False)
+    with pytest.raises((MisconfigurationException, NotImplementedError, RuntimeError, ValueError), match=message):
+        refused()
