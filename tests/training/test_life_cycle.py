@@ -1,13 +1,13 @@
 """From setup to the end of training, whatever that is, and what is left behind."""
 
-import contextlib
-import dataclasses
 import gc
 import math
 import mmap
 import os
 import re
-import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,25 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.worker.memory import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
 from models import TINY, LinearLossModule
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
 from reference import adamw_reference
+from same_bits import assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
+CASE = Case(steps=4, model_options={"shapes": TINY})
 
-def linear(**options: Any) -> LinearLossModule:
-    return LinearLossModule(shapes=TINY, **options)
+
+def linear() -> LinearLossModule:
+    return LinearLossModule(shapes=TINY)
 
 
 @pytest.mark.parametrize("same_trainer", [False, True])
@@ -46,8 +48,7 @@ def test_fit_twice(same_trainer: bool) -> None:
     else:
         fit(model, steps=10)
     # The data is a function of `global_step`, which goes on in the same trainer.
-    case = Case(steps=10, model_options={"shapes": TINY}, optimizer=model.optimizer_options)
-    _, gradients, groups = case.fixed_gradients()
+    _, gradients, groups = replace(CASE, steps=10).fixed_gradients()
     first = 4 if same_trainer else 0
     exact = adamw_reference(middle, gradients[first:], groups[: 10 - first]).weights
     for a, b in zip(snapshot(model), exact, strict=True):
@@ -55,40 +56,35 @@ def test_fit_twice(same_trainer: bool) -> None:
 
 
 def test_fits_leave_no_memory_behind() -> None:
-    """Their arenas and descriptors are freed with the last reference to the trainer."""
+    """Arenas and descriptors are freed with the last reference to the trainer, which set-up collects, as it would count as taken."""
     fit(linear())
     gc.collect()
     before = len(arena_mappings())
-    with leaves_no_file_open():
-        for _ in range(2):
-            fit(linear())
-        gc.collect()
-        assert len(arena_mappings()) == before
+    gc.disable()
+    try:
+        with leaves_no_file_open():
+            for _ in range(3):
+                fit(linear())
+                assert len(arena_mappings()) <= before + 1
+            gc.collect()
+            assert len(arena_mappings()) == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])
 def test_the_environment_is_left_as_it_was(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a process started from here trains by itself; what torchrun has set stays."""
+    """So that a process started from here trains by itself; what torchrun has set stays. Evaluation works without a fit."""
     names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    trainer = fit(linear())
-    assert {name: os.environ[name] for name in names if name in os.environ} == given
-    # Again, and in another function of the same trainer.
-    trainer.fit_loop.epoch_loop.max_steps = 6
-    trainer.fit(linear())
-    trainer.validate(linear(), verbose=False)
-    assert {name: os.environ[name] for name in names if name in os.environ} == given
-
-
-def test_evaluation_without_fit() -> None:
-    model = linear()
-    trainer = make_trainer(ZenFlowStrategy(), limit_val_batches=1)
-    trainer.validate(model, verbose=False)
-    trainer.test(model, verbose=False)
-    assert len(trainer.predict(model) or []) == 1
+    trainer = make_trainer(ZenFlowStrategy(), max_steps=3, limit_val_batches=1)
+    functions: list[Callable[..., Any]] = [trainer.validate, trainer.test, trainer.predict, trainer.fit, trainer.test]
+    for function in functions:
+        function(linear())
+        assert {name: os.environ[name] for name in names if name in os.environ} == given
 
 
 class Fails(LinearLossModule):
@@ -128,73 +124,73 @@ def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], 
     fit(model, steps=4)
 
 
-@pytest.mark.parametrize("at", ["the first step", "validation", "no time"])
-def test_an_exact_state_remains_when_fit_ends(at: str, tmp_path: Path) -> None:
+class Ends(pl.Callback):
+    """Fails at the first step, at a validation, or not at all."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.arena = ArenaWatch(trainer.strategy)
+        if self.at == "the first step":
+            raise RuntimeError("the user's own mistake")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.at == "validation":
+            raise RuntimeError("the user's own mistake")
+
+
+@pytest.mark.parametrize(("at", "steps"), [("the first step", 0), ("validation", 2), ("no time", 2)])
+def test_an_exact_state_remains_when_fit_ends(at: str, steps: int, tmp_path: Path) -> None:
     """It can be saved, and trained further; slots and buffers are gone."""
-    watched: list[ArenaWatch] = []
-
-    class Ends(pl.Callback):
-        @override
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            watched.append(ArenaWatch(trainer.strategy))
-            if at == "the first step":
-                raise RuntimeError("the user's own mistake")
-
-        @override
-        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            if at == "validation":
-                raise RuntimeError("the user's own mistake")
-
-    case = Case(steps=4, model_options={"shapes": TINY})
-    n_steps = 0 if at == "the first step" else 2
-    trainer = make_trainer(
-        case.make_strategy(), max_steps=2, val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0,
-        callbacks=[Ends()],
-    )  # fmt: skip
-    with contextlib.nullcontext() if at == "no time" else pytest.raises(RuntimeError, match="own mistake"):
-        trainer.fit(case.make_model())
+    ends = Ends(at)
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0, "callbacks": [ends]}
+    trainer = make_trainer(CASE.make_strategy(), max_steps=2, **options)
+    with nullcontext() if at == "no time" else pytest.raises(RuntimeError, match="own mistake"):
+        trainer.fit(CASE.make_model())
     assert workers() == []
-    n_elements = sum(math.prod(shape) for shape in TINY)
-    assert watched[0].n_bytes <= 12 * n_elements + 64 * mmap.PAGESIZE
-    watched[0].close()
+    assert ends.arena.n_bytes <= 12 * sum(math.prod(shape) for shape in TINY) + 64 * mmap.PAGESIZE
+    ends.arena.close()
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    resumed = run_here(dataclasses.replace(case, checkpoint=str(tmp_path / "a.ckpt")))
-    assert len(resumed.losses) == case.steps - n_steps
-    for ours, theirs in zip(resumed.master, run_here(case).master, strict=True):
-        assert torch.equal(ours, theirs)
+    resumed = run_here(replace(CASE, checkpoint=str(tmp_path / "a.ckpt")))
+    assert len(resumed.losses) == CASE.steps - steps
+    assert_same_tensors(resumed.master, run_here(replace(CASE, loop="direct")).master)
 
 
-@pytest.mark.parametrize("why", ["no worker", "no scheduler"])
-def test_nothing_remains_after_an_error_at_setup(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("worker", "error", "message"),
+    [("/bin/false", WorkerError, "exited with status 1"), (None, AssertionError, "NoSuchScheduler")],
+)
+def test_nothing_remains_after_an_error_at_setup(
+    worker: str | None, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed's engine refuses the scheduler after it has built the optimizer, and with it the worker."""
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "scheduler": {"type": "NoSuchScheduler", "params": {}},
     }
-    if why == "no worker":
-        monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", "/bin/false")
+    if worker is not None:
+        monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", worker)
     gc.collect()
     before = shared_bytes()
-    error, message = (
-        (WorkerError, "exited with status 1") if why == "no worker" else (AssertionError, "NoSuchScheduler")
-    )
     with pytest.raises(error, match=message):
         fit(linear(), ZenFlowStrategy(config=config))
     assert workers() == []
     assert shared_bytes() <= before
 
 
-@dataclasses.dataclass
+@dataclass
 class CannotBuild(pl.Callback):
     """Makes rank 1 fail at set-up; when training ends with the error, no rank has a worker."""
 
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     only_core: int | None = None
     """The core that the rank may use, if it is not all of them."""
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        assert isinstance(trainer.strategy, ZenFlowStrategy)
         if trainer.global_rank == 1:
             os.environ.update(self.environment)
             if self.only_core is not None:
@@ -213,53 +209,14 @@ class CannotBuild(pl.Callback):
 def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
     first, second, *_ = sorted(os.sched_getaffinity(0))
     breaks = {
-        "/no/such/worker": CannotBuild(environment={"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
+        "/no/such/worker": CannotBuild({"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
         "worker_cores must be": CannotBuild(only_core=first),
-        "ZENFLOW_KERNELS must be": CannotBuild(environment={"ZENFLOW_KERNELS": "none"}),
+        "ZENFLOW_KERNELS must be": CannotBuild({"ZENFLOW_KERNELS": "none"}),
+        "ZenFlow needs .*update_interval=4, publish_lag=1": CannotBuild({HOST_MEMORY: "1e-6"}),
     }
-    case = Case(model_options={"shapes": TINY}, fails=True).with_keys(worker_cores=[first, second])
-    runs = run_on_ranks({str(i): dataclasses.replace(case, callbacks=(b,)) for i, b in enumerate(breaks.values())})
+    case = replace(CASE, fails=True).with_keys(worker_cores=[first, second])
+    runs = run_on_ranks({str(i): replace(case, callbacks=(b,)) for i, b in enumerate(breaks.values())})
     for message, (other, failed) in zip(breaks, runs.values(), strict=True):
         assert failed.error is not None and other.error is not None
-        assert re.search(f"Error: .*{message}", failed.error)
-        assert re.search(f"Error: rank 1: .*{message}", other.error)
-
-
-class ReadsOfDeviceValues(TorchDispatchMode):
-    """Counts the operations by which the host learns a tensor's value, and for which it would have to wait for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-        self.reads: list[str] = []
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.operations += 1
-        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "aten.equal")):
-            frames = [f"{f.filename}:{f.lineno}" for f in traceback.extract_stack() if "torch" not in f.filename]
-            self.reads.append(f"{name} from {frames[-1]}")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
-def test_a_step_reads_nothing_from_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward, backward and optimizer step of all steps after the selection, provisional updates and weight prediction included."""
-    # Those for a GPU; where the device is the CPU there is nothing to wait for.
-    monkeypatch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: Kernels())
-    mode = ReadsOfDeviceValues()
-
-    class Watched(LinearLossModule):
-        @override
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            with mode if self.trainer.global_step >= 2 else contextlib.nullcontext():
-                super().optimizer_step(*args, **kwargs)
-
-    model = Watched(shapes=TINY, accumulate=options.get("accumulate_grad_batches", 1))
-    fit(model, ZenFlowStrategy(select_interval=0), steps=10, **options)
-    assert mode.operations > 100
-    assert mode.reads == []
-    with mode:
-        torch.ones(1).item()
-    assert len(mode.reads) == 1
+        assert re.search(f"Error: .*{message}|Exception: {message}", failed.error)
+        assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
