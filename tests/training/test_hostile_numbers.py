@@ -24,22 +24,26 @@ BASE = Case(model="HostileModule", steps=9, topk_ratio=0.3, strategy_options=APP
 
 
 def hostile(factor: float, *steps: int, **options: Any) -> Case:
-    factors = dict.fromkeys(steps or (HOSTILE_STEP,), factor)
-    given = options.get("model_options", {})
-    own = {} if options.get("model") else {"factors": factors}
-    return replace(BASE, **{**options, "model_options": {**own, **given}})
+    factors = {"factors": dict.fromkeys(steps or (HOSTILE_STEP,), factor)}
+    return replace(BASE, **{**options, "model_options": {**factors, **options.get("model_options", {})}})
 
 
 def element(value: float, *steps: int, **options: Any) -> Case:
     """One element of one parameter only."""
-    not_finite = {(step, 0): value for step in steps}
-    return hostile(1.0, **{"max_norm": 1.0, "model_options": {"not_finite": not_finite}, **options})
+    not_finite = {"not_finite": {(step, 0): value for step in steps}}
+    return replace(BASE, model="LinearLossModule", **{"max_norm": 1.0, "model_options": not_finite, **options})
 
 
 SIZES = [((0,), (0, 5), (3, 0), (1, 1), (1,), (2, 3)), ((2, 1), (1, 2), (2,)), ((101, 3), (7, 103), (13,), (97,))]
 """No elements, one element, one row, one column, primes; fewer elements than blocks."""
 CLIPPED = replace(BASE, model="LinearLossModule", steps=10, strategy_options={}, max_norm=1e-12)
 """To a norm with which every gradient is far below eps."""
+VECTOR = replace(
+    BASE,
+    model="FreezingModule",
+    model_options={"frozen_in": {3: (2, 6)}, "not_finite": {(1, 0): math.inf}, "not_finite_in": 3},
+    max_norm=1.0,
+)
 BF16_CLIPPED = {"precision": "bf16-true", "max_norm": 1.0}
 CASES = {
     **{f"{factor}, {norm}": hostile(factor, max_norm=norm) for factor in (*APPLIED, *SKIPPED) for norm in (None, 1.0)},
@@ -63,17 +67,7 @@ CASES = {
         for shapes, (s, d) in zip(SIZES, ((1, 0), (16, 2), (4, 1)), strict=True)
     },
     # Nothing is left of it in the next steps, in which the vector is frozen.
-    **{
-        f"a vector, S={s}, d={d}": element(
-            math.inf,
-            1,
-            model="FreezingModule",
-            update_interval=s,
-            publish_lag=d,
-            model_options={"frozen_in": {3: (2, 6)}, "not_finite": {(1, 0): math.inf}, "not_finite_in": 3},
-        )
-        for s, d in ((4, 1), (1, 0))
-    },
+    **{f"a vector, S={s}, d={d}": replace(VECTOR, update_interval=s, publish_lag=d) for s, d in ((4, 1), (1, 0))},
     **{f"clipped, top {k}": replace(CLIPPED, topk_ratio=k) for k in (0, 0.05, 1)},
     "clipped, accumulated": replace(
         CLIPPED, model="SmallNet", optimizer=OptimizerOptions(), accumulate=4, max_norm=0.1
