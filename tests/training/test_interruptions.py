@@ -3,7 +3,6 @@
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from direct_step import DirectStep, direct_step
 from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here, workers
 from interrupts import Interrupt, PassedPlaces
-from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
@@ -87,19 +85,9 @@ class Twins:
         direct.backward(random(100 + int(direct.step.count)))
         direct.step.step()
 
-    def compare(self) -> None:
-        """Brings the control up to the same step; then both must have the same bits."""
-        ours, theirs = self.interrupted, self.control
-        while int(theirs.step.count) < int(ours.step.count):
-            self.train(theirs)
-        theirs.step.flush()
-        assert ours.step.is_exact
-        assert ours.count == theirs.count == int(ours.step.count)
-        assert all(map(torch.equal, ours.state(), theirs.state()))
-
     def interrupt(self, context: PassedPlaces) -> str:
-        """Interrupts a step and the flush after it, then flushes; returns how it ended."""
-        direct = self.interrupted
+        """Interrupts a step and the flush after it, then flushes; returns how it ended. If whole, the control has the same bits."""
+        direct, control = self.interrupted, self.control
         for _ in range(BEFORE):
             self.train(direct)
         count = int(direct.step.count)
@@ -112,28 +100,31 @@ class Twins:
             assert "the exact optimizer state is lost" in str(error)
             assert not direct.step.is_exact
             return "lost"
-        assert int(direct.step.count) in (count, count + 1)
-        self.compare()
+        assert direct.step.is_exact
+        assert direct.count == int(direct.step.count) in (count, count + 1)
+        while int(control.step.count) < direct.count:
+            self.train(control)
+        control.step.flush()
+        assert all(map(torch.equal, direct.state(), control.state()))
         return "whole"
 
 
 @pytest.mark.parametrize("name", CASES)
 @strides(80, 1)
 def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
-    twins = Twins(**CASES[name])
+    twins = [Twins(**CASES[name])]
 
     def interrupted(context: PassedPlaces) -> str:
-        nonlocal twins
-        outcome = twins.interrupt(context)
+        outcome = twins[-1].interrupt(context)
         if outcome == "lost":
-            twins.close()
-            twins = Twins(**CASES[name])
+            twins.pop().close()
+            twins.append(Twins(**CASES[name]))
         return outcome
 
     passed = PassedPlaces()
     interrupted(passed)
     assert sweep(passed.times(stride=stride), interrupted)["whole"] > 1000 / stride
-    twins.close()
+    twins.pop().close()
 
 
 FIT = Case(steps=8, model_options={"shapes": TINY}, max_norm=1.0)
@@ -249,78 +240,40 @@ def test_a_loop_that_goes_on(name: str, stride: int) -> None:
     assert sweep(passed.times(stride=stride), interrupted)["whole"] > 0
 
 
-def training(device: torch.device = CPU, **keys: Any) -> AbstractContextManager[DirectStep]:
-    return direct_step([random(0, device)], topk_ratio=0, weight_prediction=0, provisional_scale=0, **keys)
-
-
-def steps(direct: DirectStep, numbers: Sequence[int], device: torch.device = CPU) -> None:
+def steps(direct: DirectStep, numbers: Sequence[int], *, first: int = 0) -> None:
+    """Steps, or backward passes of steps that are interrupted: the gradients of the parameters before `first` never come."""
     for number in numbers:
-        direct.backward(random(number, device))
+        gradients = random(number, DEVICE)
+        for index in reversed(range(first, len(gradients))):
+            direct.receive(index, gradients[index], last=True)
         direct.join()
-        direct.step.step()
+        if first == 0:
+            direct.step.step()
 
 
-def interrupt_backward(direct: DirectStep, seed: int, device: torch.device = CPU) -> None:
-    """The backward pass of a step whose first gradient never comes."""
-    gradients = random(seed, device)
-    for index in reversed(range(1, len(gradients))):
-        direct.receive(index, gradients[index], last=True)
-    direct.join()
+@pytest.mark.parametrize(("s", "d"), [(1, 0), (1, 1), (4, 1)])
+def test_interrupted_backward_passes(s: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take no slot and change nothing; what comes after them is in order on a device that runs behind.
 
-
-BACKWARD = pytest.mark.parametrize(("s", "d"), [(1, 0), (1, 1), (4, 1)])
-
-
-@BACKWARD
-def test_interrupted_backward_passes_take_no_slot_and_change_nothing(s: int, d: int) -> None:
-    states = []
-    for n_interrupted in (0, 40):
-        with training(update_interval=s, publish_lag=d) as direct:
-            steps(direct, (1, 2, 3))
-            for number in range(n_interrupted):
-                interrupt_backward(direct, 100 + number)
-                direct.step.flush()
-            direct.step.flush()
-            steps(direct, (4, 5, 6))
-            direct.step.flush()
-            states.append(direct.state())
-    assert all(map(torch.equal, *states))
-
-
-@BACKWARD
-def test_a_step_after_an_interrupted_one_is_in_order(s: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that runs behind: weights that were read again after the interruption, and words that the worker waits for again."""
+    Weights were read again after an interruption, and the worker waits for the same words again.
+    """
     # No answer comes in backward, so that its copies are left to the flush.
     monkeypatch.setattr(SupervisedWorker, "has_answered", lambda *_: False)
-    with recorded_device() as device, training(DEVICE, update_interval=s, publish_lag=d) as direct:
-        steps(direct, range(1, 6), DEVICE)
-        interrupt_backward(direct, 6, DEVICE)
-        if d > 0:
-            direct.shown[0].clone()
-        direct.step.flush()
-        steps(direct, range(6, 9), DEVICE)
-        direct.step.flush()
-    assert not device.order.races
-
-
-def test_a_word_that_no_job_waits_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception between the word of a block and its job: the flush forgets the word when it has arrived."""
-    write = JobQueue._write_word
-
-    def interrupting(self: JobQueue, *arguments: Any, **options: Any) -> None:
-        monkeypatch.setattr(JobQueue, "_write_word", write)
-        write(self, *arguments, **options)
-        raise KeyboardInterrupt
-
-    with recorded_device() as device, training(DEVICE, update_interval=1, publish_lag=0) as direct:
-        steps(direct, (1, 2, 3), DEVICE)
-        monkeypatch.setattr(JobQueue, "_write_word", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            direct.backward(random(4, DEVICE))
-        direct.join()
-        direct.step.flush()
-        steps(direct, (4, 5), DEVICE)
-        direct.step.flush()
-    assert not device.order.races
-    # The host's own writes are in no order that the device would record.
+    keys = {"topk_ratio": 0, "weight_prediction": 0, "provisional_scale": 0, "update_interval": s, "publish_lag": d}
+    states = []
+    for interrupted in (range(0), range(100, 120)):
+        with recorded_device() as device, direct_step([random(0, DEVICE)], **keys) as direct:
+            steps(direct, range(1, 6))
+            for number in interrupted:
+                steps(direct, [number], first=1)
+                if d > 0:
+                    direct.shown[0].clone()
+                direct.step.flush()
+            direct.step.flush()
+            steps(direct, range(6, 9))
+            direct.step.flush()
+            states.append([t for of_group in direct.flat_state() for t in of_group])
+        assert not device.order.races
+    # The host's own writes of words are in no order that the device would record.
     assert "jobs._forget_words" in {o.place for o in device.order.operations if o.kind == "host wait"}
+    assert all(map(torch.equal, *states))
