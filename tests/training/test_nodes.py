@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rank_processes import free_port, run_on_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
 CASE = Case(model_options={"ranks_differ": False}, steps=2 * SAVED_AT, strategy_options=KEYS)
-ENDLESS = 10**6
+ENDLESS = str(10**6)
 
 
 @pytest.mark.slow
@@ -70,27 +70,20 @@ def test_a_busy_rank_is_not_lost_and_nothing_is_open_meanwhile(tmp_path: Path) -
 
 
 class Tasks:
-    """Processes of a training over several nodes, each with an output file.
-
-    Args:
-        folder: of what they write.
-    """
+    """Processes of a training over several nodes, each with an output file, in a folder that they write to."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, launcher: Sequence[str], steps: int, checkpoint: Path | str = "", **variables: str) -> None:
+    def start(self, launcher: Sequence[str], *arguments: str, **variables: str) -> None:
         """Starts `node_trainer` by a launcher, in a session of its own."""
         environment = fresh_environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path), **variables)
-        command = [*launcher, str(SCRIPT), str(self.folder), str(steps), str(checkpoint)]
+        command = [*launcher, str(SCRIPT), str(self.folder), *arguments]
         with open(self.folder / f"output{len(self.processes)}.txt", "wb") as output:
-            self.processes.append(
-                subprocess.Popen(
-                    command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            )
+            options = {"env": environment, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            self.processes.append(subprocess.Popen(command, **options))  # type: ignore[call-overload]
 
     def output(self, index: int) -> str:
         return (self.folder / f"output{index}.txt").read_text()
@@ -134,55 +127,24 @@ def test_a_node_is_killed(tasks: Tasks, tmp_path: Path) -> None:
     """The other one ends by itself and names it, and then goes on alone from the checkpoint, as one rank without interruption."""
     port = free_port()
     for node in range(2):
-        tasks.start(torchrun(nodes=2, node=node, port=port), ENDLESS, NODES="2", DEVICES="2")
+        tasks.start(torchrun(nodes=2, node=node, port=port), ENDLESS, "", NODES="2", DEVICES="2")
     pids = tasks.saved(ranks=4)
     for pid in (tasks.processes[0].pid, *pids[:2]):
         os.kill(pid, signal.SIGKILL)
     tasks.names("rank 0, 1 of node 0", in_process=1)
     wait_for(lambda: not any(map(is_alive, pids)))
 
-    alone = Tasks(tmp_path / "alone")
-    saved = tmp_path / "saved.ckpt"
-    alone.start(torchrun(nodes=1, node=0, port=free_port()), CASE.steps, saved, NODES="1", DEVICES="2")
+    alone, rest = Tasks(tmp_path / "alone"), (str(CASE.steps), str(tmp_path / "saved.ckpt"))
+    alone.start(torchrun(nodes=1, node=0, port=free_port()), *rest, NODES="1", DEVICES="2")
     try:
         assert alone.processes[0].wait(400) == 0, alone.output(0)
     finally:
         alone.end()
     environment, ranks, steps, weights = torch.load(alone.folder / "result.pt")
     assert (environment, ranks, steps) == ("TorchElasticEnvironment", 2, CASE.steps)
-    for a, b in zip(weights, run_here(CASE).weights, strict=True):
+    for a, b in zip(weights, run_here(replace(CASE, loop="direct")).weights, strict=True):
         # Sums over ranks have another order.
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-
-
-def slurm(node: int, *, port: int, host: str = "127.0.0.1") -> Mapping[str, str]:
-    """What `srun` sets for the task of a node of two, of which the first is `host`."""
-    return {
-        "SLURM_JOB_ID": "1234",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NODELIST": host,
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": "0",
-        "SLURM_PROCID": str(node),
-        "MASTER_PORT": str(port),
-        "NODES": "2",
-        "DEVICES": "1",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_slurm_names_the_node_that_is_killed(tasks: Tasks) -> None:
-    """Slurm itself is not here, but the variables that it sets for each task are."""
-    port = free_port()
-    for node in range(2):
-        tasks.start([sys.executable], ENDLESS, **slurm(node, port=port))
-    pids = tasks.saved(ranks=2)
-    os.kill(pids[1], signal.SIGKILL)
-    tasks.names("rank 1 of node 1", in_process=0)
 
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
@@ -209,18 +171,41 @@ def networks() -> Iterator[list[str]]:
         yield names
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(
+NO_NETWORKS = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces are made by root with iproute2"
 )
-def test_a_node_that_cannot_be_reached_any_more_is_named(networks: list[str], tasks: Tasks) -> None:
-    """Nothing is closed and nothing answers, as after a power failure: both sides give up after the strategy's timeout."""
-    port = free_port()
-    for node, network in enumerate(networks):
-        variables = {**slurm(node, port=port, host=HOSTS[0]), "GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "60"}
-        tasks.start(["ip", "netns", "exec", network, sys.executable], ENDLESS, **variables)
-    tasks.saved(ranks=2)
-    _ip(f"-n {networks[1]} link set {CABLE} down")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("how", ["killed", pytest.param("cut off", marks=NO_NETWORKS)])
+def test_slurm_names_the_node_that_is_lost(how: str, tasks: Tasks, request: pytest.FixtureRequest) -> None:
+    """Slurm itself is not here, but the variables that `srun` sets for each task are.
+
+    A node that is cut off closes nothing and answers nothing, as after a power failure: both give up after the strategy's timeout.
+    """
+    names, port = request.getfixturevalue("networks") if how == "cut off" else [], free_port()
     for node in range(2):
-        tasks.names(f"rank {1 - node} of node {1 - node}", in_process=node)
+        slurm = {
+            "SLURM_JOB_ID": "1234",
+            "SLURM_JOB_NAME": "train",
+            "SLURM_NODELIST": HOSTS[0] if names else "127.0.0.1",
+            "SLURM_NNODES": "2",
+            "SLURM_NTASKS": "2",
+            "SLURM_NTASKS_PER_NODE": "1",
+            "SLURM_NODEID": str(node),
+            "SLURM_LOCALID": "0",
+            "SLURM_PROCID": str(node),
+        }
+        variables = {**slurm, "MASTER_PORT": str(port), "NODES": "2", "DEVICES": "1"}
+        if names:
+            variables |= {"GLOO_SOCKET_IFNAME": CABLE, "TIMEOUT_S": "60"}
+        launcher = ["ip", "netns", "exec", names[node]] if names else []
+        tasks.start([*launcher, sys.executable], ENDLESS, "", **variables)
+    pids = tasks.saved(ranks=2)
+    if not names:
+        os.kill(pids[1], signal.SIGKILL)
+    else:
+        _ip(f"-n {names[1]} link set {CABLE} down")
+        tasks.names("rank 0 of node 0", in_process=1)
+    tasks.names("rank 1 of node 1", in_process=0)

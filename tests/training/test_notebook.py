@@ -10,8 +10,6 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from example_runs import ROOT
 
-pytestmark = pytest.mark.slow
-
 IMPORTS = """
 import signal
 import lightning.pytorch as pl
@@ -39,7 +37,7 @@ trainer(devices=1, callbacks=[Interrupt()]).fit(model)
 FIT = "t = trainer(devices=1); t.fit(model); t.global_step"
 
 
-def texts(cell: nbformat.NotebookNode) -> str:
+def below(cell: nbformat.NotebookNode) -> str:
     """What is shown below a cell."""
     return "\n".join(
         output.get("text", "") + output.get("evalue", "") + output.get("data", {}).get("text/plain", "")
@@ -47,28 +45,18 @@ def texts(cell: nbformat.NotebookNode) -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def cells() -> list[nbformat.NotebookNode]:
-    """The cells of a notebook after its execution; cells that raise do not end it."""
-    notebook = new_notebook(
-        cells=[new_code_cell(code) for code in (IMPORTS, FIT, FIT, INTERRUPT, FIT, "trainer(devices=2)")]
-    )
+@pytest.mark.slow
+def test_cells() -> None:
+    """Each trains, after an interrupted one too; cells that raise do not end the notebook."""
+    sources = (IMPORTS, FIT, FIT, INTERRUPT, FIT, "trainer(devices=2)")
+    notebook = new_notebook(cells=[new_code_cell(code) for code in sources])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support"), *sys.path])}
-    client = NotebookClient(notebook, timeout=200, kernel_name="python3", allow_errors=True)
-    client.execute(env=environment)
-    return notebook.cells
-
-
-def test_trains_in_each_cell(cells: list[nbformat.NotebookNode]) -> None:
-    """Twice, and again after an interruption."""
-    assert "KeyboardInterrupt" in texts(cells[3])
-    for cell in (cells[1], cells[2], cells[4]):
-        shown = texts(cell)
+    NotebookClient(notebook, timeout=200, kernel_name="python3", allow_errors=True).execute(env=environment)
+    _, *fits, interrupted, last, several = map(below, notebook.cells)
+    assert "KeyboardInterrupt" in interrupted
+    for shown in (*fits, last):
         assert "32" in shown.splitlines()
         # The summary's rows, as columns.
         assert "step, median and p99  " in shown
-
-
-def test_several_devices_are_refused(cells: list[nbformat.NotebookNode]) -> None:
-    assert "devices must be 1, got 2" in texts(cells[5])
-    assert "%%writefile train.py" in texts(cells[5])
+    assert "devices must be 1, got 2" in several
+    assert "%%writefile train.py" in several
