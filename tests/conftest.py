@@ -86,14 +86,6 @@ def no_worker_is_left() -> Iterator[None]:
     assert workers() == []
 
 
-@pytest.fixture
-def fp16_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed asks for the CPU's fast instructions; torch computes in fp16 without them, slowly, which is enough here."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # takes seconds, which not every test needs
-
-    monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
-
-
 @pytest.fixture(scope="session")
 def needs_cuda() -> None:
     """Skips tests where there is no CUDA device."""

@@ -55,11 +55,6 @@ def test_the_bits_of_the_oracle(name: str) -> None:
     assert_is_adamw(CASES[name], run_here(CASES[name]))
 
 
-def test_lightning_gives_the_same_bits() -> None:
-    case = CASES["S=2, d=0, columns on the device"]
-    assert_same_run(run_here(replace(case, loop="trainer").with_keys(reduce_bucket_size=200)), run_here(case))
-
-
 DISTURBED = Case(topk_ratio=0.3, steps=18, max_norm=0.5, strategy_options=BF16)
 NETWORK = replace(DISTURBED, model="SmallNet", update_interval=1, publish_lag=0).with_keys(reduce_bucket_size=200)
 """Its gradients depend on the weights that it is shown."""

@@ -14,7 +14,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
@@ -87,62 +86,52 @@ def test_the_environment_is_left_as_it_was(given: dict[str, str], monkeypatch: p
         assert {name: os.environ[name] for name in names if name in os.environ} == given
 
 
-class Fails(LinearLossModule):
-    """Fails in a step, counted from 0."""
+@dataclass
+class Ends(pl.Callback):
+    """Ends a fit with an error at its start, at the sixth step or at a validation, or not at all."""
 
+    at: str
     error: type[BaseException] = RuntimeError
-    at = 5
-    arena: ArenaWatch
+
+    def _end(self, at: str) -> None:
+        if self.at == at:
+            raise self.error("the user's own mistake")
 
     @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == self.at:
-            assert len(workers()) == 1
-            self.arena = ArenaWatch(self.trainer.strategy)
-            assert self.arena.n_bytes > 0
-            raise self.error("the user's own mistake")
-        return super().training_step(batch, batch_idx)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.arena = ArenaWatch(trainer.strategy)
+        assert len(workers()) == 1
+        assert self.arena.n_bytes > 0
+        self._end("the start")
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._end(f"step {trainer.global_step}")
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end("validation")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], tmp_path: Path) -> None:
     """Neither worker nor memory, as soon as `fit` is left; the incomplete state cannot be saved. Lightning ends the process on Ctrl-C."""
-    model = Fails(shapes=TINY)
-    model.error = error
-    trainer = make_trainer(ZenFlowStrategy(), max_steps=10, limit_val_batches=1)
+    model, ends = linear(), Ends("step 5", error)
+    trainer = make_trainer(ZenFlowStrategy(), max_steps=10, limit_val_batches=1, callbacks=[ends])
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
         trainer.fit(model)
     assert workers() == []
-    assert model.arena.n_bytes == 0
-    model.arena.close()
+    assert ends.arena.n_bytes == 0
+    ends.arena.close()
     assert [p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]] == [0, 0]
     with pytest.raises(WorkerError, match="training ended before the worker had applied all of its 5 steps"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     # Its weights are there, for another Trainer too.
-    model.at = 1000
     trainer.validate(model, verbose=False)
     fit(model, steps=4)
 
 
-class Ends(pl.Callback):
-    """Fails at the first step, at a validation, or not at all."""
-
-    def __init__(self, at: str) -> None:
-        self.at = at
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.arena = ArenaWatch(trainer.strategy)
-        if self.at == "the first step":
-            raise RuntimeError("the user's own mistake")
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.at == "validation":
-            raise RuntimeError("the user's own mistake")
-
-
-@pytest.mark.parametrize(("at", "steps"), [("the first step", 0), ("validation", 2), ("no time", 2)])
+@pytest.mark.parametrize(("at", "steps"), [("the start", 0), ("validation", 2), ("no time", 2)])
 def test_an_exact_state_remains_when_fit_ends(at: str, steps: int, tmp_path: Path) -> None:
     """It can be saved, and trained further; slots and buffers are gone."""
     ends = Ends(at)

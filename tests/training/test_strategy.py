@@ -20,12 +20,6 @@ from side_by_side import Net
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 
-def test_by_name() -> None:
-    trainer = fit(LinearLossModule(shapes=TINY), "zenflow")
-    assert isinstance(trainer.strategy, ZenFlowStrategy)
-    assert trainer.strategy.zenflow_config == ZenFlowConfig()
-
-
 def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() -> None:
     code = (
         "import sys, lightning_zenflow; assert 'deepspeed' not in sys.modules;"
