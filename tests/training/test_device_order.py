@@ -109,15 +109,6 @@ def test_gradients_that_are_read_have_arrived() -> None:
     assert not record(replace(NETWORK, steps=3, callbacks=(ReadsGradients(),))).order.races
 
 
-def test_the_recorded_device_has_the_bits_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZENFLOW_KERNELS", "torch")
-    case = CASES["a network"]
-    expected = run_here(case.with_keys(overlap_comm=False))
-    with recorded_device():
-        run = run_here(case)
-    assert_same_state(run, expected)
-
-
 QUIET = ["fixed gradients", "submitted in backward", "accumulated on the host", "S=2, d=0"]
 
 

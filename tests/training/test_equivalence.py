@@ -17,16 +17,13 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 STEPS = 11
 """No multiple of any update interval but 1, so that windows are open at the end."""
 
+BY_ADAM = OptimizerOptions(kind="Adam")
 SEQUENCES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "fp32, accumulated, clipped": {"accumulate": 3, "max_norm": 1.0},
     "bf16, clipped": {"precision": "bf16-true", "max_norm": 1.0},
-    "bf16-mixed, accumulated, Adam": {
-        "precision": "bf16-mixed",
-        "accumulate": 3,
-        "optimizer": OptimizerOptions(kind="Adam"),
-    },
-    "fp32, clipped, Adam, no scheduler": {"max_norm": 1.0, "optimizer": OptimizerOptions(kind="Adam", scheduler=False)},
+    "bf16-mixed, accumulated, Adam": {"precision": "bf16-mixed", "accumulate": 3, "optimizer": BY_ADAM},
+    "fp32, clipped, Adam, no scheduler": {"max_norm": 1.0, "optimizer": replace(BY_ADAM, scheduler=False)},
 }
 """Everything that the sequence of gradients and the optimizer depend on."""
 

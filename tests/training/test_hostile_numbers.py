@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from harness import APPROXIMATE, Case, StockStrategy, run_here
-from models import OptimizerOptions
 from same_bits import assert_is_adamw, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -69,9 +68,6 @@ CASES = {
     # Nothing is left of it in the next steps, in which the vector is frozen.
     **{f"a vector, S={s}, d={d}": replace(VECTOR, update_interval=s, publish_lag=d) for s, d in ((4, 1), (1, 0))},
     **{f"clipped, top {k}": replace(CLIPPED, topk_ratio=k) for k in (0, 0.05, 1)},
-    "clipped, accumulated": replace(
-        CLIPPED, model="SmallNet", optimizer=OptimizerOptions(), accumulate=4, max_norm=0.1
-    ),
 }
 
 

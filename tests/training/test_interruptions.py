@@ -47,16 +47,17 @@ def random(seed: int, device: torch.device = CPU) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
 
 
-def sweep(places: Sequence[tuple[Any, int]], outcome_of: Callable[[Interrupt], str]) -> Counter[str]:
-    """How runs ended that were interrupted at each of the places, each at one time that it is passed."""
-    counts: Counter[str] = Counter()
-    for place, time in places:
+def sweep(outcome_of: Callable[[PassedPlaces], str], *, stride: int) -> int:
+    """Interrupts runs at every stride'th place that one passes, each at one time; how often the state was whole."""
+    passed, counts = PassedPlaces(), Counter[str]()
+    assert outcome_of(passed) == "whole"
+    for place, time in passed.times(stride=stride):
         try:
             counts[outcome_of(Interrupt(place, time))] += 1
         except Exception as error:
             raise AssertionError(f"interrupted at {place}, time {time}") from error
     assert counts["lost"] <= MOST_LOST * counts["whole"] + 1, counts
-    return counts
+    return counts["whole"]
 
 
 def strides(fast: int, slow: int) -> pytest.MarkDecorator:
@@ -120,9 +121,7 @@ def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
             twins.append(Twins(**CASES[name]))
         return outcome
 
-    passed = PassedPlaces()
-    interrupted(passed)
-    assert sweep(passed.times(stride=stride), interrupted)["whole"] > 1000 / stride
+    assert sweep(interrupted, stride=stride) > 1000 / stride
     twins.pop().close()
 
 
@@ -182,10 +181,8 @@ def interrupted_fit(name: str, path: Path, context: PassedPlaces) -> str:
 @pytest.mark.parametrize("name", CASES)
 @strides(1500, 60)
 def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) -> None:
-    passed, folders = PassedPlaces(), (tmp_path / str(number) for number in range(10_000))
-    assert interrupted_fit(name, next(folders), passed) == "whole"
-    counts = sweep(passed.times(stride=stride), lambda interrupt: interrupted_fit(name, next(folders), interrupt))
-    assert counts["whole"] > 0
+    folders = (tmp_path / str(number) for number in range(10_000))
+    assert sweep(lambda context: interrupted_fit(name, next(folders), context), stride=stride) > 0
 
 
 def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
@@ -222,8 +219,7 @@ def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
 @pytest.mark.parametrize("name", CASES)
 @strides(1000, 30)
 def test_a_loop_that_goes_on(name: str, stride: int) -> None:
-    passed = PassedPlaces()
-    expected = loop(name, passed)
+    expected = loop(name)
     assert expected is not None
 
     def interrupted(context: PassedPlaces) -> str:
@@ -231,7 +227,7 @@ def test_a_loop_that_goes_on(name: str, stride: int) -> None:
         assert masters is None or torch.equal(masters, expected)
         return "lost" if masters is None else "whole"
 
-    assert sweep(passed.times(stride=stride), interrupted)["whole"] > 0
+    assert sweep(interrupted, stride=stride) > 0
 
 
 def steps(direct: DirectStep, numbers: Sequence[int], *, first: int = 0) -> None:
