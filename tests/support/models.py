@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,11 +22,6 @@ def generator(*key: int) -> torch.Generator:
     for number in key:
         seed = (seed * 1_000_003 + number + 1) % 2**63
     return torch.Generator().manual_seed(seed)
-
-
-def learning_rate_factor(step: int) -> float:
-    """Factor of the scheduler on learning rates in a step, counted from 0."""
-    return 1 / (1 + 0.25 * step)
 
 
 class Indexes(Dataset[int]):
@@ -50,17 +46,39 @@ class OptimizerOptions:
     """Name of a class in `torch.optim`, or "DeepSpeedCPUAdam"."""
     lr: float = 1e-2
     scheduler: bool = True
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the class."""
 
-    def groups(self, step: int) -> list[Group]:
-        """Hyperparameters in a step, counted from 0, for the oracle."""
-        factor = learning_rate_factor(step) if self.scheduler else 1.0
-        decoupled = self.kind != "Adam"
+    def initial(self) -> list[Group]:
+        """Hyperparameters that the optimizer is made with."""
         return [
             # No simple fraction: with 0.1, gradients and weights of few bits cancel exactly where Adam adds the decay to the gradient, and
             # the first step then goes in the direction of the rounding error.
-            Group(lr=self.lr * factor, weight_decay=0.0731, decoupled=decoupled),
-            Group(lr=0.3 * self.lr * factor, beta1=0.8, beta2=0.95, eps=1e-6, decoupled=decoupled),
+            Group(lr=self.lr, weight_decay=0.0731),
+            Group(lr=0.3 * self.lr, beta1=0.8, beta2=0.95, eps=1e-6),
         ]
+
+    def factor(self, step: int) -> float:
+        """The scheduler's, on learning rates, in a step counted from 0."""
+        return 1 / (1 + 0.25 * step)
+
+    def groups(self, step: int) -> list[Group]:
+        """Hyperparameters in a step, counted from 0, for the oracle."""
+        factor = self.factor(step) if self.scheduler else 1.0
+        return [replace(h, lr=h.lr * factor, decoupled=self.kind != "Adam") for h in self.initial()]
+
+    def configured(self, groups: Sequence[Sequence[nn.Parameter]]) -> Any:
+        """What `configure_optimizers` returns."""
+        entries = [
+            {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
+            for ps, h in zip(groups, self.initial(), strict=False)
+        ]
+        kind = DeepSpeedCPUAdam if self.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, self.kind)
+        optimizer = kind(entries, **self.flags)
+        if not self.scheduler:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class TestModule(pl.LightningModule):
@@ -72,25 +90,61 @@ class TestModule(pl.LightningModule):
         length: micro-batches in an epoch.
         accumulate: micro-batches in a step.
         optimizer: None: the defaults, with the class's own learning rate.
+        frozen_in: steps, counted from 0, in which one of the `freezable` is frozen, [begin, end), by its number.
+        micro: the micro-batch of these steps before which it is frozen and unfrozen.
     """
 
     __test__ = False  # pytest takes classes of this name for tests
     lr = 1e-2
 
-    def __init__(self, *, length: int = 100, accumulate: int = 1, optimizer: OptimizerOptions | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        length: int = 100,
+        accumulate: int = 1,
+        optimizer: OptimizerOptions | None = None,
+        frozen_in: dict[int, tuple[int, int]] | None = None,
+        micro: int = 0,
+    ) -> None:
         super().__init__()
         self.length = length
         self.accumulate = accumulate
         self.optimizer_options = optimizer or OptimizerOptions(lr=self.lr)
+        self.frozen_in = frozen_in or {}
+        self.micro = micro
 
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         """The loss of one micro-batch."""
         raise NotImplementedError
 
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Matrices, and everything else."""
+    def optimized(self) -> list[list[nn.Parameter]]:
+        """What the optimizer gets, frozen or not: matrices, and everything else."""
         parameters = list(self.parameters())
         return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+
+    @cached_property
+    def trained(self) -> list[list[nn.Parameter]]:
+        """Those of `optimized` with elements that were not frozen at the start."""
+        return [[p for p in group if p.requires_grad and p.numel()] for group in self.optimized()]
+
+    def parameter_groups(self) -> list[list[nn.Parameter]]:
+        """As `trained`."""
+        return self.trained
+
+    def freezable(self) -> Sequence[Any]:
+        """Modules or parameters that `frozen_in` counts."""
+        return list(self.parameters())
+
+    def is_frozen(self, index: int, step: int, micro: int) -> bool:
+        """Whether one of the `freezable` is frozen in a micro-batch."""
+        begin, end = self.frozen_in.get(index, (0, 0))
+        return (begin, self.micro) <= (step, micro) < (end, self.micro)
+
+    @override
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        step, micro = divmod(batch_idx, self.accumulate)
+        for i in self.frozen_in:
+            self.freezable()[i].requires_grad_(not self.is_frozen(i, step, micro))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -104,23 +158,7 @@ class TestModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        options = self.optimizer_options
-        groups = [
-            {
-                "params": parameters,
-                "lr": h.lr,
-                "betas": (h.beta1, h.beta2),
-                "eps": h.eps,
-                "weight_decay": h.weight_decay,
-            }
-            for parameters, h in zip(self.parameter_groups(), options.groups(0), strict=True)
-        ]
-        kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
-        optimizer = kind(groups)
-        if not options.scheduler:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return self.optimizer_options.configured(self.optimized())
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
@@ -149,6 +187,8 @@ class LinearLossModule(TestModule):
     Args:
         not_finite: value that gradients have at one element, by (step, rank).
         not_finite_in: number of the parameter with that element.
+        factors: on the gradients of a step, NaN and infinity among them.
+        ranks: that these apply to; None: all.
         ranks_differ: whether ranks see different data.
     """
 
@@ -157,6 +197,8 @@ class LinearLossModule(TestModule):
         *,
         not_finite: dict[tuple[int, int], float] | None = None,
         not_finite_in: int = 0,
+        factors: dict[int, float] | None = None,
+        ranks: Sequence[int] | None = None,
         ranks_differ: bool = True,
         shapes: Sequence[Sequence[int]] = SHAPES,
         **options: Any,
@@ -167,11 +209,13 @@ class LinearLossModule(TestModule):
         )
         self.not_finite = not_finite or {}
         self.not_finite_in = not_finite_in
+        self.factors = factors or {}
+        self.ranks = ranks
         self.ranks_differ = ranks_differ
 
     def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
         """float32 gradient of one micro-batch with respect to `self.weights[index]`, before the division by `accumulate`."""
-        if index == 6 and (step % 2 or micro):
+        if (index == 6 and (step % 2 or micro)) or self.is_frozen(index, step, micro):
             return None
         shape = self.weights[index].shape
         numbers = torch.randn(shape, generator=generator(2, index, step, micro, rank if self.ranks_differ else 0))
@@ -180,7 +224,7 @@ class LinearLossModule(TestModule):
         gradient = numbers * (columns if len(shape) > 1 else 0.1) * (1 + step % 3)
         if index == self.not_finite_in and (step, rank) in self.not_finite:
             gradient.view(-1)[gradient.numel() // 2] = self.not_finite[step, rank]
-        return gradient
+        return gradient * self.factors.get(step, 1.0) if self.ranks is None or rank in self.ranks else gradient
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
@@ -192,34 +236,15 @@ class LinearLossModule(TestModule):
         return total
 
 
+HostileModule = FreezingModule = LinearLossModule
+
+
 class OneGroup(LinearLossModule):
     """As `LinearLossModule`, with one parameter group."""
 
     @override
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-class HostileModule(LinearLossModule):
-    """As `LinearLossModule`, with a loss that is multiplied by a factor in some steps.
-
-    Args:
-        factors: by step; NaN and infinity among them.
-        ranks: on which ranks; None: all.
-        **options: as `LinearLossModule`.
-    """
-
-    def __init__(self, *, factors: dict[int, float], ranks: Sequence[int] | None = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.factors = factors
-        self.hostile_ranks = ranks
-
-    @override
-    def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
-        gradient = super().gradient(index, step, micro, rank)
-        if gradient is None or (self.hostile_ranks is not None and rank not in self.hostile_ranks):
-            return gradient
-        return gradient * self.factors.get(step, 1.0)
+    def optimized(self) -> list[list[nn.Parameter]]:
+        return [list(self.parameters())]
 
 
 class LeavingModule(LinearLossModule):
@@ -244,36 +269,3 @@ class DeviceLinearLossModule(LinearLossModule):
         numbers = torch.randn(p.shape, device=p.device, generator=torch.Generator(p.device).manual_seed(seed))
         columns = torch.logspace(-2, 0, p.shape[1], device=p.device) if p.dim() == 2 else 0.1
         return numbers * columns * (1 + step % 3)
-
-
-class FreezingModule(LinearLossModule):
-    """As `LinearLossModule`, with parameters that are frozen for some of the steps.
-
-    Args:
-        frozen_in: steps, counted from 0, in which a parameter is frozen, [begin, end), by its number.
-        micro: the micro-batch of these steps before which it is frozen and unfrozen.
-        **options: as `LinearLossModule`.
-    """
-
-    def __init__(self, *, frozen_in: dict[int, tuple[int, int]], micro: int = 0, **options: Any) -> None:
-        super().__init__(**options)
-        self.frozen_in = frozen_in
-        self.micro = micro
-
-    def is_frozen(self, index: int, step: int, micro: int) -> bool:
-        begin, end = self.frozen_in.get(index, (0, 0))
-        return (begin, self.micro) <= (step, micro) < (end, self.micro)
-
-    def is_left_alone(self, index: int, step: int) -> bool:
-        """Whether the parameter is frozen when the step begins, which then does without it."""
-        return self.is_frozen(index, step, 0)
-
-    @override
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        step, micro = divmod(batch_idx, self.accumulate)
-        for i, p in enumerate(self.weights):
-            p.requires_grad_(not self.is_frozen(i, step, micro))
-
-    @override
-    def gradient(self, index: int, step: int, micro: int, rank: int) -> Tensor | None:
-        return None if self.is_frozen(index, step, micro) else super().gradient(index, step, micro, rank)

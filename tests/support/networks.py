@@ -13,11 +13,6 @@ from typing_extensions import override
 from models import TestModule, generator
 
 
-def through(layer: nn.Module, x: Tensor) -> Tensor:
-    """Output of a layer of `Perceptron`."""
-    return functional.gelu(layer(x))
-
-
 class Perceptron(TestModule):
     """Linear layers with GELU between them, on inputs that are made where the weights are.
 
@@ -29,11 +24,14 @@ class Perceptron(TestModule):
 
     def __init__(self, *, widths: Sequence[int], **options: Any) -> None:
         super().__init__(**options)
-        self.through = through
         self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in pairwise(widths))
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
                 p.copy_(torch.randn(p.shape, generator=generator(7, i)) / p.shape[-1] ** 0.5)
+
+    def through(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """Output of a layer."""
+        return functional.gelu(layer(x))
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
@@ -65,9 +63,9 @@ class _AllAtOnce(torch.autograd.Function):
 class PerceptronAtOnce(Perceptron):
     """As `Perceptron`; each layer's gradients arrive together, as those of compiled layers do."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.through = lambda layer, x: _AllAtOnce.apply(x, layer.weight, layer.bias)
+    @override
+    def through(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return _AllAtOnce.apply(x, layer.weight, layer.bias)
 
 
 class SmallNet(TestModule):
@@ -109,7 +107,6 @@ class TiedNet(TestModule):
         head_in_checkpoint: whether the head, and with it a matrix that is used outside too, is computed again as well.
         shared: whether the second layer is the first one once more.
         frozen: layers that are frozen from the start.
-        frozen_in: steps, counted from 0, in which a layer is frozen, [begin, end), by its number.
         used_every: a step in so many uses the last layer; 0: none does.
     """
 
@@ -122,7 +119,6 @@ class TiedNet(TestModule):
         head_in_checkpoint: bool = False,
         shared: bool = False,
         frozen: Sequence[int] = (),
-        frozen_in: dict[int, tuple[int, int]] | None = None,
         used_every: int = 1,
         **options: Any,
     ) -> None:
@@ -130,7 +126,6 @@ class TiedNet(TestModule):
         self.checkpoint = checkpoint
         self.head_in_checkpoint = head_in_checkpoint
         self.shared = shared
-        self.frozen_in = frozen_in or {}
         self.used_every = used_every
         self.embedding = nn.Embedding(19, 12)
         self.layers = nn.ModuleList(
@@ -143,42 +138,10 @@ class TiedNet(TestModule):
                 p.copy_(0.3 * torch.randn(p.shape, generator=generator(5, i)))
         for layer in frozen:
             self.layers[layer].requires_grad_(False)
-        trained = [p for p in self.parameters() if p.requires_grad]
-        self.trained_groups = [[p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]]
-        self.frozen_from_start = [p for p in self.parameters() if not p.requires_grad]
-        self.frozen_weights: list[Tensor] = []
 
     @override
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """Those that were not frozen at the start."""
-        return self.trained_groups
-
-    def frozen_at(self, step: int) -> set[nn.Parameter]:
-        """Of those, the ones that are frozen in a step."""
-        layers = [self.layers[layer] for layer, (begin, end) in self.frozen_in.items() if begin <= step < end]
-        return {p for layer in layers for p in layer.parameters()}
-
-    @override
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        # As in a model that gives its optimizer everything, frozen or not.
-        configured["optimizer"].param_groups[0]["params"].extend(self.frozen_from_start)
-        return configured
-
-    @override
-    def on_train_start(self) -> None:
-        self.frozen_weights = [p.detach().clone() for p in self.frozen_from_start]
-
-    @override
-    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
-        frozen = self.frozen_at(batch_idx // self.accumulate)
-        for p in (p for group in self.trained_groups for p in group):
-            p.requires_grad_(p not in frozen)
-
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p, before in zip(self.frozen_from_start, self.frozen_weights, strict=True):
-            assert torch.equal(p, before), "a frozen parameter has moved"
+    def freezable(self) -> Sequence[Any]:
+        return list(self.layers)
 
     def maybe_checkpointed(self, function: Any, x: Tensor) -> Tensor:
         if not self.checkpoint:
@@ -220,11 +183,6 @@ class OddNet(TestModule):
                 p.copy_(0.3 * torch.randn(p.shape, generator=generator(8, i)))
         self.convolution.to(memory_format=torch.channels_last)
         self.transposed.weight.data = self.transposed.weight.data.t().contiguous().t()
-
-    @override
-    def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """The trained ones with elements."""
-        return [[p for p in group if p.requires_grad and p.numel()] for group in super().parameter_groups()]
 
     @override
     def setup(self, stage: str) -> None:
