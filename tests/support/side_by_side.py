@@ -1,7 +1,6 @@
 """The same training under ZenFlow with nothing late, under DeepSpeed's own ZeRO-2 offload and under plain Lightning, side by side."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -57,41 +56,30 @@ class Net(SmallNet):
         return configured
 
 
-@dataclass(kw_only=True)
-class Outcome:
+class Outcome(pl.Callback):
     """What a run did."""
 
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    """After each batch and each validation: everything that was logged so far."""
-    learning_rates: list[list[float]] = field(default_factory=list)
-    """For each batch, of each parameter group."""
-    steps: int = 0
-    epochs: int = 0
-    skipped: int = 0
-    """Steps with an overflow of fp16, by DeepSpeed's count."""
-
-
-class Watch(pl.Callback):
-    """Fills in an `Outcome`."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        self._outcome = outcome
-
-    def _note(self, trainer: pl.Trainer) -> None:
-        self._outcome.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.metrics: list[dict[str, float]] = []
+        """After each batch and each validation: everything that was logged so far."""
+        self.learning_rates: list[list[float]] = []
+        """For each batch, of each parameter group."""
+        self.steps = self.epochs = 0
+        self.skipped = 0
+        """Steps with an overflow of fp16, by DeepSpeed's count."""
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._outcome.learning_rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+        self.learning_rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._note(trainer)
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._note(trainer)
+        self.on_train_batch_end(trainer)
 
 
 def train(
@@ -108,21 +96,15 @@ def train(
         options: makes the Trainer's options, fresh callbacks among them.
         keys: ZenFlow's instead of `NOTHING_LATE`.
     """
-    outcome = Outcome()
-    strategy = {
-        "zenflow": lambda: ZenFlowStrategy(**(keys or NOTHING_LATE)),
-        "stock": StockStrategy,
-        "plain": lambda: "auto",
-    }
-    chosen = options()
-    callbacks = [*chosen.pop("callbacks", []), Watch(outcome)]
-    trainer = make_trainer(strategy[who](), callbacks=callbacks, **chosen)
-    model = make_model()
+    outcome, chosen, model = Outcome(), options(), make_model()
+    strategies = {"stock": StockStrategy, "plain": lambda: "auto"}
+    strategy = strategies.get(who, lambda: ZenFlowStrategy(**(keys or NOTHING_LATE)))()
+    trainer = make_trainer(strategy, **{**chosen, "callbacks": [*chosen.get("callbacks", []), outcome]})
     trainer.fit(model)
     outcome.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     outcome.steps, outcome.epochs = trainer.global_step, trainer.current_epoch
     if who != "plain":
-        outcome.skipped = trainer.strategy.deepspeed_engine.skipped_steps  # type: ignore[attr-defined]
+        outcome.skipped = trainer.strategy.deepspeed_engine.skipped_steps
     return outcome
 
 
