@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness import Case, Run, snapshot
+from harness import Case, Run, flatten, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.step.context import StepInputs
@@ -51,7 +52,7 @@ class DirectStep:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert dist.group.WORLD is not None
         self.parameters = [w for group in groups for w in group]
-        self.shown = [self._flat(group) for group in groups]
+        self.shown = [flatten(group) for group in groups]
         slices, _ = slices_of_rank(groups, rank=0, world_size=1)
         self.masters = [nn.Parameter(flat.float().cpu().clone()) for flat in self.shown]
         self.optimizer = optimizer or torch.optim.AdamW(
@@ -81,18 +82,6 @@ class DirectStep:
             read_inputs=self._inputs,
             gather_weights=lambda: None,
         )
-
-    @staticmethod
-    def _flat(weights: Sequence[Tensor]) -> Tensor:
-        """The weights, end to end and padded to an even number; those that are parameters become views of it."""
-        flat = torch.cat([w.detach().flatten() for w in weights])
-        flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
-        begin = 0
-        for w in weights:
-            if isinstance(w, nn.Parameter):
-                w.data = flat[begin : begin + w.numel()].view(w.shape)
-            begin += w.numel()
-        return flat
 
     def _inputs(self) -> StepInputs:
         groups = read_hyperparameters(self.optimizer)
@@ -157,12 +146,14 @@ def direct_step(groups: Sequence[Sequence[Tensor]], **options: Any) -> Iterator[
         direct.close()
 
 
-def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     """As `harness.run_case`; every gradient goes to the step as soon as autograd has it."""
+    assert devices == 1
     run = Run()
     model = case.make_model().to(case.dtype)
     configured = model.configure_optimizers()
-    optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
+    configured = configured if isinstance(configured, dict) else {"optimizer": configured}
+    optimizer, scheduler = configured["optimizer"], configured.get("lr_scheduler", {}).get("scheduler")
     optimizer._opt_called = True  # private: as after torch's own step, without which schedulers warn
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     name_of = {p: name for name, p in model.named_parameters()}
@@ -174,23 +165,18 @@ def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
     ):
         step, last, traffic = direct.step, True, direct.parts.step.rank.telemetry.traffic
 
-        def receive(index: int, p: Tensor) -> None:
-            assert p.grad is not None
+        def receive(p: Tensor, index: int) -> None:
             direct.receive(index, p.grad, last=last)
             p.grad = None
 
-        slice_of = {s.parameter: i for i, s in enumerate(direct.parts.step.rank.partition.slices)}
-        for number, p in enumerate(direct.parameters):
-            if number in slice_of:
-                p.register_post_accumulate_grad_hook(lambda p, index=slice_of[number]: receive(index, p))
+        for index, s in enumerate(direct.parts.step.rank.partition.slices):
+            direct.parameters[s.parameter].register_post_accumulate_grad_hook(partial(receive, index=index))
         first = 0
         if case.checkpoint is not None and not case.save_at:
             direct.load(case.checkpoint)
             first = step.number
-        if isinstance(configured, dict):
-            scheduler = configured["lr_scheduler"]["scheduler"]
-            for _ in range(first):
-                scheduler.step()
+        for _ in range(first if scheduler else 0):
+            scheduler.step()
         model.on_train_start()
         for number in range(first, case.steps):
             run.shown.append(snapshot(model))
@@ -209,7 +195,7 @@ def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
             in_backward = traffic.h2d_bytes - before
             run.factors.append(float(step.step()[0].factor))
             run.h2d_bytes.append((in_backward, traffic.h2d_bytes - before - in_backward))
-            if isinstance(configured, dict):
+            if scheduler:
                 scheduler.step()
             if number + 1 in case.flush_after:
                 step.flush()
@@ -217,7 +203,7 @@ def run_case(case: Case) -> tuple[Run, list[list[Tensor]]]:
                 assert case.checkpoint is not None
                 direct.save(case.checkpoint)
         step.flush()
-        run.weights = snapshot(model)
+        run.weights, run.untrained = snapshot(model), untrained(model)
         run.skipped = int(step.skipped)
         run.in_backward_jobs = direct.parts.step.counters.read().in_backward_jobs
         run.counts = [direct.count] * len(direct.masters)

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import gc
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import psutil
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 import models
@@ -46,8 +47,8 @@ AUTO = {"update_interval": "auto", "publish_lag": "auto"}
 class Case:
     """One training run; everything about it, so that it can be sent to other processes."""
 
-    model: str = "LinearLossModule"
-    """Name of a class in `models` or `networks`."""
+    model: str | type[TestModule] = "LinearLossModule"
+    """A class, or the name of one in `models` or `networks`."""
     model_options: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     topk_ratio: float = 0.05
@@ -97,7 +98,7 @@ class Case:
 
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""
-        model_class = {**vars(models), **vars(networks)}[self.model]
+        model_class = {**vars(models), **vars(networks)}[self.model] if isinstance(self.model, str) else self.model
         model = model_class(
             length=self.steps * self.accumulate,
             accumulate=self.accumulate,
@@ -129,7 +130,14 @@ class Case:
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
-        module = self.make_model().to(self.dtype)
+        module = self.make_model()
+        if not self.precision.endswith("mixed"):
+            module.to(self.dtype)
+        # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels.
+        for p in module.parameters():
+            p.data = p.data.to(self.dtype).contiguous()
+        for parameters in module.parameter_groups():
+            flatten(parameters)
         return ReferenceZenFlow(
             module=module,
             parameter_groups=module.parameter_groups(),
@@ -174,6 +182,8 @@ class Run:
     """[step][parameter]: the weights that the model showed during each step."""
     weights: list[Tensor] = field(default_factory=list)
     """The model's at the end of fit."""
+    untrained: dict[str, Tensor] = field(default_factory=dict)
+    """At the end, see `untrained`; not under Fabric."""
     master: list[Tensor] = field(default_factory=list)
     exp_avg: list[Tensor] = field(default_factory=list)
     exp_avg_sq: list[Tensor] = field(default_factory=list)
@@ -235,13 +245,6 @@ class After(pl.Callback):
             self._action(trainer)
 
 
-class FlushAfter(After):
-    """Flushes as validation does."""
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        super().__init__(steps, lambda trainer: trainer.strategy.flush())
-
-
 class StockStrategy(ZenFlowStrategy):
     """DeepSpeed's own ZeRO-2 offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
 
@@ -253,6 +256,25 @@ class StockStrategy(ZenFlowStrategy):
 def snapshot(model: TestModule) -> list[Tensor]:
     """Copies of the model's weights on the CPU, in the order of the parameter groups."""
     return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
+
+
+def untrained(model: TestModule) -> dict[str, Tensor]:
+    """Copies of the model's buffers and of what the optimizer does not train, by name."""
+    trained = {p for parameters in model.parameter_groups() for p in parameters}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: t.detach().to("cpu", copy=True) for name, t in named if t not in trained}
+
+
+def flatten(weights: Sequence[Tensor]) -> Tensor:
+    """The weights, end to end and padded to an even number; those that are parameters become views of it."""
+    flat = torch.cat([w.detach().flatten() for w in weights])
+    flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
+    begin = 0
+    for w in weights:
+        if isinstance(w, nn.Parameter):
+            w.data = flat[begin : begin + w.numel()].view(w.shape)
+        begin += w.numel()
+    return flat
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:
@@ -298,18 +320,17 @@ def run_case(
     Returns:
         What happened, without the optimizer state; and this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group.
     """
-    if case.loop == "fabric":
-        import fabric_runs  # which imports this module
-
-        return fabric_runs.run_case(case, devices=devices)
-    if case.loop == "direct":
-        import direct_step
-
-        assert devices == 1 and strategy is None and not callbacks
-        return direct_step.run_case(case)
+    if case.loop != "trainer":
+        # Which import this module.
+        loop = importlib.import_module({"fabric": "fabric_runs", "direct": "direct_step"}[case.loop])
+        return loop.run_case(case, devices=devices)
     run = Run()
     model = case.make_model()
-    all_callbacks: list[pl.Callback] = [FlushAfter(case.flush_after), *case.callbacks, *callbacks]
+    all_callbacks: list[pl.Callback] = [
+        After(case.flush_after, lambda trainer: trainer.strategy.flush()),
+        *case.callbacks,
+        *callbacks,
+    ]
     if case.recorded:
         all_callbacks.insert(0, Recorder(case, run))
     if (path := case.checkpoint) is not None and case.save_at > 0:
@@ -326,7 +347,7 @@ def run_case(
     )
     with scripted(case.schedules) if case.schedules else nullcontext():
         trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
-    run.weights = snapshot(model)
+    run.weights, run.untrained = snapshot(model), untrained(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     return run, read_state(run, trainer.strategy.zenflow_optimizer)
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
-from models import generator
+from models import TestModule, generator
 
 
 class Inputs:
@@ -50,21 +51,21 @@ class Part:
 
     kind: str
     """Key of `LAYERS`, or "raw" for a single parameter."""
-    sizes: tuple[int, int] = (3, 5)
+    sizes: tuple[int, int]
     """Of the layer."""
-    shape: tuple[int, ...] = (3,)
+    shape: tuple[int, ...]
     """Of the parameter, where `kind` is "raw"."""
-    layout: str = "contiguous"
+    layout: str
     """Key of `LAYOUTS`, for all of its parameters that it applies to."""
-    frozen: Literal["none", "all", "vectors", "first"] = "none"
-    """Which of its parameters do not require gradients."""
-    used: Literal["always", "even steps", "never", "twice", "first micro-batch"] = "always"
-    optimized: bool = True
+    frozen: str
+    """Which of its parameters do not require gradients: "none", "all", "vectors" or the "first"."""
+    used: str
+    optimized: bool
     """Whether the optimizer has its parameters."""
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
     """In which it is made; `precision` decides about training."""
-    recomputed: bool = False
-    """Whether its activations are computed again in backward."""
+    recomputed: bool
+    """Whether its activations are computed again in backward; not those of a spectral norm, which changes its buffers."""
 
     def times_used(self, step: int, micro: int) -> int:
         """By the loss of a micro-batch."""
@@ -164,54 +165,55 @@ def made(part: Part) -> tuple[nn.Module, Output]:
     return module, output
 
 
-class RandomNet(nn.Module):
-    """Of parts, and of a linear layer that is there always, so that every step has a gradient."""
+class RandomNet(TestModule):
+    """Of parts, and of a linear layer that is there always, so that every step has a gradient.
 
-    def __init__(self, parts: Sequence[Part], seed: int) -> None:
-        super().__init__()
+    Args:
+        parts: what adds to the loss.
+        seed: of the weights.
+    """
+
+    def __init__(self, *, parts: Sequence[Part], seed: int, **options: Any) -> None:
+        super().__init__(**options)
         torch.manual_seed(seed)
         self.base = nn.Linear(5, 4)
         self.options = tuple(parts)
         modules, self.outputs = zip(*map(made, parts), strict=True) if parts else ((), ())
         self.parts = nn.ModuleList(modules)
 
-    def loss(self, step: int, micro: int) -> Tensor:
-        """Of one micro-batch."""
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
         dtype = self.base.weight.dtype
         total = torch.tanh(self.base(Inputs(step, micro, dtype=dtype).numbers(3, 5))).float().square().mean()
         for i, (part, module, output) in enumerate(zip(self.options, self.parts, self.outputs, strict=True)):
             for time in range(part.times_used(step, micro)):
                 x = Inputs(step, micro, i, time, dtype=dtype)
-                y = checkpoint(output, module, x, use_reentrant=False) if part.recomputed else output(module, x)
+                again = part.recomputed and part.kind != "spectral norm"
+                y = checkpoint(output, module, x, use_reentrant=False) if again else output(module, x)
                 total = total + torch.sin(2 * y.float()).sum() / (1 + y.numel())
         return total
 
-    def optimized(self) -> list[nn.Parameter]:
-        """What the optimizer gets, frozen ones included; shared ones once."""
+    @override
+    def optimized(self) -> list[list[nn.Parameter]]:
+        """In turn, the two of `base` first, so that every group trains something."""
         parts = zip(self.options, self.parts, strict=True)
         left_out = {p for part, module in parts if not part.optimized for p in module.parameters()}
-        return [p for p in self.parameters() if p not in left_out]
+        n = len(self.optimizer_options.initial())
+        return [[p for p in self.parameters() if p not in left_out][i::n] for i in range(n)]
 
 
 SIZES = st.sampled_from([1, 2, 3, 5, 7, 8, 13])
-SHAPES = (
-    st.lists(st.sampled_from([1, 2, 3, 5, 7]), max_size=5).map(tuple)
+PARTS = st.builds(
+    Part,
+    kind=st.just("raw") | st.sampled_from(sorted(LAYERS)),
+    sizes=st.tuples(SIZES, SIZES),
+    shape=st.lists(st.sampled_from([1, 2, 3, 5, 7]), max_size=5).map(tuple)
     | st.lists(st.sampled_from([0, 1, 3]), min_size=1, max_size=3).map(tuple)
-    | st.sampled_from([(2, 1031), (1031, 2), (1, 2053), (2053,), (4099, 1)])
+    | st.sampled_from([(2, 1031), (1031, 2), (1, 2053), (2053,), (4099, 1)]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    frozen=st.sampled_from(["none", "none", "none", "all", "vectors", "first"]),
+    used=st.sampled_from(["always", "always", "always", "even steps", "never", "twice", "first micro-batch"]),
+    optimized=st.sampled_from([True, True, True, True, False]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
+    recomputed=st.sampled_from([False, False, False, True]),
 )
-
-
-@st.composite
-def parts(draw: st.DrawFn) -> Part:
-    kind = draw(st.just("raw") | st.sampled_from(sorted(LAYERS)))
-    return Part(
-        kind=kind,
-        sizes=(draw(SIZES), draw(SIZES)),
-        shape=draw(SHAPES) if kind == "raw" else (3,),
-        layout=draw(st.sampled_from(sorted(LAYOUTS))),
-        frozen=draw(st.sampled_from(["none", "none", "none", "all", "vectors", "first"])),
-        used=draw(st.sampled_from(["always", "always", "always", "even steps", "never", "twice", "first micro-batch"])),
-        optimized=draw(st.sampled_from([True, True, True, True, False])),
-        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
-        recomputed=kind != "spectral norm" and draw(st.sampled_from([False, False, False, True])),
-    )

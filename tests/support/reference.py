@@ -265,7 +265,9 @@ class ReferenceZenFlow:
             for rank in range(self.world_size):
                 loss = self.loss(self.module, self.steps, micro, rank)
                 losses[-1].append(loss.item())
-                of_ranks.append(torch.autograd.grad(loss / self.accumulate, self.parameters, allow_unused=True))
+                self.module.zero_grad()
+                (loss / self.accumulate).backward()
+                of_ranks.append([p.grad for p in self.parameters])
             for i, gradients in enumerate(zip(*of_ranks, strict=True)):
                 if gradients[0] is not None:
                     mean = torch.stack([g / self.world_size for g in gradients]).sum(0)

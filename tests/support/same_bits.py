@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness import Case, Run
+from harness import Case, Run, untrained
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from reference import AdamWState, places_of_elements
 from replay_reference import ReplayedAdamW
@@ -17,9 +16,11 @@ _KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 def assert_same_tensors(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str = "") -> None:
-    """Lists with one tensor a parameter have the same bits."""
+    """Lists with one tensor a parameter have the same bits, but that all NaNs are the same."""
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(a, b), f"{what} of parameter {i} differs by up to {(a - b).abs().max():.3g}"
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, i=i: f"{what} of parameter {i}: {text}"
+        )
 
 
 def assert_same_state(ours: Run, theirs: Run) -> None:
@@ -55,10 +56,10 @@ def assert_close_to_adamw(run: Run, state: AdamWState, *, atol: float = 1e-6) ->
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=of_largest * max(1.0, largest))
 
 
-def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = False) -> None:
+def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = False, atol: float = 2e-6) -> None:
     """A run of a case leaves AdamW on its own gradients: to rounding in float64, and with the bits of `ReplayedAdamW`.
 
-    The gradients are computed again, without activation checkpointing, at the weights that the run showed. Each step is replayed with the
+    The gradients are computed again at the weights that the run showed. Each step is replayed with the
     run's factor, which is compared with the clip coefficient. A parameter that is frozen when a step begins has no part in it.
 
     Args:
@@ -66,16 +67,14 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
         runs: of the ranks, or of the first ones.
         world_size: number of ranks; 0: as many as `runs`.
         shown: whether nothing is late: every forward pass saw the weights that AdamW had by then.
+        atol: of weights in float64.
     """
-    run, plain, world_size = runs[0], {**case.model_options}, world_size or len(runs)
-    if "checkpoint" in plain:
-        plain["checkpoint"] = ""
-    oracle = replace(case, model_options=plain).make_reference(world_size=world_size)
+    run, world_size = runs[0], world_size or len(runs)
+    oracle = case.make_reference(world_size=world_size)
     parameters = oracle.parameters
-    s, d = case.update_interval, case.publish_lag
-    in_backward = d == 0 and case.strategy_options.get("optimizer_in_backward", True)
+    in_backward = case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True)
     rounds = case.strategy_options.get("moments_dtype") == "bfloat16"
-    n_blocks = blocks_wanted([s], in_backward=in_backward, numel=0) if rounds else 1
+    n_blocks = blocks_wanted([case.update_interval], in_backward=in_backward, numel=0) if rounds else 1
     blocks, indices = places_of_elements(oracle.parameter_groups, n_blocks, world_size)
     bits = ReplayedAdamW(master=parameters, elements=indices)  # type: ignore[arg-type]
     exact = AdamWState.start(parameters, torch.float64)
@@ -85,7 +84,9 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
             assert_same_tensors(other.shown[step], weights, f"the weight shown in step {step}")
         if shown:
             assert_same_tensors(weights, [w.to(case.dtype) for w in bits.master], f"the weight shown in step {step}")
-        assert all(torch.isfinite(w).all() for w in weights)
+        assert all(
+            torch.isfinite(w).all() or not torch.isfinite(m).all() for w, m in zip(weights, bits.master, strict=True)
+        )
         oracle.module.on_train_batch_start(torch.tensor(0), step * case.accumulate)
         before, frozen = frozen, [i for i, p in enumerate(parameters) if not p.requires_grad]
         for i in {*before} & {*frozen} if step + 1 < case.steps else ():
@@ -124,8 +125,10 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
             assert all(x.dtype == (torch.bfloat16 if rounds and kind != "master" else torch.float32) for x in ours)
             assert_same_tensors([x.float() for x in ours], getattr(bits, kind), kind)
         assert_same_tensors(run.weights, [w.to(case.dtype) for w in run.master], "the weight at the end")
+        for name, value in run.untrained.items() if world_size == 1 else ():
+            assert_same_tensors([value], [untrained(oracle.module)[name]], name)
     if not rounds:
-        assert_close_to_adamw(runs[0], exact, atol=2e-6)
+        assert_close_to_adamw(runs[0], exact, atol=atol)
 
 
 def _closing(case: Case, step: int, blocks: Sequence[Tensor], *, in_backward: bool) -> list[Tensor]:
