@@ -7,14 +7,14 @@ the number of its process to ``RANK.pid``. The gradients are those of one rank, 
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from typing_extensions import override
 
-from harness import make_trainer, snapshot
+from harness import After, make_trainer, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from models import LinearLossModule
 
@@ -22,20 +22,13 @@ SAVED_AT = 3
 KEYS: dict[str, Any] = {"update_interval": 2, "publish_lag": 1, "topk_ratio": 0.3, "worker_cores": 1}
 
 
-class Saves(pl.Callback):
-    """Saves after a step, and then says that it has."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == SAVED_AT:
-            trainer.save_checkpoint(self._folder / "saved.ckpt")
-            written = self._folder / f"{trainer.global_rank}.tmp"
-            written.write_text(str(os.getpid()))
-            # Nobody sees a file without the number.
-            written.rename(written.with_suffix(".pid"))
+def save(folder: Path, trainer: pl.Trainer) -> None:
+    """Saves, and then says that it has."""
+    trainer.save_checkpoint(folder / "saved.ckpt")
+    written = folder / f"{trainer.global_rank}.tmp"
+    written.write_text(str(os.getpid()))
+    # Nobody sees a file without the number.
+    written.rename(written.with_suffix(".pid"))
 
 
 def main(folder: Path, steps: int, checkpoint: str) -> None:
@@ -48,7 +41,7 @@ def main(folder: Path, steps: int, checkpoint: str) -> None:
         num_nodes=int(os.environ["NODES"]),
         devices=int(os.environ["DEVICES"]),
         max_steps=steps,
-        callbacks=[] if checkpoint else [Saves(folder)],
+        callbacks=[] if checkpoint else [After([SAVED_AT], partial(save, folder))],
     )
     trainer.fit(model, ckpt_path=checkpoint or None)
     environment = trainer.strategy.cluster_environment

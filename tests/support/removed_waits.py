@@ -23,17 +23,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_zenflow"
 _FOLDERS = ("core", "deferred", "kernels", "schedule", "step", "topk", "zero")
 """Telemetry is left out, whose events order nothing, and the worker, whose waits are of processes."""
-_STATEMENTS = {
-    "wait_stream",
-    "wait_event",
-    "wait_for",
-    "wait",
-    "join",
-    "synchronize",
-    "keep_for",
-    "used",
-}
-_OTHER_DEVICES = ("CudaRuntime", "HostRuntime")
+_STATEMENTS = re.compile("wait(_stream|_event|_for)?|join|synchronize|keep_for|used")
 _TESTS = "tests/training/test_device_order.py"
 _TIMEOUT_S = 600
 
@@ -73,11 +63,13 @@ class Waits(ast.NodeTransformer):
 
     @override
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return node if node.name in _OTHER_DEVICES else self.generic_visit(node)
+        """Not those of other devices."""
+        return node if node.name in ("CudaRuntime", "HostRuntime") else self.generic_visit(node)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         call = node.value
-        waits = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _STATEMENTS
+        called = call.func if isinstance(call, ast.Call) else None
+        waits = isinstance(called, ast.Attribute) and _STATEMENTS.fullmatch(called.attr)
         return ast.Pass() if waits and self._removes(node) else self.generic_visit(node)
 
     @override
@@ -103,18 +95,15 @@ def _call(name: str, arguments: list[ast.expr], keywords: Sequence[ast.keyword] 
     return ast.Call(function, arguments, list(keywords))
 
 
-def without(source: str, number: int) -> ast.Module:
-    """The module without one of its waits."""
-    return ast.fix_missing_locations(Waits(number).visit(ast.parse(source)))
-
-
 def remove(path: Path, number: int) -> None:
     """Makes this process import a module without one of its waits."""
     load = importlib.machinery.SourceFileLoader.get_code
 
     def get_code(self: Any, fullname: str) -> Any:
-        is_it = Path(self.path) == path
-        return compile(without(path.read_text(), number), path, "exec") if is_it else load(self, fullname)
+        if Path(self.path) != path:
+            return load(self, fullname)
+        tree = Waits(number).visit(ast.parse(path.read_text()))
+        return compile(ast.fix_missing_locations(tree), path, "exec")
 
     importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
