@@ -2,44 +2,22 @@
 
 import gc
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from typing_extensions import override
 
 from harness import Case, run_here
-from models import OptimizerOptions
+from models import OptimizerOptions, decay
 from processes import shared_bytes
 from random_modules import FLOAT32_ONLY, NO_WIDER_BUFFERS, PARTS, RandomNet
 from reference import Group
 from same_bits import assert_is_adamw
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
-
-SCHEDULERS: list[Callable[[int], float]] = [lambda step: min(1.0, step / 2), lambda step: 1 / (1 + 0.25 * step)]
-"""Factors of learning rates by step: a warm-up from 0, and a decay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomOptimizer(OptimizerOptions):
-    """One with these groups."""
-
-    drawn: list[Group]
-    scheduled_by: Callable[[int], float]
-
-    @override
-    def initial(self) -> list[Group]:
-        return self.drawn
-
-    @override
-    def factor(self, step: int) -> float:
-        return self.scheduled_by(step)
-
 
 GROUPS = st.builds(
     Group,
@@ -52,11 +30,11 @@ GROUPS = st.builds(
 
 
 OPTIMIZERS = st.builds(
-    RandomOptimizer,
+    OptimizerOptions,
     kind=st.sampled_from(["AdamW", "Adam"]),
     scheduler=st.booleans(),
-    scheduled_by=st.sampled_from(SCHEDULERS),
-    drawn=st.lists(GROUPS, min_size=1, max_size=2),
+    factor=st.sampled_from([decay, lambda step: min(1.0, step / 2)]),
+    given=st.lists(GROUPS, min_size=1, max_size=2),
     flags=st.sampled_from([{}, {}, {"foreach": True}, {"foreach": False}, {"amsgrad": False}]),
 )
 

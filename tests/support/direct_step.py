@@ -79,13 +79,11 @@ class DirectStep:
             self.parts.step,
             freezing,
             dist.group.WORLD,
-            read_inputs=self._inputs,
+            read_inputs=lambda: StepInputs(
+                groups=read_hyperparameters(self.optimizer), loss_scale=self.loss_scale, max_norm=self.max_norm
+            ),
             gather_weights=lambda: None,
         )
-
-    def _inputs(self) -> StepInputs:
-        groups = read_hyperparameters(self.optimizer)
-        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=self.max_norm)
 
     def receive(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """Gives one slice's gradient to the step, times the loss scale."""

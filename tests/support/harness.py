@@ -140,8 +140,6 @@ class Case:
             flatten(parameters)
         return ReferenceZenFlow(
             module=module,
-            parameter_groups=module.parameter_groups(),
-            loss=lambda _, step, micro, rank: module.loss(step, micro, rank),
             hyperparameters=self.optimizer.groups,
             topk_ratio=self.topk_ratio,
             update_interval=self.update_interval,
@@ -220,7 +218,7 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        optimizer = trainer.strategy.zenflow_optimizer if isinstance(trainer.strategy, ZenFlowStrategy) else None
+        optimizer = trainer.strategy.zenflow_optimizer
         if optimizer is not None:
             schedule = optimizer.parts.jobs.schedule
             self._run.schedules.append((schedule.update_interval, schedule.publish_lag))

@@ -1,16 +1,15 @@
 """Models whose gradients tests can compute without the trainer. All data is a function of the step, the micro-batch and the rank."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from reference import Group
@@ -24,43 +23,37 @@ def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class Indexes(Dataset[int]):
-    """0, 1, 2, ...: the data itself is made in the training step."""
+def decay(step: int) -> float:
+    """Factor of learning rates in a step, counted from 0."""
+    return 1 / (1 + 0.25 * step)
 
-    def __init__(self, length: int) -> None:
-        self.length = length
 
-    def __len__(self) -> int:
-        return self.length
-
-    @override
-    def __getitem__(self, index: int) -> int:
-        return index
+Indexes = range
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """How the test models configure their optimizer: two parameter groups with nothing in common."""
+    """How the test models configure their optimizer."""
 
     kind: str = "AdamW"
     """Name of a class in `torch.optim`, or "DeepSpeedCPUAdam"."""
     lr: float = 1e-2
     scheduler: bool = True
+    factor: Callable[[int], float] = decay
+    """The scheduler's."""
+    given: Sequence[Group] = ()
+    """Of each parameter group; empty: two with nothing in common."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class."""
 
-    def initial(self) -> list[Group]:
+    def initial(self) -> Sequence[Group]:
         """Hyperparameters that the optimizer is made with."""
-        return [
+        return self.given or [
             # No simple fraction: with 0.1, gradients and weights of few bits cancel exactly where Adam adds the decay to the gradient, and
             # the first step then goes in the direction of the rounding error.
             Group(lr=self.lr, weight_decay=0.0731),
             Group(lr=0.3 * self.lr, beta1=0.8, beta2=0.95, eps=1e-6),
         ]
-
-    def factor(self, step: int) -> float:
-        """The scheduler's, on learning rates, in a step counted from 0."""
-        return 1 / (1 + 0.25 * step)
 
     def groups(self, step: int) -> list[Group]:
         """Hyperparameters in a step, counted from 0, for the oracle."""
@@ -77,7 +70,7 @@ class OptimizerOptions:
         optimizer = kind(entries, **self.flags)
         if not self.scheduler:
             return optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.factor(step))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -112,6 +105,7 @@ class TestModule(pl.LightningModule):
         self.optimizer_options = optimizer or OptimizerOptions(lr=self.lr)
         self.frozen_in = frozen_in or {}
         self.micro = micro
+        self._trained: list[list[nn.Parameter]] = []
 
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         """The loss of one micro-batch."""
@@ -122,14 +116,11 @@ class TestModule(pl.LightningModule):
         parameters = list(self.parameters())
         return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
 
-    @cached_property
-    def trained(self) -> list[list[nn.Parameter]]:
-        """Those of `optimized` with elements that were not frozen at the start."""
-        return [[p for p in group if p.requires_grad and p.numel()] for group in self.optimized()]
-
     def parameter_groups(self) -> list[list[nn.Parameter]]:
-        """As `trained`."""
-        return self.trained
+        """Those of `optimized` with elements that were not frozen at the first call."""
+        if not self._trained:
+            self._trained = [[p for p in group if p.requires_grad and p.numel()] for group in self.optimized()]
+        return self._trained
 
     def freezable(self) -> Sequence[Any]:
         """Modules or parameters that `frozen_in` counts."""
@@ -162,11 +153,11 @@ class TestModule(pl.LightningModule):
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(Indexes(self.length))
+        return DataLoader(range(self.length))  # the data itself is made in the training step
 
     @override
     def val_dataloader(self) -> DataLoader[int]:
-        return DataLoader(Indexes(1))
+        return DataLoader(range(1))
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -248,13 +239,11 @@ class OneGroup(LinearLossModule):
 
 
 class LeavingModule(LinearLossModule):
-    """As `LinearLossModule`; the process of a rank ends in its third step, as one that the system kills."""
-
-    leaves = 1
+    """As `LinearLossModule`; the process of rank 1 ends in its third step, as one that the system kills."""
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
-        if (step, rank) == (2, self.leaves):
+        if (step, rank) == (2, 1):
             os._exit(1)
         return super().loss(step, micro, rank)
 

@@ -33,9 +33,6 @@ class Inputs:
         return torch.randint(n, shape, generator=self._generator)
 
 
-Output = Callable[[Any, Inputs], Tensor]
-"""(module, inputs) -> its output."""
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t,
@@ -73,11 +70,6 @@ class Part:
         return every[self.used]
 
 
-def on(shape: Callable[[int, int], Sequence[int]]) -> Callable[[int, int], Output]:
-    """Calls the module with numbers of a shape."""
-    return lambda a, b: lambda m, x: m(x.numbers(*shape(a, b)))
-
-
 class Tied(nn.Module):
     """An embedding whose matrix is the head's as well."""
 
@@ -100,69 +92,69 @@ class Buffered(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
 
-def masked(m: Any, x: Inputs) -> Tensor:
+def masked(m: Any, x: Inputs, a: int, b: int) -> Tensor:
     m.count += 1
     return torch.tanh(m.weight * m.mask + m.wide.to(m.weight.dtype)) * x.numbers(*m.weight.shape)
 
 
-Layer = tuple[Callable[[int, int], nn.Module], Callable[[int, int], Output]]
-LAYERS: dict[str, Layer] = {
-    "linear": (nn.Linear, on(lambda a, b: (3, a))),
-    "wide linear": (lambda a, b: nn.Linear(1031, b), on(lambda a, b: (2, 1031))),
-    "embedding": (lambda a, b: nn.Embedding(a, b, padding_idx=0), lambda a, b: lambda m, x: m(x.tokens(a, 4))),
-    "embedding bag": (nn.EmbeddingBag, lambda a, b: lambda m, x: m(x.tokens(a, 2, 3))),
-    "tied": (Tied, lambda a, b: lambda m, x: m.head(torch.tanh(m.embedding(x.tokens(a, 4))))),
+LAYERS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[Any, Inputs, int, int], Tensor]]] = {
+    "linear": (nn.Linear, lambda m, x, a, b: m(x.numbers(3, a))),
+    "wide linear": (lambda a, b: nn.Linear(1031, b), lambda m, x, a, b: m(x.numbers(2, 1031))),
+    "embedding": (lambda a, b: nn.Embedding(a, b, padding_idx=0), lambda m, x, a, b: m(x.tokens(a, 4))),
+    "embedding bag": (nn.EmbeddingBag, lambda m, x, a, b: m(x.tokens(a, 2, 3))),
+    "tied": (Tied, lambda m, x, a, b: m.head(torch.tanh(m.embedding(x.tokens(a, 4))))),
     # Each input goes to one of three; some get none.
     "experts": (
         lambda a, b: nn.ModuleList(nn.Linear(a, b) for _ in range(3)),
-        lambda a, b: lambda m, x: m[int(x.tokens(3, 1))](x.numbers(2, a)),
+        lambda m, x, a, b: m[int(x.tokens(3, 1))](x.numbers(2, a)),
     ),
-    "conv1d": (lambda a, b: nn.Conv1d(a, b, 3), on(lambda a, b: (2, a, 6))),
-    "conv2d": (lambda a, b: nn.Conv2d(a, b, (2, 3)), on(lambda a, b: (2, a, 4, 5))),
-    "conv2d in groups": (lambda a, b: nn.Conv2d(a, a, 3, groups=a), on(lambda a, b: (2, a, 4, 5))),
-    "conv3d": (lambda a, b: nn.Conv3d(a, b, 2), on(lambda a, b: (1, a, 3, 3, 3))),
-    "transposed convolution": (lambda a, b: nn.ConvTranspose2d(a, b, 2), on(lambda a, b: (1, a, 3, 3))),
-    "batch norm": (lambda a, b: nn.BatchNorm1d(b), on(lambda a, b: (4, b))),
-    "layer norm": (lambda a, b: nn.LayerNorm((a, b)), on(lambda a, b: (2, a, b))),
-    "LSTM": (lambda a, b: nn.LSTM(a, b, num_layers=2), lambda a, b: lambda m, x: m(x.numbers(3, 2, a))[0]),
-    "GRU": (lambda a, b: nn.GRU(a, b, bidirectional=True), lambda a, b: lambda m, x: m(x.numbers(3, 2, a))[0]),
+    "conv1d": (lambda a, b: nn.Conv1d(a, b, 3), lambda m, x, a, b: m(x.numbers(2, a, 6))),
+    "conv2d": (lambda a, b: nn.Conv2d(a, b, (2, 3)), lambda m, x, a, b: m(x.numbers(2, a, 4, 5))),
+    "conv2d in groups": (lambda a, b: nn.Conv2d(a, a, 3, groups=a), lambda m, x, a, b: m(x.numbers(2, a, 4, 5))),
+    "conv3d": (lambda a, b: nn.Conv3d(a, b, 2), lambda m, x, a, b: m(x.numbers(1, a, 3, 3, 3))),
+    "transposed convolution": (lambda a, b: nn.ConvTranspose2d(a, b, 2), lambda m, x, a, b: m(x.numbers(1, a, 3, 3))),
+    "batch norm": (lambda a, b: nn.BatchNorm1d(b), lambda m, x, a, b: m(x.numbers(4, b))),
+    "layer norm": (lambda a, b: nn.LayerNorm((a, b)), lambda m, x, a, b: m(x.numbers(2, a, b))),
+    "LSTM": (lambda a, b: nn.LSTM(a, b, num_layers=2), lambda m, x, a, b: m(x.numbers(3, 2, a))[0]),
+    "GRU": (lambda a, b: nn.GRU(a, b, bidirectional=True), lambda m, x, a, b: m(x.numbers(3, 2, a))[0]),
     "attention": (
         lambda a, b: nn.TransformerEncoderLayer(2 * a, 2, b, dropout=0.0),
-        on(lambda a, b: (3, 2, 2 * a)),
+        lambda m, x, a, b: m(x.numbers(3, 2, 2 * a)),
     ),
-    "bilinear": (lambda a, b: nn.Bilinear(a, b, 2), lambda a, b: lambda m, x: m(x.numbers(3, a), x.numbers(3, b))),
-    "weight norm": (lambda a, b: weight_norm(nn.Linear(a, b)), on(lambda a, b: (3, a))),
-    "spectral norm": (lambda a, b: spectral_norm(nn.Linear(a, b)), on(lambda a, b: (3, a))),
-    "orthogonal": (lambda a, b: orthogonal(nn.Linear(a, b)), on(lambda a, b: (3, a))),
-    "buffers": (Buffered, lambda a, b: masked),
-    "no parameters": (lambda a, b: nn.GELU(), on(lambda a, b: (3, a))),
+    "bilinear": (lambda a, b: nn.Bilinear(a, b, 2), lambda m, x, a, b: m(x.numbers(3, a), x.numbers(3, b))),
+    "weight norm": (lambda a, b: weight_norm(nn.Linear(a, b)), lambda m, x, a, b: m(x.numbers(3, a))),
+    "spectral norm": (lambda a, b: spectral_norm(nn.Linear(a, b)), lambda m, x, a, b: m(x.numbers(3, a))),
+    "orthogonal": (lambda a, b: orthogonal(nn.Linear(a, b)), lambda m, x, a, b: m(x.numbers(3, a))),
+    "buffers": (Buffered, masked),
+    "no parameters": (lambda a, b: nn.GELU(), lambda m, x, a, b: m(x.numbers(3, a))),
     "parameter dict": (
         lambda a, b: nn.ParameterDict({"a": nn.Parameter(torch.randn(a)), "b": nn.Parameter(torch.randn(b, a))}),
-        lambda a, b: lambda m, x: torch.tanh(m["b"] * m["a"]) * x.numbers(b, a),
+        lambda m, x, a, b: torch.tanh(m["b"] * m["a"]) * x.numbers(b, a),
     ),
 }
+"""How a layer of two sizes is made, and its output: (module, inputs, sizes) -> tensor."""
 FLOAT32_ONLY = {"orthogonal"}
 """Layers that torch has no bfloat16 operations for."""
 NO_WIDER_BUFFERS = {"batch norm", "spectral norm"}
 """Layers that torch does not do on the CPU with weights in bfloat16 and buffers in float32, as with the precision "bf16-mixed"."""
 
 
-def made(part: Part) -> tuple[nn.Module, Output]:
-    """A part's module with its layouts and types, and how it is called."""
+def raw(m: Any, x: Inputs, a: int, b: int) -> Tensor:
+    return torch.tanh(m[0]) * x.numbers(*m[0].shape)
+
+
+def made(part: Part) -> nn.Module:
+    """A part's module with its layouts and types."""
     if part.kind == "raw":
         module: nn.Module = nn.ParameterList([nn.Parameter(torch.randn(part.shape))])
-
-        def output(m: Any, x: Inputs) -> Tensor:
-            return torch.tanh(m[0]) * x.numbers(*m[0].shape)
     else:
-        make, call = LAYERS[part.kind]
-        module, output = make(*part.sizes), call(*part.sizes)
+        module = LAYERS[part.kind][0](*part.sizes)
     module = module.to(part.dtype)
     for i, p in enumerate(module.parameters()):
         p.data = LAYOUTS[part.layout](p.data)
         frozen = {"none": False, "all": True, "vectors": p.dim() < 2, "first": i == 0}[part.frozen]
         p.requires_grad_(p.requires_grad and not frozen)
-    return module, output
+    return module
 
 
 class RandomNet(TestModule):
@@ -178,18 +170,18 @@ class RandomNet(TestModule):
         torch.manual_seed(seed)
         self.base = nn.Linear(5, 4)
         self.options = tuple(parts)
-        modules, self.outputs = zip(*map(made, parts), strict=True) if parts else ((), ())
-        self.parts = nn.ModuleList(modules)
+        self.parts = nn.ModuleList(map(made, parts))
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         dtype = self.base.weight.dtype
         total = torch.tanh(self.base(Inputs(step, micro, dtype=dtype).numbers(3, 5))).float().square().mean()
-        for i, (part, module, output) in enumerate(zip(self.options, self.parts, self.outputs, strict=True)):
+        for i, (part, module) in enumerate(zip(self.options, self.parts, strict=True)):
+            output = raw if part.kind == "raw" else LAYERS[part.kind][1]
             for time in range(part.times_used(step, micro)):
-                x = Inputs(step, micro, i, time, dtype=dtype)
+                inputs = module, Inputs(step, micro, i, time, dtype=dtype), *part.sizes
                 again = part.recomputed and part.kind != "spectral norm"
-                y = checkpoint(output, module, x, use_reentrant=False) if again else output(module, x)
+                y = checkpoint(output, *inputs, use_reentrant=False) if again else output(*inputs)
                 total = total + torch.sin(2 * y.float()).sum() / (1 + y.numel())
         return total
 

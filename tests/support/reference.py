@@ -9,6 +9,7 @@ From the package it takes `build_partition` alone, and of its result the block o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,24 +177,16 @@ def owned_elements(gradient: Tensor, topk_ratio: float) -> Tensor:
     return owned.view(gradient.shape)
 
 
-Loss = Callable[[nn.Module, int, int, int], Tensor]
-"""(module, step from 0, micro-batch, rank) -> scalar."""
-
-
 @dataclass(kw_only=True)
 class ReferenceZenFlow:
     """The oracle of a training under ZenFlow.
 
     Args:
-        module: the model, in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
-        parameter_groups: its parameters by parameter group.
-        loss: of one micro-batch of one rank.
+        module: a `models.TestModule` in the type it is trained in; its parameters always hold the weights that ZenFlow shows.
         hyperparameters: of each parameter group, for a step counted from 0.
     """
 
-    module: nn.Module
-    parameter_groups: Sequence[Sequence[nn.Parameter]]
-    loss: Loss
+    module: Any
     hyperparameters: Callable[[int], Sequence[Group]]
     topk_ratio: float
     update_interval: int
@@ -211,6 +204,7 @@ class ReferenceZenFlow:
     """For each parameter, which elements the device owns; None until they are selected."""
 
     def __post_init__(self) -> None:
+        self.parameter_groups: list[list[nn.Parameter]] = self.module.parameter_groups()
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
         self.state = AdamWState.start(self.parameters, torch.float32)
         self.exact.append(list(self.state.weights))
@@ -263,7 +257,7 @@ class ReferenceZenFlow:
             losses.append([])
             of_ranks = []
             for rank in range(self.world_size):
-                loss = self.loss(self.module, self.steps, micro, rank)
+                loss = self.module.loss(self.steps, micro, rank)
                 losses[-1].append(loss.item())
                 self.module.zero_grad()
                 (loss / self.accumulate).backward()
