@@ -47,14 +47,11 @@ class Ends(LinearLossModule):
             if self.how == "stops":
                 self.trainer.should_stop = True
             if self.how == "waits":
-                atexit.register(report, ArenaWatch(self.trainer.strategy))
+                arena = ArenaWatch(self.trainer.strategy)
+                atexit.register(lambda: print(f"{len(workers())} workers, {arena.n_bytes} bytes", flush=True))
             while self.how == "waits" and not self.trainer.received_sigterm:
                 time.sleep(0.01)
         return super().training_step(batch, batch_idx)
-
-
-def report(arena: ArenaWatch) -> None:
-    print(f"{len(workers())} workers, {arena.n_bytes} bytes", flush=True)
 
 
 def main(ways: list[str], n_loaders: int) -> None:

@@ -99,14 +99,8 @@ class Case:
     def make_model(self) -> TestModule:
         """The model, before it is converted to `dtype`."""
         model_class = {**vars(models), **vars(networks)}[self.model] if isinstance(self.model, str) else self.model
-        model = model_class(
-            length=self.steps * self.accumulate,
-            accumulate=self.accumulate,
-            optimizer=self.optimizer,
-            **self.model_options,
-        )
-        assert isinstance(model, TestModule)
-        return model
+        options = {"accumulate": self.accumulate, "optimizer": self.optimizer, **self.model_options}
+        return model_class(length=self.steps * self.accumulate, **options)
 
     def make_strategy(self) -> ZenFlowStrategy:
         """The strategy with this case's keys."""
@@ -164,8 +158,7 @@ class Case:
 
     def adamw(self, *, world_size: int = 1) -> AdamWState:
         """AdamW in float64 on `fixed_gradients`."""
-        weights, gradients, groups = self.fixed_gradients(world_size=world_size)
-        return adamw_reference(weights, gradients, groups, max_norm=self.max_norm or 0.0)
+        return adamw_reference(*self.fixed_gradients(world_size=world_size), max_norm=self.max_norm or 0.0)
 
 
 @dataclass(kw_only=True)
@@ -206,18 +199,13 @@ class Recorder(pl.Callback):
         self._run = run
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        assert isinstance(pl_module, TestModule)
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self._case.accumulate == 0:
             self._run.shown.append(snapshot(pl_module))
             self._run.losses.append([])
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = trainer.strategy.zenflow_optimizer
         if optimizer is not None:
             schedule = optimizer.parts.jobs.schedule
@@ -324,15 +312,13 @@ def run_case(
         return loop.run_case(case, devices=devices)
     run = Run()
     model = case.make_model()
-    all_callbacks: list[pl.Callback] = [
+    all_callbacks = [
+        *([Recorder(case, run)] if case.recorded else []),
         After(case.flush_after, lambda trainer: trainer.strategy.flush()),
         *case.callbacks,
         *callbacks,
+        After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
     ]
-    if case.recorded:
-        all_callbacks.insert(0, Recorder(case, run))
-    if (path := case.checkpoint) is not None and case.save_at > 0:
-        all_callbacks.append(After([case.save_at], lambda trainer: trainer.save_checkpoint(path)))
     trainer = make_trainer(
         strategy or case.make_strategy(),
         devices=devices,

@@ -60,19 +60,6 @@ class OptimizerOptions:
         factor = self.factor(step) if self.scheduler else 1.0
         return [replace(h, lr=h.lr * factor, decoupled=self.kind != "Adam") for h in self.initial()]
 
-    def configured(self, groups: Sequence[Sequence[nn.Parameter]]) -> Any:
-        """What `configure_optimizers` returns."""
-        entries = [
-            {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
-            for ps, h in zip(groups, self.initial(), strict=False)
-        ]
-        kind = DeepSpeedCPUAdam if self.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, self.kind)
-        optimizer = kind(entries, **self.flags)
-        if not self.scheduler:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
 
 class TestModule(pl.LightningModule):
     """Base of the models: two parameter groups, a scheduler, data loaders, the micro-batch's number.
@@ -149,7 +136,17 @@ class TestModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        return self.optimizer_options.configured(self.optimized())
+        options = self.optimizer_options
+        entries = [
+            {"params": list(ps), "lr": h.lr, "betas": (h.beta1, h.beta2), "eps": h.eps, "weight_decay": h.weight_decay}
+            for ps, h in zip(self.optimized(), options.initial(), strict=False)
+        ]
+        kind = DeepSpeedCPUAdam if options.kind == "DeepSpeedCPUAdam" else getattr(torch.optim, options.kind)
+        optimizer = kind(entries, **options.flags)
+        if not options.scheduler:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, options.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     @override
     def train_dataloader(self) -> DataLoader[int]:

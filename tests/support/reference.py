@@ -7,6 +7,7 @@ element: `ReferenceZenFlow` keeps every step's exact weights and, for each eleme
 From the package it takes `build_partition` alone, and of its result the block of each element: blocks may be cut between any two rows.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,12 +53,16 @@ class AdamWState:
             exp_avg_sq=[torch.zeros_like(w) for w in copies],
         )
 
-    def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], *, max_norm: float = 0.0) -> None:
-        """One step of AdamW: one gradient and one group a parameter; clips by the norm of all gradients where `max_norm` is not 0."""
+    def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], *, max_norm: float = 0.0) -> float:
+        """One step of AdamW: one gradient and one group a parameter; clips by the norm of all gradients where `max_norm` is not 0.
+
+        Returns:
+            The factor on the gradients; NaN where their norm is not finite.
+        """
         norm = torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
         if not torch.isfinite(norm):
             self.skipped += 1
-            return
+            return math.nan
         self.count += 1
         clip = 1 / max(1.0, (norm.item() + 1e-6) / max_norm) if max_norm else 1.0
         for i, (gradient, h) in enumerate(zip(gradients, groups, strict=True)):
@@ -73,6 +78,7 @@ class AdamWState:
             v_hat = v / (1 - h.beta2**self.count)
             self.weights[i] = w - h.lr * m_hat / (v_hat.sqrt() + h.eps)
             self.exp_avg[i], self.exp_avg_sq[i] = m, v
+        return clip
 
 
 def adamw_reference(
