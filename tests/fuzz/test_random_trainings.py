@@ -115,7 +115,12 @@ def train_and_check(case: Case) -> None:
     assert_is_adamw(case, run, shown=nothing_late, atol=atol)
 
 
-def run(n: int, portion: int) -> None:
+TENTHS = [pytest.param(200, portion, marks=pytest.mark.slow) for portion in range(1, 11)]
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("n", "portion"), [(3, 0), *TENTHS])
+def test_the_state_is_adamws(n: int, portion: int) -> None:
     """Always the same `n` trainings of a portion, so that a failure belongs to the change under test."""
 
     # Nothing is shrunk: a training takes a large part of a second.
@@ -137,14 +142,3 @@ def run(n: int, portion: int) -> None:
         assert shared_bytes() <= before
 
     each()
-
-
-def test_a_few() -> None:
-    run(3, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("portion", range(1, 11))
-def test_two_thousand(portion: int) -> None:
-    run(200, portion)

@@ -156,14 +156,11 @@ def places_of_elements(
     blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
     for rank in range(world_size):
         slices, sizes = slices_of_rank(groups, rank, world_size)
+        ends = torch.tensor([block.end for block in build_partition(slices, sizes, n_blocks).blocks])
         for s in slices:
-            indices[s.parameter][s.start : s.start + s.numel] = torch.arange(s.begin, s.begin + s.numel)
-        partition = build_partition(slices, sizes, n_blocks)
-        for number, block in enumerate(partition.blocks):
-            for s in slices:
-                begin, end = max(block.begin, s.begin), min(block.end, s.end)
-                if begin < end:
-                    blocks[s.parameter][s.start + begin - s.begin : s.start + end - s.begin] = number
+            places = torch.arange(s.begin, s.begin + s.numel)
+            indices[s.parameter][s.start : s.start + s.numel] = places
+            blocks[s.parameter][s.start : s.start + s.numel] = torch.searchsorted(ends, places, right=True)
     assert all((places >= 0).all() for places in (*blocks, *indices))
     shapes = [p.shape for parameters in groups for p in parameters]
     of_blocks, of_indices = ([x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices))
