@@ -1,4 +1,4 @@
-"""A rank of a training on several nodes; run as a script by torchrun, or as a task of SLURM.
+"""A rank of a training on several nodes; run as a script that Lightning or torchrun starts, or as a task of SLURM.
 
 Arguments: a folder, the number of steps, and a checkpoint to continue from or "". Saves ``saved.ckpt`` after `SAVED_AT` steps, then writes
 the number of its process to ``RANK.pid``. The gradients are those of one rank, whatever their number. Rank 0 writes the result.

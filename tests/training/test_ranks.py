@@ -5,7 +5,6 @@ All cases of a number of ranks run in the same processes, one after the other, s
 """
 
 import functools
-import itertools
 import math
 import os
 import subprocess
@@ -23,11 +22,13 @@ from test_training import CASES as LATE
 from test_training import compare_with_oracle
 
 from benchmarks.common.processes import fresh_environment
-from harness import APPROXIMATE, EVERYTHING, Case, Run
+from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
 from models import OptimizerOptions
+from node_trainer import KEYS
 from rank_processes import free_port, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_tensors
-from side_by_side import Net
+
+SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
 
 FIXED = Case(steps=11)
 CLIPPED = replace(FIXED, accumulate=3, max_norm=1.0)
@@ -117,32 +118,15 @@ def test_more_ranks(ranks: int) -> None:
                 assert_same_tensors(ours, theirs, name)
 
 
-def plain_torch() -> list[torch.Tensor]:
-    """What `trainer_script` does, as a loop over both ranks' data; five batches in each of two epochs, three a step."""
-    model = Net(length=5)
-    configured = model.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    for of_step in ((0, 1, 2), (3, 4), (100, 101, 102), (103, 104)):
-        for micro, rank in itertools.product(of_step, range(2)):
-            (model.loss(micro, 0, rank) / (2 * 3)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["Lightning", "torchrun"])
 def test_a_script_on_two_ranks(launcher: str, tmp_path: Path) -> None:
-    output, script = tmp_path / "weights.pt", Path(__file__).parents[1] / "support" / "trainer_script.py"
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(script), str(output)]
-    environment = fresh_environment(MASTER_PORT=str(free_port()), PYTHONPATH=os.pathsep.join(sys.path))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(SCRIPT), str(tmp_path), "6", ""]
+    own = {"NODES": "1", "DEVICES": "2", "MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=fresh_environment(**own), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    steps, weights = torch.load(output)
-    assert steps == 4
-    for a, b in zip(weights, plain_torch(), strict=True):
-        # float32 rounding, see test_training.
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    _, world_size, n_steps, weights = torch.load(tmp_path / "result.pt")
+    assert (world_size, n_steps) == (2, 6)
+    case = Case(model_options={"ranks_differ": False}, steps=6, strategy_options=KEYS, loop="direct")
+    assert_same_tensors(weights, run_here(case).weights)
