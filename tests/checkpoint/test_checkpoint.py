@@ -17,7 +17,7 @@ from rank_processes import run_on_ranks
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors
 
 FREEZING: dict[str, Any] = {
-    "model": "FreezingModule",
+    "model": "LinearLossModule",
     # One parameter stays frozen after every save, one is unfrozen between two of them.
     "model_options": {"frozen_in": {0: (3, 100), 3: (0, 100), 2: (4, 9)}},
 }

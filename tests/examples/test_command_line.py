@@ -19,6 +19,4 @@ print("slow:", "deepspeed" in sys.modules)
 def test_help_imports_nothing_slow() -> None:
     command = [sys.executable, "-c", REPORT_IMPORTS, "--version", "--help", "estimate --help"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert re.search(
-        r"(?s)^lightning-zenflow \d+\.\d+.*doctor[^|]*estimate.*key=value.*\nslow: False\n$", printed
-    )
+    assert re.search(r"(?s)^lightning-zenflow \d+\.\d+.*doctor[^|]*estimate.*key=value.*\nslow: False\n$", printed)

@@ -17,7 +17,7 @@ from docs import draw_pictures, quote_tables, versions
 from example_runs import ROOT
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.cli import main
-from models import Indexes, OptimizerOptions
+from models import OptimizerOptions
 from networks import Perceptron
 
 README = ROOT / "README.md"
@@ -63,7 +63,7 @@ class Model(Perceptron):
 
     @override
     def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(Indexes(self.length), batch_size=32)
+        return DataLoader(range(self.length), batch_size=32)
 
 
 def parse_only(module: str, arguments: list[str]) -> None:

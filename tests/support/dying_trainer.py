@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from harness import fit, workers
 from lightning_zenflow import ZenFlowStrategy
-from models import TINY, Indexes, LinearLossModule
+from models import TINY, LinearLossModule
 from processes import ArenaWatch
 
 
@@ -35,7 +35,7 @@ class Ends(LinearLossModule):
     @override
     def train_dataloader(self) -> DataLoader[int]:
         return DataLoader(
-            Indexes(self.length), num_workers=self.n_loaders, multiprocessing_context="fork" if self.n_loaders else None
+            range(self.length), num_workers=self.n_loaders, multiprocessing_context="fork" if self.n_loaders else None
         )
 
     @override

@@ -51,6 +51,3 @@ class Interrupt:
                 self._raised = True
                 raise KeyboardInterrupt
         return self._trace
-
-
-PassedPlaces = Interrupt

@@ -28,9 +28,6 @@ def decay(step: int) -> float:
     return 1 / (1 + 0.25 * step)
 
 
-Indexes = range
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """How the test models configure their optimizer."""
@@ -222,9 +219,6 @@ class LinearLossModule(TestModule):
             if gradient is not None:
                 total = total + (p.float() * gradient.to(p.device)).sum()
         return total
-
-
-HostileModule = FreezingModule = LinearLossModule
 
 
 class OneGroup(LinearLossModule):

@@ -114,11 +114,6 @@ def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tupl
     return row, column
 
 
-def blocks_of_elements(groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int) -> list[Tensor]:
-    """For each parameter, over all groups, the number of the block that each element is in, counted by the rank that holds it."""
-    return places_of_elements(groups, n_blocks, world_size)[0]
-
-
 def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
     """Slices of one rank's partition, and the size of its part of each parameter group.
 
@@ -211,7 +206,7 @@ class ReferenceZenFlow:
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
         self.state = AdamWState.start(self.parameters, torch.float32)
         self.exact.append(list(self.state.weights))
-        self.blocks = blocks_of_elements(self.parameter_groups, self.update_interval, self.world_size)
+        self.blocks = places_of_elements(self.parameter_groups, self.update_interval, self.world_size)[0]
         self.shown_step = [torch.zeros(p.shape, dtype=torch.int64) for p in self.parameters]
         """For each parameter and element, the step whose exact weight the model shows."""
 

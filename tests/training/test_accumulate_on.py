@@ -22,7 +22,7 @@ CASES: dict[str, Case] = {
     "changes of schedule": replace(BASE, schedules=((3, 8, 1), (6, 1, 0))).with_keys(**AUTO),
     "not finite": replace(BASE, model_options={"not_finite": {(4, 0): float("nan")}}),
     "frozen in mid-run": replace(
-        BASE, model="FreezingModule", model_options={"frozen_in": {0: (3, 6), 3: (4, 9)}, "micro": 1}
+        BASE, model="LinearLossModule", model_options={"frozen_in": {0: (3, 6), 3: (4, 9)}, "micro": 1}
     ),
     "training": replace(BASE, model="SmallNet"),
 }

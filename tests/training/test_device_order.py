@@ -53,7 +53,7 @@ CASES = {
     "a tail": replace(NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
-        model="FreezingModule",
+        model="LinearLossModule",
         model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}},
         strategy_options={**EVERYTHING, "overlap_comm": True, "reduce_bucket_size": 50},
     ),

@@ -19,7 +19,7 @@ APPLIED = (0.0, 1e-40, 1e-25, 1e10, 1e17)
 SKIPPED = (math.nan, math.inf, -math.inf, 3e18, 1e20, 1e25, 1e38)
 """Factors on the loss of one step, and with it on its gradients, whose norm is 30 before: above 1.8e19 its square is not in float32."""
 
-BASE = Case(model="HostileModule", steps=9, topk_ratio=0.3, strategy_options=APPROXIMATE, loop="direct")
+BASE = Case(model="LinearLossModule", steps=9, topk_ratio=0.3, strategy_options=APPROXIMATE, loop="direct")
 
 
 def hostile(factor: float, *steps: int, **options: Any) -> Case:
@@ -39,7 +39,7 @@ CLIPPED = replace(BASE, model="LinearLossModule", steps=10, strategy_options={},
 """To a norm with which every gradient is far below eps."""
 VECTOR = replace(
     BASE,
-    model="FreezingModule",
+    model="LinearLossModule",
     model_options={"frozen_in": {3: (2, 6)}, "not_finite": {(1, 0): math.inf}, "not_finite_in": 3},
     max_norm=1.0,
 )

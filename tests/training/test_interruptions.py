@@ -19,7 +19,7 @@ from benchmarks.recorded_device.watch import recorded_device
 from direct_step import DirectStep, direct_step
 from fabric_runs import set_up, train_step
 from harness import Case, make_trainer, run_here, workers
-from interrupts import Interrupt, PassedPlaces
+from interrupts import Interrupt
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import TINY, LinearLossModule
@@ -47,9 +47,9 @@ def random(seed: int, device: torch.device = CPU) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
 
 
-def sweep(outcome_of: Callable[[PassedPlaces], str], *, stride: int) -> int:
+def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
     """Interrupts runs at every stride'th place that one passes, each at one time; how often the state was whole."""
-    passed, counts = PassedPlaces(), Counter[str]()
+    passed, counts = Interrupt(), Counter[str]()
     assert outcome_of(passed) == "whole"
     for place, time in passed.times(stride=stride):
         try:
@@ -85,7 +85,7 @@ class Twins:
         direct.backward(random(100 + int(direct.step.count)))
         direct.step.step()
 
-    def interrupt(self, context: PassedPlaces) -> str:
+    def interrupt(self, context: Interrupt) -> str:
         """Interrupts a step and the flush after it, then flushes; returns how it ended. If whole, the control has the same bits."""
         direct, control = self.interrupted, self.control
         for _ in range(BEFORE):
@@ -114,7 +114,7 @@ class Twins:
 def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
     twins = [Twins(**CASES[name])]
 
-    def interrupted(context: PassedPlaces) -> str:
+    def interrupted(context: Interrupt) -> str:
         outcome = twins[-1].interrupt(context)
         if outcome == "lost":
             twins.pop().close()
@@ -133,7 +133,7 @@ STEP = 4
 class Interrupted(LinearLossModule):
     """Interrupts an optimizer step, its closure with the backward pass included, and the flush of a validation after it."""
 
-    context: PassedPlaces
+    context: Interrupt
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +153,7 @@ def masters(name: str) -> list[list[Tensor]]:
     return [run_here(replace(FIT, steps=n, loop="direct").with_keys(**CASES[name])).master for n in (STEP - 1, STEP)]
 
 
-def interrupted_fit(name: str, path: Path, context: PassedPlaces) -> str:
+def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
     """Interrupts a fit that saves a checkpoint then; returns how it ended."""
     model = Interrupted(shapes=TINY)
     model.context = context
@@ -185,7 +185,7 @@ def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) 
     assert sweep(lambda context: interrupted_fit(name, next(folders), context), stride=stride) > 0
 
 
-def loop(name: str, context: PassedPlaces | None = None) -> Tensor | None:
+def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
     """Interrupts `optimizer.step()` in a loop under Fabric, which goes on; returns the master weights, None where they are lost."""
     keys = FIT.with_keys(**CASES[name]).keys()
     fabric, model, optimizer, scheduler = set_up(LinearLossModule(shapes=TINY), **keys)
@@ -222,7 +222,7 @@ def test_a_loop_that_goes_on(name: str, stride: int) -> None:
     expected = loop(name)
     assert expected is not None
 
-    def interrupted(context: PassedPlaces) -> str:
+    def interrupted(context: Interrupt) -> str:
         masters = loop(name, context)
         assert masters is None or torch.equal(masters, expected)
         return "lost" if masters is None else "whole"

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from models import Indexes, generator
+from models import generator
 from networks import OddNet, TiedNet
 from side_by_side import NOTHING_LATE, Net, compare, train
 
@@ -191,7 +191,7 @@ class Stream(IterableDataset[int]):
 
 
 def epoch_of(n: int = 4) -> DataLoader[int]:
-    return DataLoader(Indexes(n))
+    return DataLoader(range(n))
 
 
 def scheduled(kind: type, *arguments: Any, every: str = "step", **options: Any) -> Callable[[Any], dict[str, Any]]:
@@ -214,7 +214,7 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
     ),
     "max_steps in mid-epoch, without batches": (
         lambda optimizer: {**scheduled(lr_scheduler.ExponentialLR, 0.8)(optimizer), "frequency": 2},
-        lambda: DataLoader(Indexes(4), batch_size=None),
+        lambda: DataLoader(range(4), batch_size=None),
         {"max_steps": 6, "gradient_clip_val": 0.5},
     ),
     "stopped early": (
@@ -224,7 +224,7 @@ LOOPS: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[], Any], dict[
     ),
     "a list of batches, validated in mid-epoch": (
         RESTARTS,
-        lambda: DataLoader(Indexes(4), batch_sampler=[[0], [1, 2], [3], [0]]),
+        lambda: DataLoader(range(4), batch_sampler=[[0], [1, 2], [3], [0]]),
         {"max_epochs": 2, "val_check_interval": 2, "limit_val_batches": 1},
     ),
     "combined loaders, validated every second epoch": (

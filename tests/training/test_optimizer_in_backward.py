@@ -15,7 +15,7 @@ from same_bits import assert_is_adamw, assert_same_run
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
 CASE = Case(model="TiedNet", steps=10, topk_ratio=0.3, update_interval=1, publish_lag=0, loop="direct")
-FREEZING = replace(CASE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}})
+FREEZING = replace(CASE, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}})
 NOTHING_LATE = {
     "TiedNet": CASE,
     "no gradient": replace(CASE, model="LinearLossModule"),
@@ -28,7 +28,7 @@ NOTHING_LATE = {
     "a layer used now and then": replace(CASE, model_options={"used_every": 3}),
     "warm-up": replace(CASE, warm_up=4),
     "weight prediction and provisional update": CASE.with_keys(**APPROXIMATE),
-    "never finite": replace(CASE, model="HostileModule", model_options={"factors": {4: math.nan, 6: math.inf}}),
+    "never finite": replace(CASE, model="LinearLossModule", model_options={"factors": {4: math.nan, 6: math.inf}}),
 }
 LATE = {
     "S=2": replace(CASE, update_interval=2),

@@ -47,7 +47,7 @@ FROZEN_IN = {0: (4, 8), 1: (0, 6), 3: (2, 100), 4: (5, 6), 6: (3, 9)}
 ALL_BUT_ONE = dict.fromkeys((0, 1, 2, 3, 4, 6), (3, 6))
 """What is left is one element, so that of two ranks one has nothing at all to train for some steps."""
 FREEZING = Case(
-    model="FreezingModule",
+    model="LinearLossModule",
     model_options={"frozen_in": FROZEN_IN},
     steps=13,
     topk_ratio=0.3,

@@ -100,7 +100,7 @@ MORE = {
     "fixed gradients": THREE,
     "more ranks than rows": replace(THREE, model_options={"shapes": ((2, 3), (1, 5), (3, 1), (2,), (1,))}),
     "not finite on the last rank": replace(
-        THREE, model="HostileModule", model_options={"factors": {3: math.nan, 5: math.inf}, "ranks": (2,)}
+        THREE, model="LinearLossModule", model_options={"factors": {3: math.nan, 5: math.inf}, "ranks": (2,)}
     ),
 }
 

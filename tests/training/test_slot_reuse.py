@@ -59,7 +59,7 @@ PUBLISHED = {
     ),
     # Whose backward passes read weights that jobs in flight will overwrite only steps later.
     "a network, long lag": replace(LATE, model="TiedNet", update_interval=2, publish_lag=3),
-    "frozen layers": replace(LATE, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
+    "frozen layers": replace(LATE, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}),
     "changes of schedule": replace(LATE, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
 }
 """With weights that are copied to the model in backward, as soon as nothing reads them any more and the worker is done."""

@@ -38,7 +38,7 @@ CASES = {
     "bf16": replace(CLIPPED, precision="bf16-true"),
     "warm-up": replace(CLIPPED, warm_up=5),
     "frozen and unfrozen": replace(
-        CLIPPED, model="FreezingModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}
+        CLIPPED, model="LinearLossModule", model_options={"frozen_in": {0: (4, 8), 3: (2, 100)}}
     ),
     "changes, everything": replace(CLIPPED, steps=28, schedules=HISTORY).with_keys(
         **{**EVERYTHING, "select_interval": 5}

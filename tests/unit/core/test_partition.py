@@ -12,7 +12,7 @@ from lightning_zenflow.core.partition import (
     group_begins,
     ranges_of_block,
 )
-from reference import blocks_of_elements, slices_of_rank
+from reference import places_of_elements, slices_of_rank
 
 SHAPE = st.one_of(
     st.tuples(st.integers(1, 40)),
@@ -70,7 +70,7 @@ def check(partition: Partition, n_blocks: int) -> None:
 def test_any_partition(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int) -> None:
     """The oracle sees the same blocks."""
     groups = [[torch.zeros(shape) for shape in shapes] for shapes in model]
-    blocks = [b.flatten().tolist() for b in blocks_of_elements(groups, n_blocks, ranks)]
+    blocks = [b.flatten().tolist() for b in places_of_elements(groups, n_blocks, ranks)[0]]
     for rank in range(ranks):
         slices, sizes = slices_of_rank(groups, rank, ranks)
         partition = build_partition(slices, sizes, n_blocks)
