@@ -56,10 +56,6 @@ def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 2
     return runs
 
 
-def _output(folder: Path, rank: int) -> Path:
-    return folder / f"output{rank}.txt"
-
-
 def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
     runs, partitions = [], []
     for rank in range(ranks):
@@ -67,7 +63,7 @@ def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
         if path.exists():
             run, of_rank = torch.load(path, weights_only=False)
         else:
-            output = _output(folder, rank).read_text(errors="replace")[-4000:]
+            output = (folder / f"output{rank}.txt").read_text(errors="replace")[-4000:]
             run, of_rank = Run(error=f"rank {rank} left no result; its output ends with:\n{output}"), []
         runs.append(run)
         partitions.append(of_rank)
@@ -79,7 +75,7 @@ def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
 
 def _run_rank(cases: dict[str, Case], folder: Path, rank: int, ranks: int, port: int) -> None:
     """One rank: runs the cases, writes what happened to files in a folder."""
-    output = os.open(_output(folder, rank), os.O_WRONLY | os.O_CREAT)
+    output = os.open(folder / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT)
     for fd in (1, 2):
         os.dup2(output, fd)
     torch.set_num_threads(1)
