@@ -207,11 +207,9 @@ class Recorder(pl.Callback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = trainer.strategy.zenflow_optimizer
-        if optimizer is not None:
-            schedule = optimizer.parts.jobs.schedule
-            self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
         if optimizer is not None and (batch_idx + 1) % self._case.accumulate == 0:
-            arena = optimizer.parts.rank.arena
+            schedule, arena = optimizer.parts.jobs.schedule, optimizer.parts.rank.arena
+            self._run.schedules.append((schedule.update_interval, schedule.publish_lag))
             self._run.factors.append(float(arena.step_words.clip[optimizer.zenflow_step.number % arena.n_step_records]))
         # Lightning reports the loss divided by the accumulation.
         self._run.losses[-1].append(float(outputs["loss"]) * self._case.accumulate)
