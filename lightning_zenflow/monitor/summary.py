@@ -16,7 +16,7 @@ _WORKER = ("publish_wait", "slot")
 
 _REMEDIES = {
     "publish_buffer": "in synchronous steps: lower full_warm_up_rounds, or validate and save checkpoints less often",
-    "select": "selecting columns: raise select_interval; auto selects more and more rarely by itself",
+    "select": "selecting columns: raise select_interval",
     "flush": "completing updates before validations and checkpoints: have fewer of them",
     "loss_scale": "waiting for the dynamic loss scale of fp16: train in bf16, or set a fixed loss scale",
 }
