@@ -15,7 +15,7 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_command
 from benchmarks.gpu.calls import Calls
 
-FILES = ("tests/gpu", "tests/training/test_offload.py", "tests/unit/deferred", "tests/unit/kernels")
+FILES = ("tests/gpu", "tests/unit/kernels")
 _LONGEST_TEST = 150
 """Seconds. In the last third of that, no test is started: most take seconds."""
 TIME_IS_OVER = 75

@@ -126,7 +126,7 @@ class TritonKernels(Kernels):
     ) -> None:
         n_rows, n_columns = weights.shape
         stochastic = weights.dtype == torch.bfloat16
-        # Drawn for stochastic rounding only, as TorchKernels does: the sequence of draws is part of the run's reproducible state.
+        # Drawn for stochastic rounding only, as torch's passes do: the sequence of draws is part of the run's reproducible state.
         bits = noise.draw_tile() if stochastic else weights
         n_strips = triton.cdiv(n_columns, _UPDATE_COLUMNS)
         device.provisional_update[(triton.cdiv(n_rows, _UPDATE_ROWS) * n_strips,)](

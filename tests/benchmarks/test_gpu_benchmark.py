@@ -100,6 +100,15 @@ def test_all_of_it_on_the_cpu(what: str, tmp_path: Path) -> None:
         assert [step for step, _, _ in steps] == [1, 2, 3, 4]
 
 
+def test_the_suite_has_all_files_with_tests_for_a_gpu() -> None:
+    """But for the examples, whose packages a bare machine lacks."""
+    root = Path(__file__).parents[2]
+    files = {file for file in (root / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text()} - {Path(__file__)}
+    names = {file.relative_to(root).as_posix() for file in files}
+    assert {name for name in names if not name.startswith(("tests/examples", *suite.FILES))} == set()
+    assert all((root / name).exists() for name in suite.FILES)
+
+
 @pytest.mark.slow
 def test_tests_over_several_calls(tmp_path: Path) -> None:
     """The first call's time is over when its first test ends."""
