@@ -95,17 +95,23 @@ class StepTrace:
 
 @dataclass(kw_only=True)
 class Recording:
-    """Traces of steps `first` to `last`, filled while training goes on."""
+    """Traces of some steps in a row, filled while training goes on."""
 
-    first: int
-    last: int
+    skip: int
+    """Steps before them that are still to come, the current one included."""
+    n_steps: int
     aligned: bool
     steps: list[StepTrace] = field(default_factory=list)
 
     @property
+    def is_full(self) -> bool:
+        """Whether the last step has begun."""
+        return len(self.steps) == self.n_steps
+
+    @property
     def complete(self) -> bool:
         """True once all steps are complete. Does not wait."""
-        return len(self.steps) == self.last - self.first + 1 and all(step.complete for step in self.steps)
+        return self.is_full and all(step.complete for step in self.steps)
 
 
 class Tracer:
@@ -131,14 +137,13 @@ class Tracer:
             aligned: place the device's spans on the host's clock. This synchronises the device once, before the first recorded step.
         """
         assert skip > 0
-        first = self._step + skip
-        self._recordings.append(Recording(first=first, last=first + steps - 1, aligned=aligned))
+        self._recordings.append(Recording(skip=skip, n_steps=steps, aligned=aligned))
         return self._recordings[-1]
 
     @property
     def needs_alignment(self) -> bool:
         """True if `align` must be called before the next step."""
-        return self._runtime.runs_behind and any(r.aligned and r.first == self._step + 1 for r in self._recordings)
+        return self._runtime.runs_behind and any(r.aligned and r.skip == 1 for r in self._recordings)
 
     def align(self) -> None:
         """Measures the offset of the device's clock to the host's. Synchronises the device."""
@@ -152,10 +157,14 @@ class Tracer:
             return
         if self._current is not None:
             self._current.end_ns = time.perf_counter_ns()
+        # Otherwise a checkpoint has been loaded, and no step is over.
+        n_over = int(step == self._step + 1)
         self._step, self._current = step, None
         if self._recordings:
-            self._recordings = [r for r in self._recordings if r.last >= step]
-            requested = [r for r in self._recordings if r.first <= step]
+            self._recordings = [r for r in self._recordings if not r.is_full]
+            for recording in self._recordings:
+                recording.skip -= n_over
+            requested = [r for r in self._recordings if r.skip <= 0]
             if requested:
                 self._current = trace = StepTrace(step=step, begin_ns=time.perf_counter_ns(), anchor=self._anchor)
                 for recording in requested:

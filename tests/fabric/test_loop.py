@@ -91,9 +91,19 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
     assert optimizer.zenflow_step.is_exact
 
 
-def test_metrics_and_timeline(tmp_path: Path, no_worker_is_left: None) -> None:
+@pytest.mark.parametrize("before", [0, 5])
+def test_metrics_and_timeline(before: int, tmp_path: Path, no_worker_is_left: None) -> None:
+    """In a loop that begins, and in one that goes on with a checkpoint."""
+    if before:
+        fabric, model, optimizer, _ = set_up(SmallNet(), **LATE)
+        for step in range(before):
+            train_step(fabric, model, optimizer, step)
+        fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+        fabric.strategy.teardown()
     path = tmp_path / "logs" / "timeline.json"
     fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, timeline=path, timeline_steps=[3, 4])
+    if before:
+        fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     strategy = fabric.strategy
     assert isinstance(strategy, ZenFlowStrategy)
     assert strategy.metrics() == {} and strategy.summary() is None
@@ -105,7 +115,7 @@ def test_metrics_and_timeline(tmp_path: Path, no_worker_is_left: None) -> None:
     assert strategy.metrics() == {}
     assert "update_interval=4, publish_lag=1" in (strategy.summary() or "")
     names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert {"step 3", "step 4", "forward", "backward"} <= names
+    assert {f"step {before + 3}", f"step {before + 4}", "forward", "backward"} <= names
     strategy.teardown()
 
 
