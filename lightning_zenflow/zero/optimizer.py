@@ -26,6 +26,7 @@ from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
+from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.full_state import FullState
 from lightning_zenflow.zero.slices import parameters_in_order, read_slices
 from lightning_zenflow.zero.supported import refuse_moved, refuse_unsupported, refuse_unused
@@ -65,7 +66,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
         try:
-            super().__init__(*args, **kwargs)
+            # The order of the flat buffers is that of `_round_robin_reorder`.
+            super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
         except BaseException:
             if not self.closed:
                 self.close(keep_state=False)
@@ -75,6 +77,15 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Private: DeepSpeed links the moments to the parameters after its own first step; ours exist already.
         self._lazy_init_hp_params_optimizer_state()
         self._addresses = [parameter.data_ptr() for parameter in self._trained_parameters]
+
+    @override
+    def _round_robin_reorder(
+        self, tensor_list: list[Tensor], num_partitions: int
+    ) -> tuple[list[Tensor], dict[int, int]]:
+        # Private: the order of a group's parameters in its flat buffer: the parameters, and the place of each. Where the device has no room
+        # for the buffer, DeepSpeed has moved the weights to `cpu_data`.
+        order = balanced_order([getattr(p, "cpu_data", p).numel() for p in tensor_list], num_partitions)
+        return [tensor_list[index] for index in order], {index: place for place, index in enumerate(order)}
 
     @override
     def initialize_optimizer_states(self) -> None:

@@ -22,6 +22,7 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from models import OptimizerOptions, TestModule
 from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
@@ -352,9 +353,10 @@ def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]
     for param_group, parameters in enumerate(case.make_model().parameter_groups()):
         for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
             flat = torch.cat([of_rank[param_group][kind] for of_rank in partitions])
-            for p in parameters:
-                tensors.append(flat[: p.numel()].view(p.shape).clone())
-                flat = flat[p.numel() :]
+            padding = flat.numel() - sum(p.numel() for p in parameters)
+            order = balanced_order([p.numel() for p in parameters], len(partitions))
+            parts = dict(zip(order, flat.split([parameters[i].numel() for i in order] + [padding]), strict=False))
+            tensors += [parts[i].view(p.shape).clone() for i, p in enumerate(parameters)]
 
 
 def run_here(case: Case, *, strategy: ZenFlowStrategy | None = None, callbacks: Sequence[pl.Callback] = ()) -> Run:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zenflow.core.partition import Slice, align, build_partition
+from lightning_zenflow.zero.flat_order import balanced_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +118,21 @@ def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tupl
 def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
     """Slices of one rank's partition, and the size of its part of each parameter group.
 
-    ZeRO-2 lays a parameter group's tensors end to end, pads the run to a multiple of 2 x ranks and gives each rank an equal part of it.
+    ZeRO-2 lays a parameter group's tensors end to end, in the order of `balanced_order`, pads the run to a multiple of 2 x ranks and gives
+    each rank an equal part of it.
     """
     sizes = [-(-sum(p.numel() for p in parameters) // (2 * world_size)) * 2 for parameters in groups]
     slices, first, number = [], 0, 0
     for param_group, (parameters, size) in enumerate(zip(groups, sizes, strict=True)):
         offset = -rank * size  # of the parameter, from where the rank's part begins
-        for p in parameters:
+        for index in balanced_order([p.numel() for p in parameters], world_size):
+            p = parameters[index]
             begin, end = max(offset, 0), min(offset + p.numel(), size)
             if begin < end:
                 is_matrix = p.dim() > 1
                 slices.append(
                     Slice(
-                        parameter=number,
+                        parameter=number + index,
                         param_group=param_group,
                         begin=first + begin,
                         start=begin - offset,
@@ -139,7 +142,7 @@ def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: in
                     )
                 )
             offset += p.numel()
-            number += 1
+        number += len(parameters)
         first = align(first + size)
     return slices, sizes
 

@@ -1,0 +1,79 @@
+"""Order of ZeRO's flat buffers, and the runs that two layouts have in common."""
+
+import random
+
+import pytest
+
+from lightning_zenflow.zero.flat_layout import FlatLayout, runs
+from lightning_zenflow.zero.flat_order import balanced_order
+
+
+def layout(names: list[str], numels: dict[str, int], ranks: int, padding: int) -> FlatLayout:
+    total = sum(numels.values()) + padding * len(names)
+    of_order = {name: numels[name] for name in names}
+    return FlatLayout.of(of_order, [padding] * len(names), partition_numel=max(1, -(-total // ranks)))
+
+
+def elements(of: FlatLayout) -> dict[int, tuple[str, int]]:
+    return {begin + i: (name, i) for name, (begin, numel) in of.places.items() for i in range(numel)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_copy_every_element_once(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [f"p{i}" for i in range(draw.randint(1, 7))]
+    numels = {name: draw.randint(0, 9) for name in names}
+    source = layout(names, numels, draw.randint(1, 4), draw.choice((0, 3)))
+    target = layout(draw.sample(names, len(names)), numels, draw.randint(1, 4), draw.choice((0, 2)))
+    copied = {}
+    for run in runs(source, target):
+        for i in range(run.numel):
+            element = elements(source)[run.source_rank * source.partition_numel + run.source_begin + i]
+            copied[run.target_rank * target.partition_numel + run.target_begin + i] = element
+    assert copied == elements(target)
+
+
+def llama(layers: int, width: int, hidden: int, words: int, kv: int) -> list[tuple[int, bool]]:
+    """For each parameter its elements, and whether it has part in the time of backward; in the module's order."""
+    layer = [width**2, width * kv, width * kv, width**2, *[width * hidden] * 3]
+    norms = [(width, False)] * 2
+    matrices = [(n, True) for n in layer]
+    return [(words * width, False), *(matrices + norms) * layers, (width, False), (words * width, True)]
+
+
+def gpt(layers: int, width: int, words: int) -> list[tuple[int, bool]]:
+    layer = [(n * width**2, True) for n in (3, 1, 4, 4)] + [(n * width, False) for n in (1, 1, 3, 1, 1, 1, 4, 1)]
+    return [(words * width, False), (1024 * width, False), *layer * layers]
+
+
+MODELS = {
+    "Llama-2 7B": llama(32, 4096, 11008, 32000, 4096),
+    "Llama-3 8B": llama(32, 4096, 14336, 128256, 1024),
+    "Llama 1.1B": llama(22, 2048, 5632, 32000, 256),
+    "GPT-2 XL": gpt(48, 1600, 50257),
+    "GPT-2 medium": gpt(24, 1024, 50257),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_rank_has_gradients_from_the_beginning_of_backward_to_its_end(model: str, ranks: int) -> None:
+    parameters = MODELS[model]
+    numels = [numel for numel, _ in parameters]
+    order = balanced_order(numels, ranks)
+    assert sorted(order) == list(range(len(numels)))
+    # When a gradient arrives, as a share of backward.
+    of_time = [numel * counts for numel, counts in parameters]
+    arrivals = [sum(of_time[index:]) / sum(of_time) for index in range(len(numels))]
+    share, end = -(-sum(numels) // ranks), 0
+    of_rank: list[list[float]] = [[] for _ in range(ranks)]
+    for index in order:
+        begin, end = end, end + numels[index]
+        for rank in range(begin // share, (end - 1) // share + 1):
+            of_rank[rank].append(arrivals[index])
+    assert max(min(times) for times in of_rank) < 0.2
+    assert min(max(times) for times in of_rank) > 0.8
+
+
+def test_one_rank_keeps_the_order() -> None:
+    assert balanced_order([5, 1, 1, 1, 5], 1) == [0, 1, 2, 3, 4]
