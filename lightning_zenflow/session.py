@@ -171,7 +171,13 @@ class Session(RankEnvironment):
                         "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
                         " the last checkpoint"
                     )
-            save_together(path, write, is_global_zero=self.is_global_zero, sync=self.zenflow_config.sync_checkpoints)
+            save_together(
+                path,
+                write,
+                self.zenflow_optimizer,
+                is_global_zero=self.is_global_zero,
+                sync=self.zenflow_config.sync_checkpoints,
+            )
 
     def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -19,12 +19,20 @@ from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 T = TypeVar("T")
 
 
-def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: bool, sync: bool) -> None:
+def save_together(
+    path: Path,
+    write: Callable[[Path], None],
+    optimizer: ZenFlowZeroOptimizer | None,
+    *,
+    is_global_zero: bool,
+    sync: bool,
+) -> None:
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
         path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
         write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`.
+        optimizer: whose state is saved.
         is_global_zero: whether this rank creates, renames and deletes directories.
         sync: whether the checkpoint must survive a failure of power.
 
@@ -40,6 +48,11 @@ def save_together(path: Path, write: Callable[[Path], None], *, is_global_zero: 
         dist.broadcast_object_list(folders, src=0)
         (folder,) = folders
         with _saving(path, folder):
+            ordered = None if optimizer is None else optimizer.copy_for_save(folder)
+        with (
+            nullcontext() if optimizer is None else optimizer.saved_as(ordered),
+            _saving(path, folder),
+        ):
             with _without_collectives():
                 write(folder)
             if sync:
@@ -155,14 +168,14 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _verify_model(path)
     with _loading(path):
-        # `bfloat16_enabled` and, below, `partition_size` (elements of each group's flat partition) are DeepSpeed's, undocumented.
+        # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
         # In the order of training and of checkpoints.
         saved.refuse_other_model([{optimizer.param_names[p]: p.shape for p in g} for g in optimizer.bit16_groups])
         # Each file once, whatever the number of ranks.
         saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):
-        state = saved.state_for(rank, optimizer.partition_size, world_size=world_size)
+        state = saved.state_for(rank, optimizer.layouts, world_size=world_size)
     with _loading(path):
         _, client_state = engine.load_checkpoint(
             str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False

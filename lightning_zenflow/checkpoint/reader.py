@@ -4,13 +4,13 @@ Files are memory-mapped, so that opening one is cheap and only the parts in use 
 """
 
 import copy
+import math
 import os
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,18 @@ from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
+    PARAM_ALIGNMENT_PADDINGS,
     PARAM_SHAPES,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
-from torch import Tensor
 
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+from lightning_zenflow.zero.flat_layout import FlatLayout, runs
+from lightning_zenflow.zero.host_state import MOMENTS
 from lightning_zenflow.zero.saved_float32 import WithoutConversion
 
 _CHUNK_BYTES = 2**20
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of AdamW's moments in the state of a flat partition."""
 
 
 class CheckpointError(ValueError):
@@ -121,7 +120,7 @@ class SavedCheckpoint:
             _verify(self._optimizer_file(rank))
 
     def refuse_other_model(self, ours: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-        """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in order.
+        """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in any order.
 
         Raises:
             CheckpointError: they differ; the message names the first difference.
@@ -135,20 +134,19 @@ class SavedCheckpoint:
                 f"configure_optimizers must return the saved number of parameter groups, {len(groups)}, got {len(ours)}",
             )
         for group, (saved, present) in enumerate(zip(groups, ours, strict=True)):
-            if len(saved) != len(present):
-                # The missing names tell more than the first pair that differs.
+            if saved.keys() != present.keys():
                 unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
                 unknown += [f"{n} only in the model" for n in present if n not in saved]
                 raise _refusal(
                     self.path,
                     f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
                 )
-            for theirs, own in zip(saved.items(), present.items(), strict=True):
-                must, got = (f"{name} {list(shape)}" for name, shape in (theirs, own))
-                if must != got:
+            for name, shape in saved.items():
+                if tuple(shape) != tuple(present[name]):
                     raise _refusal(
                         self.path,
-                        f"the model must be the saved one: parameter group {group} must have {must}, got {got}",
+                        f"the model must be the saved one: parameter group {group} must have {name} {list(shape)}, got"
+                        f" {name} {list(present[name])}",
                     )
 
     def _optimizer_file(self, rank: int) -> Path:
@@ -206,17 +204,35 @@ class SavedCheckpoint:
         # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
-    def state_for(self, rank: int, partition_sizes: Sequence[int], *, world_size: int) -> dict[str, Any]:
-        """As `optimizer_state`, of one rank of this run, redistributed if the number of ranks has changed.
+    def state_for(self, rank: int, layouts: Sequence[FlatLayout], *, world_size: int) -> dict[str, Any]:
+        """Optimizer state of one rank of this run, redistributed if the number of ranks or the order of the parameters is another one.
 
         Args:
-            rank: of this run.
-            world_size: of this run.
-            partition_sizes: elements of each parameter group's flat partition in this run, including padding.
+            rank: rank of this run.
+            layouts: of each parameter group in this run.
+            world_size: number of ranks of this run.
+
+        Raises:
+            CheckpointError: see `optimizer_state`.
         """
-        if world_size == self.world_size:
-            return self.optimizer_state(rank)
-        return repartition([self.optimizer_state(r) for r in range(self.world_size)], partition_sizes, rank)
+        own = self.optimizer_state(rank if world_size == self.world_size else 0)
+        saved_layouts = self._layouts(own)
+        if world_size == self.world_size and saved_layouts == list(layouts):
+            return own
+        saved = [self.optimizer_state(r) for r in range(self.world_size)]
+        return {**own, **repartition(saved, saved_layouts, layouts, rank)}
+
+    def _layouts(self, state: Mapping[str, Any]) -> list[FlatLayout]:
+        """Layout of each parameter group, in the order that the model's file has."""
+        base, layouts = state[BASE_OPTIMIZER_STATE], []
+        groups = self.model_states[PARAM_SHAPES]
+        # DeepSpeed has them since it knows `parameter_alignment`.
+        all_paddings = state.get(PARAM_ALIGNMENT_PADDINGS) or [[0] * len(shapes) for shapes in groups]
+        for param_group, shapes, paddings in zip(base["param_groups"], groups, all_paddings, strict=True):
+            moments = base["state"][param_group["params"][0]][MOMENTS[0]]
+            numels = {name: math.prod(shape) for name, shape in shapes.items()}
+            layouts.append(FlatLayout.of(numels, paddings, partition_numel=moments.numel()))
+        return layouts
 
 
 def _refusal(path: Path, message: str) -> CheckpointError:
@@ -262,40 +278,37 @@ def _read(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
 
 
-def repartition(saved: Sequence[Mapping[str, Any]], partition_sizes: Sequence[int], rank: int) -> dict[str, Any]:
-    """Redistributes an optimizer state that another number of ranks saved.
-
-    A parameter group is one flat tensor over all ranks, divided into equal partitions, with padding at its end only. The concatenation
-    of the partitions without padding is the same for every number of ranks.
+def repartition(
+    saved: Sequence[Mapping[str, Any]], sources: Sequence[FlatLayout], targets: Sequence[FlatLayout], rank: int
+) -> dict[str, Any]:
+    """Redistributes AdamW's state that was saved in another layout.
 
     Args:
         saved: states of all ranks that saved, in rank order.
-        partition_sizes: elements of each parameter group's new partition, including padding.
+        sources: layouts of each parameter group there.
+        targets: layouts to redistribute to.
         rank: rank of the new partition.
 
     Returns:
-        State in the layout of `saved`, with copied tensors. All but AdamW's state is that of the first rank.
+        AdamW's state in DeepSpeed's terms, copied, float32; 0 in padding.
     """
     base = saved[0][BASE_OPTIMIZER_STATE]
     masters, states = [], {}
-    for group, (param_group, size) in enumerate(zip(base["param_groups"], partition_sizes, strict=True)):
+    for group, (param_group, source, target) in enumerate(zip(base["param_groups"], sources, targets, strict=True)):
         key = param_group["params"][0]
-        flats = [state[SINGLE_PARTITION_OF_FP32_GROUPS][group] for state in saved]
-        of_ranks = [state[BASE_OPTIMIZER_STATE]["state"][key] for state in saved]
-        part = partial(_part, [flat.numel() for flat in flats], rank * size, size)
-        masters.append(part(flats))
-        states[key] = {**of_ranks[0], **{name: part([state[name] for state in of_ranks]) for name in MOMENTS}}
+        master, *moments = (torch.zeros(target.partition_numel) for _ in range(1 + len(MOMENTS)))
+        for run in runs(source, target):
+            if run.target_rank == rank:
+                of_rank = saved[run.source_rank]
+                theirs = of_rank[BASE_OPTIMIZER_STATE]["state"][key]
+                parts = (of_rank[SINGLE_PARTITION_OF_FP32_GROUPS][group], *(theirs[name] for name in MOMENTS))
+                for ours, part in zip((master, *moments), parts, strict=True):
+                    ours.narrow(0, run.target_begin, run.numel).copy_(part.narrow(0, run.source_begin, run.numel))
+        masters.append(master)
+        states[key] = {**base["state"][key], **dict(zip(MOMENTS, moments, strict=True))}
     return {
-        **saved[0],
         SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         GROUP_PADDINGS: [0] * len(masters),
+        PARAM_ALIGNMENT_PADDINGS: [[0] * len(target.places) for target in targets],
         BASE_OPTIMIZER_STATE: {**base, "state": states},
     }
-
-
-def _part(lengths: Sequence[int], begin: int, size: int, tensors: Sequence[Tensor]) -> Tensor:
-    """`size` elements from `begin` of the first `lengths` elements of each tensor, end to end; [size] float32, 0 behind the last."""
-    ends = zip(tensors, lengths, accumulate(lengths), strict=True)
-    parts = [t[:n][max(0, begin - end + n) : max(0, begin + size - end + n)] for t, n, end in ends]
-    joined = torch.cat(parts).float()
-    return torch.nn.functional.pad(joined, (0, size - joined.numel()))

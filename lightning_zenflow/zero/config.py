@@ -46,7 +46,7 @@ _NO_PARAMETERS = "stage 2 does not offload parameters"
 _RULES = (
     _only("zero_optimization.stage", 2, _STAGE_2),
     _only("zero_optimization.contiguous_gradients", True, "gradients are taken from ZeRO's contiguous buckets"),
-    _only("zero_optimization.round_robin_gradients", False, "ZenFlow orders the copies to the host itself"),
+    _only("zero_optimization.parameter_alignment", False, "the worker needs no alignment"),
     _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
     _only("zero_optimization.elastic_checkpoint", False, "use DeepSpeed's universal checkpoints instead"),
     _only("zero_optimization.cpu_offload_param", False, _NO_PARAMETERS),

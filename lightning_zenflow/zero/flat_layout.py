@@ -26,6 +26,12 @@ class FlatLayout:
         }
         return cls(places=places, partition_numel=partition_numel)
 
+    def part_of(self, name: str, rank: int) -> tuple[int, int]:
+        """First element and end of a parameter's part in a rank's partition, counted there; end <= first: none."""
+        first, numel = self.places[name]
+        begin = rank * self.partition_numel
+        return max(first - begin, 0), min(first + numel - begin, self.partition_numel)
+
 
 class Run(NamedTuple):
     """Elements that are adjacent in two layouts."""

@@ -11,6 +11,9 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.zero.saved_float32 import SavedAsFloat32
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Keys of AdamW's moments in the state of a flat partition."""
+
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code

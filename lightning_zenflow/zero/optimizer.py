@@ -1,14 +1,20 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
@@ -26,9 +32,12 @@ from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.zero.build import ZeroPartition, build
 from lightning_zenflow.zero.environment import RankResources
+from lightning_zenflow.zero.exchange import OrderedCopy
+from lightning_zenflow.zero.flat_layout import FlatLayout
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.full_state import FullState
-from lightning_zenflow.zero.slices import parameters_in_order, read_slices
+from lightning_zenflow.zero.host_state import MOMENTS
+from lightning_zenflow.zero.slices import flat_layouts, parameters_in_order, read_slices
 from lightning_zenflow.zero.supported import refuse_moved, refuse_unsupported, refuse_unused
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 
@@ -56,7 +65,9 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
     """
 
-    overlap_comm: bool  # DeepSpeed's own, declared for the type checker
+    # DeepSpeed's own, declared for the type checker.
+    overlap_comm: bool
+    round_robin_bit16_groups: list[list[Tensor]]
 
     def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
@@ -65,6 +76,8 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
+        self._is_round_robin = bool(kwargs.get("round_robin_gradients", False))
+        self._saved: OrderedCopy | None = None
         try:
             # The order of the flat buffers is that of `_round_robin_reorder`.
             super().__init__(*args, **{**kwargs, "round_robin_gradients": True})
@@ -280,9 +293,82 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
         state: dict[str, Any] = super().state_dict()
-        state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(state[BASE_OPTIMIZER_STATE])
+        base = state[BASE_OPTIMIZER_STATE]
+        if self._saved is None:
+            state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(base)
+        else:
+            # Private: cuts off the padding.
+            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
+            state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
+            moments = [dict(zip(MOMENTS, of_group, strict=True)) for _, *of_group in self._saved.states]
+            of_keys = zip(base["state"].items(), moments, strict=True)
+            state[BASE_OPTIMIZER_STATE] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
+            state[PARAM_SLICE_MAPPINGS] = self._saved_fragments()
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
+
+    def copy_for_save(self, folder: Path) -> OrderedCopy | None:
+        """Disk space for the ranks' states in the order in which plain DeepSpeed has them; None where that is ours.
+
+        Args:
+            folder: of the checkpoint.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        layouts = flat_layouts(self, self._plain_groups())
+        return None if layouts == self.layouts else OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
+
+    @contextmanager
+    def saved_as(self, copy: OrderedCopy | None) -> Iterator[None]:
+        """Context in which DeepSpeed saves the exact state in its own order; the ranks exchange their parts before.
+
+        Args:
+            copy: result of `copy_for_save`.
+        """
+        if copy is None:
+            yield
+            return
+        self.flush()
+        states = [
+            [flat.detach(), *(self.optimizer.state[flat][name] for name in MOMENTS)]
+            for flat in self.single_partition_of_fp32_groups
+        ]
+        copy.fill(states, self.layouts, device=self._rank.device, group=self.dp_process_group)
+        # Private: the engine saves the parameters' shapes in the order of these groups.
+        ours = self.round_robin_bit16_groups
+        self._saved, self.round_robin_bit16_groups = copy, self._plain_groups()
+        try:
+            yield
+        finally:
+            self._saved, self.round_robin_bit16_groups = None, ours
+
+    @property
+    def layouts(self) -> list[FlatLayout]:
+        """Layout of each parameter group in training."""
+        return flat_layouts(self, self.round_robin_bit16_groups)
+
+    def _plain_groups(self) -> list[list[Tensor]]:
+        """The parameters in the order of plain DeepSpeed's flat buffers, with the user's configuration."""
+        if not self._is_round_robin:
+            return list(self.bit16_groups)
+        n_ranks, reorder = dist.get_world_size(group=self.dp_process_group), super()._round_robin_reorder
+        return [reorder(group, n_ranks)[0] for group in self.bit16_groups]
+
+    def _saved_fragments(self) -> list[dict[str, fragment_address]]:
+        """What DeepSpeed's universal checkpoints are made by: the place of each parameter's part."""
+        rank = dist.get_rank(group=self.dp_process_group)
+        found = []
+        for layout in flat_layouts(self, self._plain_groups()):
+            parts = {name: layout.part_of(name, rank) for name in layout.places}
+            found.append(
+                {
+                    n: fragment_address(numel=end - first, start=first)
+                    for n, (first, end) in parts.items()
+                    if first < end
+                }
+            )
+        return found
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
@@ -294,8 +380,7 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.flush()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank] if state_dict_list else None
-        # Private: DeepSpeed rearranges the moments where its parameters are padded.
-        if own and load_optimizer_states and not any(map(any, self.round_robin_bit16_padding)):
+        if own and load_optimizer_states:
             own = {**own, BASE_OPTIMIZER_STATE: self._host_state.read_moments(own[BASE_OPTIMIZER_STATE])}
             state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
         super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)

@@ -1,10 +1,12 @@
 """Slices of a rank's partition, read from DeepSpeed's bookkeeping."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice, group_begins, row_length
+from lightning_zenflow.zero.flat_layout import FlatLayout
 
 
 def read_slices(zero_optimizer: Any) -> list[Slice]:
@@ -39,3 +41,12 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
 def parameters_in_order(zero_optimizer: Any) -> list[Tensor]:
     """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
     return [parameter for group in zero_optimizer.bit16_groups for parameter in group]
+
+
+def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> list[FlatLayout]:
+    """The layout of each parameter group, if its flat buffer has the parameters in the order of `groups`."""
+    names = zero_optimizer.param_names
+    return [
+        FlatLayout.of({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
+        for group, numel in zip(groups, zero_optimizer.partition_size, strict=True)
+    ]

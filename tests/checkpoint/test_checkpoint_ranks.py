@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from harness import EVERYTHING, Case, Run, run_here
 from rank_processes import run_on_ranks
@@ -66,3 +67,32 @@ def test_other_ranks(names: Sequence[str], before: int, after: int, tmp_path: Pa
         assert len(other.losses) == len(same.losses) == STEPS - 5
         for a, b in zip(other.master, same.master, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=2e-6)
+
+
+def test_plain_deepspeed_on_two_ranks_in_both_of_its_orders(tmp_path: Path) -> None:
+    """A folder has the order in which plain DeepSpeed, with the same configuration, has the parameters; any order is read."""
+    cases: dict[str, Case] = {}
+    case = replace(LIMIT, model_options={"ranks_differ": False})
+    for order in (False, True):
+        config = {"zero_optimization": {"round_robin_gradients": order}}
+        ours, stock = case.with_keys(config=config), replace(case, stock=True).with_keys(config=config)
+        by_ours, by_stock = str(tmp_path / f"ours{order}.ckpt"), str(tmp_path / f"stock{order}.ckpt")
+        cases[f"whole {order}"] = replace(ours, save_at=5, checkpoint=by_ours)
+        cases[f"stock from ours {order}"] = replace(stock, checkpoint=by_ours)
+        cases[f"stock {order}"] = replace(stock, save_at=5, checkpoint=by_stock)
+        # Whatever the configuration says.
+        cases[f"ours from stock {order}"] = replace(case, checkpoint=by_stock)
+        cases[f"loaded ours {order}"] = replace(case, steps=5, checkpoint=by_ours)
+        cases[f"loaded stock {order}"] = replace(case, steps=5, checkpoint=by_stock)
+    runs = run_on_ranks(cases)
+    model = case.make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    in_order = [names[id(p)] for group in model.parameter_groups() for p in group]
+    for order in (False, True):
+        for name in ("ours", "stock"):
+            saved = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / f"{name}{order}.ckpt"))
+            loaded = runs[f"loaded {name} {order}"][0].master
+            assert_same_tensors(loaded, [saved[name] for name in in_order])
+        for name in ("stock from ours", "stock", "ours from stock"):
+            for a, b in zip(runs[f"{name} {order}"][0].weights, runs[f"whole {order}"][0].weights, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

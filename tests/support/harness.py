@@ -78,6 +78,8 @@ class Case:
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
     loop: Literal["trainer", "fabric", "direct"] = "trainer"
     """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed."""
+    stock: bool = False
+    """Whether DeepSpeed's own ZeRO-2 offload trains."""
     fails: bool = False
     """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
@@ -105,7 +107,7 @@ class Case:
 
     def make_strategy(self) -> ZenFlowStrategy:
         """The strategy with this case's keys."""
-        return ZenFlowStrategy(**self.keys())
+        return (StockStrategy if self.stock else ZenFlowStrategy)(**self.keys())
 
     def keys(self) -> dict[str, Any]:
         """This case's keys of the strategy."""
@@ -349,7 +351,9 @@ def read_state(run: Run, optimizer: ZenFlowZeroOptimizer | None) -> list[list[Te
 
 
 def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:
-    """Puts the ranks' flat partitions together and cuts them into parameters."""
+    """Puts the ranks' flat partitions together and cuts them into parameters; of a `stock` training there are none."""
+    if case.stock:
+        return
     for param_group, parameters in enumerate(case.make_model().parameter_groups()):
         for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
             flat = torch.cat([of_rank[param_group][kind] for of_rank in partitions])

@@ -140,7 +140,7 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization", [True, 2, "auto"], "a mapping"),
     ("zero_optimization.stage", [0, 1, 3, "2", True, "auto"], "2 or absent, got "),
     ("zero_optimization.contiguous_gradients", [False, 1], "True"),
-    ("zero_optimization.round_robin_gradients", [True], "False"),
+    ("zero_optimization.parameter_alignment", [True], "False"),
     ("zero_optimization.compute_grad_norm", [False], "True"),
     ("zero_optimization.elastic_checkpoint", [True], "False"),
     ("zero_optimization.cpu_offload_param", [True], "False"),
