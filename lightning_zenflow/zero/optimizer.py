@@ -14,7 +14,6 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import fragment_address
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
@@ -37,7 +36,7 @@ from lightning_zenflow.zero.flat_layout import FlatLayout
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.full_state import FullState
 from lightning_zenflow.zero.host_state import MOMENTS
-from lightning_zenflow.zero.slices import flat_layouts, parameters_in_order, read_slices
+from lightning_zenflow.zero.slices import flat_layouts, fragments, parameters_in_order, read_slices
 from lightning_zenflow.zero.supported import refuse_moved, refuse_unsupported, refuse_unused
 from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 
@@ -297,13 +296,14 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._saved is None:
             state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(base)
         else:
+            rank = dist.get_rank(group=self.dp_process_group)
             # Private: cuts off the padding.
             masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
             state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
             moments = [dict(zip(MOMENTS, of_group, strict=True)) for _, *of_group in self._saved.states]
             of_keys = zip(base["state"].items(), moments, strict=True)
             state[BASE_OPTIMIZER_STATE] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
-            state[PARAM_SLICE_MAPPINGS] = self._saved_fragments()
+            state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 
@@ -354,21 +354,6 @@ class ZenFlowZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             return list(self.bit16_groups)
         n_ranks, reorder = dist.get_world_size(group=self.dp_process_group), super()._round_robin_reorder
         return [reorder(group, n_ranks)[0] for group in self.bit16_groups]
-
-    def _saved_fragments(self) -> list[dict[str, fragment_address]]:
-        """What DeepSpeed's universal checkpoints are made by: the place of each parameter's part."""
-        rank = dist.get_rank(group=self.dp_process_group)
-        found = []
-        for layout in flat_layouts(self, self._plain_groups()):
-            parts = {name: layout.part_of(name, rank) for name in layout.places}
-            found.append(
-                {
-                    n: fragment_address(numel=end - first, start=first)
-                    for n, (first, end) in parts.items()
-                    if first < end
-                }
-            )
-        return found
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice, group_begins, row_length
@@ -50,3 +51,14 @@ def flat_layouts(zero_optimizer: Any, groups: Sequence[Sequence[Tensor]]) -> lis
         FlatLayout.of({names[p]: p.numel() for p in group}, [0] * len(group), partition_numel=numel)
         for group, numel in zip(groups, zero_optimizer.partition_size, strict=True)
     ]
+
+
+def fragments(layouts: Sequence[FlatLayout], rank: int) -> list[dict[str, Any]]:
+    """For each parameter group the places of the parameters' parts on a rank, which DeepSpeed makes universal checkpoints by."""
+    found = []
+    for layout in layouts:
+        parts = {name: layout.part_of(name, rank) for name in layout.places}
+        found.append(
+            {n: fragment_address(numel=end - begin, start=begin) for n, (begin, end) in parts.items() if begin < end}
+        )
+    return found

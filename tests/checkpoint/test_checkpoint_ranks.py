@@ -16,13 +16,7 @@ from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
 STEPS = 12
-LIMIT = Case(
-    topk_ratio=0.0,
-    update_interval=1,
-    publish_lag=0,
-    steps=STEPS,
-    model="SmallNet",
-)
+LIMIT = Case(topk_ratio=0.0, update_interval=1, publish_lag=0, steps=STEPS, model="SmallNet")
 """The settings at which training is AdamW's, so that only the order of sums depends on the number of ranks."""
 CASES = {
     "limit": LIMIT,
