@@ -170,7 +170,6 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
-        # In the order of training and of checkpoints.
         saved.refuse_other_model([{optimizer.param_names[p]: p.shape for p in g} for g in optimizer.bit16_groups])
         # Each file once, whatever the number of ranks.
         saved.verify_optimizer(range(rank, saved.world_size, world_size))

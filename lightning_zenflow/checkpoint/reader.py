@@ -215,11 +215,12 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: see `optimizer_state`.
         """
-        own = self.optimizer_state(rank if world_size == self.world_size else 0)
+        own_rank = rank if world_size == self.world_size else 0
+        own = self.optimizer_state(own_rank)
         saved_layouts = self._layouts(own)
         if world_size == self.world_size and saved_layouts == list(layouts):
             return own
-        saved = [self.optimizer_state(r) for r in range(self.world_size)]
+        saved = [own if r == own_rank else self.optimizer_state(r) for r in range(self.world_size)]
         return {**own, **repartition(saved, saved_layouts, layouts, rank)}
 
     def _layouts(self, state: Mapping[str, Any]) -> list[FlatLayout]:
