@@ -127,8 +127,11 @@ def _end_session(process: "subprocess.Popen[bytes]") -> None:
 def _call(folder: Path) -> None:
     function, arguments = pickle.loads((folder / _CALL).read_bytes())
     temporary = folder / f"{_RESULT}.part"
-    temporary.write_bytes(pickle.dumps(function(*arguments)))
-    temporary.rename(folder / _RESULT)
+    result = pickle.dumps(function(*arguments))
+    # Lightning's launcher starts the other ranks of a training by this same command.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        temporary.write_bytes(result)
+        temporary.rename(folder / _RESULT)
 
 
 if __name__ == "__main__":

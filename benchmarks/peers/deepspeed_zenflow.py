@@ -59,10 +59,11 @@ class DeepSpeedZenFlow(ZeroOffload):
 
     Args:
         repair: read the transposed matrices as such.
+        **options: of Lightning's `DeepSpeedStrategy`.
     """
 
-    def __init__(self, *, repair: bool) -> None:
-        super().__init__()
+    def __init__(self, *, repair: bool, **options: Any) -> None:
+        super().__init__(**options)
         self._repair = repair
         self._schedule: Callable[[int], float] | None = None
 

@@ -24,10 +24,11 @@ class ZeroOffload(ZenFlowStrategy):
     Args:
         default_buckets: use Lightning's default bucket size. It is slower for models of less than 200 million parameters than the bucket
             size of `ZenFlowStrategy`, which is the default here.
+        **options: of Lightning's `DeepSpeedStrategy`.
     """
 
-    def __init__(self, *, default_buckets: bool = False) -> None:
-        super().__init__()
+    def __init__(self, *, default_buckets: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self._default_buckets = default_buckets
 
     @override

@@ -4,18 +4,22 @@
     python -m benchmarks.step_time --device simulated --params 150e6 --compute-ms 540
     python -m benchmarks.step_time --device simulated --params 150e6 --embedding --methods floor,zero_offload,zenflow_auto
     python -m benchmarks.step_time --device simulated --params 150e6 --asynchronous --methods floor,zero_offload,zenflow_exact
+    python -m benchmarks.step_time --device simulated --params 151e6 --asynchronous --ranks 2 --worker-shares 0.3,0.5,0.7
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
-repeat. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
+repeat. With `--worker-shares` a first run measures the worker's pass, and everything is timed for each of the times of backward of which
+the pass is such a part. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
 RESULTS/step_time_NAME.json (every step of every run) and .md.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,8 +29,9 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
-from benchmarks.step_time.methods import DEVICES, METHODS
-from benchmarks.step_time.report import table
+from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS
+from benchmarks.step_time.models import BACKWARD_SHARE
+from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
 
 
@@ -49,6 +54,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         action="store_true",
         help="the simulated accelerator computes while the host copies, as a GPU does",
     )
+    add("--ranks", type=int, default=1, help="simulated accelerators, on this host")
+    add(
+        "--worker-shares",
+        type=list_of(float),
+        metavar="SHARE,...",
+        help="the worker's pass as parts of the simulated accelerator's backward, instead of --compute-ms",
+    )
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
     add("--steps", type=int, default=24, help="timed steps")
@@ -57,15 +69,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--name", help="of the result files; default: device and size")
     parser.add_results()
     options = parser.parse(arguments)
-    options.methods = options.methods or DEVICES[options.device]
+    options.methods = options.methods or (OF_RANKS if options.ranks > 1 else DEVICES[options.device])
     for name in options.methods:
         reason = METHODS[name].not_on.get(options.device)
         if reason is not None:
             parser.error(f"--methods {name} does not apply to --device {options.device}: {reason}")
-    of_simulated = [name for name in ("embedding", "asynchronous") if getattr(options, name)]
+    of_simulated = [name for name in ("embedding", "asynchronous", "worker_shares") if getattr(options, name)]
+    of_simulated += ["ranks"] if options.ranks > 1 else []
     if of_simulated and options.device != "simulated":
-        parser.error(f"--{of_simulated[0]} applies to --device simulated only, got --device {options.device}")
-    size = "_".join([f"{options.params / 1e6:g}M", *of_simulated])
+        name = of_simulated[0].replace("_", "-")
+        parser.error(f"--{name} applies to --device simulated only, got --device {options.device}")
+    marks = [name for name in of_simulated if name in ("embedding", "asynchronous")]
+    marks += [f"{options.ranks}_ranks"] if options.ranks > 1 else []
+    size = "_".join([f"{options.params / 1e6:g}M", *marks])
     options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
     return options
 
@@ -77,22 +93,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if any(METHODS[name].peer for name in options.methods):
         compile_cpu_adam()
     start = time.perf_counter()
+    computes_s = [options.compute_ms / 1e3]
+    if options.worker_shares:
+        pass_s = median(
+            run_process(run, _spec(options, "zenflow_exact", computes_s[0]), timeout=options.timeout).worker_s
+        )
+        computes_s = [pass_s / share / BACKWARD_SHARE for share in options.worker_shares]
     for repeat in range(options.repeats):
         runs.append([])
-        for method in options.methods:
-            spec = StepSpec(
-                device=options.device,
-                method=method,
-                params=options.params,
-                batch=options.batch,
-                tokens=options.tokens,
-                compute_s=options.compute_ms / 1e3,
-                # The automatic schedule measures for some 25 steps before it decides.
-                warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
-                steps=options.steps,
-                embedding=options.embedding,
-                asynchronous=options.asynchronous,
-            )
+        for compute_s, method in itertools.product(computes_s, options.methods):
+            spec = _spec(options, method, compute_s)
             try:
                 runs[-1].append(run_process(run, spec, timeout=options.timeout))
                 step_s = runs[-1][-1].step_s
@@ -105,11 +115,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"failures": failures, "runs": runs}
 
 
+def _spec(options: argparse.Namespace, method: str, compute_s: float) -> StepSpec:
+    return StepSpec(
+        device=options.device,
+        method=method,
+        params=options.params,
+        batch=options.batch,
+        tokens=options.tokens,
+        compute_s=compute_s,
+        # The automatic schedule measures for some 25 steps before it decides.
+        warm_up=options.warm_up + (64 if method.startswith("zenflow_auto") else 0),
+        steps=options.steps,
+        embedding=options.embedding,
+        asynchronous=options.asynchronous,
+        ranks=options.ranks,
+    )
+
+
 def describe(written: Mapping[str, Any]) -> str:
-    """The table of a result file."""
+    """The tables of a result file."""
     results = results_of(written)
     n_steps = max((len(r.step_s) for of_repeat in results for r in of_repeat), default=0)
-    return with_origin(table(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved")
+    return with_origin(tables(results), written, f"{len(results)} repeats of {n_steps} steps, interleaved")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.optim import Optimizer
 
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
+from benchmarks.peers.module_order import ModuleOrder
 from benchmarks.peers.zero_offload import Floor, NoOffload, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
 
@@ -18,7 +20,8 @@ from lightning_zenflow import ZenFlowStrategy
 class StepMethod:
     """A training strategy and its optimizer."""
 
-    make_strategy: Callable[[], Strategy]
+    make_strategy: Callable[..., Strategy]
+    """Takes keywords of Lightning's `DeepSpeedStrategy`."""
     title: str
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     """Takes parameters, `lr` and `weight_decay`."""
@@ -32,7 +35,7 @@ class StepMethod:
 
 def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
     return StepMethod(
-        make_strategy=lambda: ZenFlowStrategy(topk_ratio=0.05, **keys),
+        make_strategy=partial(ZenFlowStrategy, topk_ratio=0.05, **keys),
         title=f"ZenFlowStrategy, {title}",
         clips=clips,
     )
@@ -56,13 +59,13 @@ METHODS = {
         peer=True,
     ),
     "zero_offload_default_buckets": StepMethod(
-        make_strategy=lambda: ZeroOffload(default_buckets=True),
+        make_strategy=partial(ZeroOffload, default_buckets=True),
         title="the same with Lightning's default buckets",
         optimizer=DeepSpeedCPUAdam,
         peer=True,
     ),
     "deepspeed_zenflow": StepMethod(
-        make_strategy=lambda: DeepSpeedZenFlow(repair=False), title="DeepSpeed ZenFlow, S=4, overlap", peer=True
+        make_strategy=partial(DeepSpeedZenFlow, repair=False), title="DeepSpeed ZenFlow, S=4, overlap", peer=True
     ),
     "torchao": StepMethod(
         make_strategy=lambda: SingleDeviceStrategy(torch.device("cuda", 0)),
@@ -79,6 +82,10 @@ METHODS = {
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
     "zenflow_s4_d0": _zenflow("S=4, d=0", update_interval=4, publish_lag=0),
     "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", update_interval=1, publish_lag=0),
+    "zenflow_module_order": StepMethod(
+        make_strategy=partial(ModuleOrder, topk_ratio=0.05, update_interval=1, publish_lag=0),
+        title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
+    ),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),
     "zenflow_at_the_end": _zenflow(
@@ -97,3 +104,5 @@ DEVICES = {
     "cuda": ["none", *_ALWAYS, "torchao", "zenflow_no_provisional"],
 }
 """Device -> methods by default."""
+OF_RANKS = ["floor", "zero_offload", "deepspeed_zenflow", "zenflow_exact", "zenflow_module_order"]
+"""Methods by default on several ranks."""

@@ -46,7 +46,14 @@ class TimedModule(pl.LightningModule):
 
 
 class _SynchronousClock:
-    """A device whose kernels the host waits for: work of the host between two kernels delays the second."""
+    """A device whose kernels the host waits for: work of the host between two kernels delays the second.
+
+    Attributes:
+        idle_at: time of `time.perf_counter` at which all kernels have ended.
+    """
+
+    def __init__(self) -> None:
+        self.idle_at = 0.0
 
     def forward(self, seconds: float) -> None:
         """Runs a kernel of the forward pass."""
@@ -64,17 +71,14 @@ class _AsynchronousClock(_SynchronousClock):
     backward pass, whose gradient it takes.
     """
 
-    def __init__(self) -> None:
-        self._idle_at = 0.0
-
     @override
     def forward(self, seconds: float) -> None:
-        self._idle_at = max(self._idle_at, time.perf_counter()) + seconds
+        self.idle_at = max(self.idle_at, time.perf_counter()) + seconds
 
     @override
     def backward(self, seconds: float) -> None:
-        self._idle_at += seconds
-        time.sleep(max(0.0, self._idle_at - time.perf_counter()))
+        self.idle_at += seconds
+        time.sleep(max(0.0, self.idle_at - time.perf_counter()))
 
 
 class _Layer(torch.autograd.Function):
@@ -97,10 +101,14 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         ctx.clock.backward(ctx.backward_s)
-        return outputs[0], ctx.gradient, None, None, None, None
+        # A tensor of its own, so that autograd keeps it without a copy.
+        return outputs[0], ctx.gradient.detach(), None, None, None, None
 
 
 _EMBEDDING_SHARE = 0.15
+
+BACKWARD_SHARE = 2 / 3
+"""Of the time that a step computes."""
 
 
 class SimulatedAccelerator(TimedModule):
@@ -129,7 +137,8 @@ class SimulatedAccelerator(TimedModule):
         self.register_buffer("gradient", torch.randn(largest, columns) * torch.logspace(-5, -3, columns))
         self.clock = _AsynchronousClock() if asynchronous else _SynchronousClock()
         self._computes = [0] * embedding + [1] * n_layers
-        self._forward_s, self._backward_s = compute_s / 3 / n_layers, compute_s * 2 / 3 / n_layers
+        layer_s = compute_s / n_layers
+        self._forward_s, self._backward_s = (1 - BACKWARD_SHARE) * layer_s, BACKWARD_SHARE * layer_s
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from statistics import mean, median
 
 from benchmarks.common.results import markdown
+from benchmarks.step_time.arrivals import SHARES
 from benchmarks.step_time.methods import METHODS
+from benchmarks.step_time.models import BACKWARD_SHARE
 from benchmarks.step_time.run import StepResult
 
 _BASELINES = ("floor", "none")
@@ -44,6 +46,37 @@ def _compared(
     return style.format(median(values)) if values else ""
 
 
+def tables(results: Sequence[Sequence[StepResult]]) -> str:
+    """A table of the methods for each time that the device computes; of several ranks the arrival of gradients as well."""
+    computes_s = list(dict.fromkeys(r.spec.compute_s for of_repeat in results for r in of_repeat))
+    parts = []
+    for compute_s in computes_s:
+        of_time = [[r for r in of_repeat if r.spec.compute_s == compute_s] for of_repeat in results]
+        backward_ms = 1e3 * BACKWARD_SHARE * compute_s
+        parts += [f"Backward takes {backward_ms:.0f} ms:"] if len(computes_s) > 1 else []
+        parts.append(table(of_time))
+    parts += _arrivals(r for of_repeat in results for r in of_repeat)
+    return "\n\n".join(parts)
+
+
+def _arrivals(results: Iterable[StepResult]) -> list[str]:
+    """A table of the part of backward at which each rank's gradients arrive, medians over the runs, under a sentence; or nothing."""
+    runs: dict[tuple[str, int], list[list[float]]] = {}
+    for result in results:
+        for rank, arrivals in enumerate(result.arrivals):
+            runs.setdefault((METHODS[result.spec.method].title, rank), []).append(arrivals)
+    names = ["first" if share == 0 else "last" if share == 1 else f"{share:.0%}" for share in SHARES]
+    rows = [
+        {
+            "method": title,
+            "rank": str(rank),
+            **{name: f"{part:.2f}" for name, part in zip(names, map(median, zip(*of_rank, strict=True)), strict=True)},
+        }
+        for (title, rank), of_rank in sorted(runs.items())
+    ]
+    return ["When a rank's own gradients arrive, as part of backward:", markdown(rows)] if rows else []
+
+
 def table(results: Sequence[Sequence[StepResult]]) -> str:
     """A Markdown table with a row for each method."""
     runs = runs_by_method(results)
@@ -68,6 +101,9 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         zenflow = any(r.schedule for r in of_method)
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if zenflow else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if zenflow else ""
+        if zenflow and of_method[-1].spec.ranks > 1:
+            backward_s = BACKWARD_SHARE * of_method[-1].spec.compute_s
+            row["worker / backward"] = f"{median(mean(r.worker_s) for r in of_method) / backward_s:.2f}"
         row["S, d"] = ", ".join(map(str, of_method[-1].schedule))
         if any(r.moved_sizes for r in every_run):
             for way, name in enumerate(("d2h", "h2d")):

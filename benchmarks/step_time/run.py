@@ -9,11 +9,14 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import psutil
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.common.trainer import quiet_trainer
+from benchmarks.step_time import links
+from benchmarks.step_time.arrivals import ArrivalTimer
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import SimulatedAccelerator, TimedGpt, TimedModule
@@ -50,6 +53,8 @@ class StepSpec:
     embedding: bool = False
     """This and the next: see `SimulatedAccelerator`."""
     asynchronous: bool = False
+    ranks: int = 1
+    """Simulated accelerators, on this host."""
 
     @property
     def total_steps(self) -> int:
@@ -59,7 +64,10 @@ class StepSpec:
 
 @dataclass(kw_only=True)
 class StepResult:
-    """Measurements of one run. Stalls, the worker's time, the schedule and counted sizes are `ZenFlowStrategy`'s only."""
+    """Measurements of one run. Stalls, the worker's time, the schedule and counted sizes are `ZenFlowStrategy`'s only.
+
+    Of several ranks: `stall_s` and `worker_s` are the largest of all, bytes are sums, losses and sizes in model sizes those of rank zero.
+    """
 
     spec: StepSpec
     step_s: list[float] = field(default_factory=list)
@@ -78,6 +86,8 @@ class StepResult:
     """Part of the arena that is page-locked beside a CUDA device."""
     device_bytes: int = 0
     """Peak of allocated device memory in the counted steps; 0 without CUDA."""
+    arrivals: list[list[float]] = field(default_factory=list)
+    """`ArrivalTimer.median` of each rank, where there are several."""
     losses: list[float] = field(default_factory=list)
     """Loss of each step, those that are not counted included."""
     n_params: int = 0
@@ -124,8 +134,9 @@ def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
 class StepTimer(pl.Callback):
     """Times from the end of one step to the end of the next; other measurements are taken outside of the timed steps."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, arrivals: ArrivalTimer) -> None:
         self._result = result
+        self._arrivals = arrivals
         self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
         self._last = _clocks(None)
         self._counted = (0, 0)
@@ -170,6 +181,19 @@ class StepTimer(pl.Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._result.losses = torch.stack(self._losses).tolist()
+        if trainer.world_size > 1:
+            self._result.arrivals = [self._arrivals.median()]
+            self._join_ranks(trainer.world_size)
+
+    def _join_ranks(self, n_ranks: int) -> None:
+        of_ranks: list[Any] = [None] * n_ranks
+        dist.all_gather_object(of_ranks, self._result)
+        for name in ("stall_s", "worker_s"):
+            of_steps = zip(*(getattr(result, name) for result in of_ranks), strict=True)
+            setattr(self._result, name, [max(of_step) for of_step in of_steps])
+        for name in ("arena_bytes", "page_locked_bytes"):
+            setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
+        self._result.arrivals = [arrivals for result in of_ranks for arrivals in result.arrivals if arrivals]
 
     def _read_zenflow(self, optimizer: ZenFlowZeroOptimizer) -> None:
         schedule = optimizer.parts.jobs.schedule
@@ -223,6 +247,7 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
     module.optimizer_class = method.optimizer
     given: dict[str, Any] = {
         "accelerator": "gpu" if spec.device == "cuda" else "cpu",
+        "devices": spec.ranks,
         "strategy": strategy,
         "precision": "bf16-true",
         "max_steps": spec.total_steps,
@@ -233,6 +258,10 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
 
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures in this process."""
-    result = StepResult(spec=spec)
-    train(spec, METHODS[spec.method].make_strategy(), callbacks=[StepTimer(result)])
+    result, arrivals, given = StepResult(spec=spec), ArrivalTimer(spec.warm_up), {}
+    if spec.ranks > 1:
+        links.register()
+        given["process_group_backend"] = links.NAME
+    callbacks = [StepTimer(result, arrivals), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
+    train(spec, METHODS[spec.method].make_strategy(**given), callbacks=callbacks)
     return result
