@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     add("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
     add("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s in each direction")
+    add("--link", type=float, help="copies between GPUs (NVLink), GB/s in each direction; default: over PCIe")
     add("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
     add("--cpu-cores", type=int, help="physical cores of one host; default: so many that memory limits the worker")
     add("--gpus-per-host", type=int, help="default 8")

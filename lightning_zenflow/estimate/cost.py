@@ -57,10 +57,15 @@ def estimate(setup: Setup, config: ZenFlowConfig | None = None) -> Estimate:
     candidates = candidates_of(config.update_intervals, config.publish_lags)
     costs = {schedule: _cost(setup, config, schedule) for schedule in candidates}
     costs = {schedule: cost for schedule, cost in costs.items() if cost.fullness(setup)["host"] <= 1} or costs
-    loads = {schedule: 1e3 * cost.cpu_s / setup.step_ms for schedule, cost in costs.items()}
+    loads = {schedule: 1e3 * cost.cpu_s / _hiding_ms(setup, schedule) for schedule, cost in costs.items()}
     schedule = least_stale(loads, in_backward=config.submits_in_backward)
     hides = occupancies(loads, in_backward=config.submits_in_backward)[schedule] <= LIKELY_HIDDEN
     return Estimate(setup=setup, costs=costs, schedule=schedule, hides=hides)
+
+
+def _hiding_ms(setup: Setup, schedule: UpdateSchedule) -> float:
+    """The step; where d = 0 without the gather, before which the work has to be done."""
+    return setup.step_ms if schedule.publish_lag > 0 else max(setup.step_ms - setup.gather_ms, 1e-9)
 
 
 def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost:

@@ -28,7 +28,12 @@ def as_text(found: Estimate) -> str:
         lines.append(f"The least stale schedule whose CPU work hides is {rows[-1][0]}{meaning}.")
     else:
         lines.append(f"The CPU limits: a step takes at least its {1e3 * cost.cpu_s:.0f} ms.")
-    backward_ms = _BACKWARD_SHARE * setup.step_ms / setup.accumulate_grad_batches
+    if setup.gpus > 1:
+        link = "PCIe" if setup.link is None else f"a link of {setup.link:g} GB/s"
+        lines.append(
+            f"At the end of a step the GPUs exchange weights: {setup.gather_ms:.0f} ms over {link}, which ZeRO-2 does not hide."
+        )
+    backward_ms = _BACKWARD_SHARE * max(setup.step_ms - setup.gather_ms, 0) / setup.accumulate_grad_batches
     copies_ms = cost.d2h_bytes / setup.pcie / 1e6
     if copies_ms > backward_ms:
         lines.append(

@@ -26,6 +26,8 @@ class Setup:
     """Bandwidth between one GPU and page-locked host memory in each direction, in GB/s."""
     cpu_bw: float
     """Memory bandwidth of one host (STREAM triad), shared by its ranks, in GB/s."""
+    link: float | None = None
+    """Bandwidth between GPUs in each direction, in GB/s; None: they exchange over PCIe, with `pcie`."""
     gpus_per_host: int = 8
     cpu_cores: int | None = None
     """Physical cores of one host; None: at least one for each 10 GB/s of `cpu_bw`, so that memory limits the worker."""
@@ -59,6 +61,13 @@ class Setup:
     def weight_bytes(self) -> int:
         """Bytes of the weights, frozen ones included; ZeRO-2 replicates them on every GPU."""
         return self.dtype_bytes * (self.model.numel + self.model.frozen_numel)
+
+    @property
+    def gather_ms(self) -> float:
+        """Exchange of the ranks' new weights at the end of a step, part of `step_ms`: each GPU receives those of the others. Nothing hides
+        it in ZeRO-2, and no copy or CPU work of d = 0 hides behind it.
+        """
+        return self.dtype_bytes * self.model.numel * (1 - 1 / self.gpus) / (self.link or self.pcie) / 1e6
 
     @property
     def rank_bytes_per_s(self) -> float:

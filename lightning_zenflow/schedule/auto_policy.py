@@ -30,7 +30,9 @@ _RETRY = 0.75
 """A less stale schedule that had to be left is tried again where the load is this part of what it was, or was as much higher meanwhile."""
 
 _IN_BACKWARD = 0.55
-"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step."""
+"""Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
+gather at its end hides nothing; where it is long, the measured waits decide.
+"""
 
 LARGEST_TAIL = 0.5
 """Largest share of the blocks in the tail, which takes 14 bytes of device memory a weight."""

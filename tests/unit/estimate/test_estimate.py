@@ -88,10 +88,20 @@ def test_the_least_stale_schedule_that_hides() -> None:
     assert short.schedule < free.schedule and short.costs.keys() < free.costs.keys()
 
 
+def test_the_gather_of_the_weights() -> None:
+    pcie, nvlink = found(step_ms=1000), found(step_ms=1000, link=300)
+    assert pcie.setup.gather_ms == pytest.approx(2 * 4001 * 0.75 / 25)
+    assert "240 ms over PCIe, which" in as_text(pcie) and "20 ms over a link of 300 GB/s" in as_text(nvlink)
+    assert "exchange" not in as_text(found(gpus=1)) and found(gpus=1).setup.gather_ms == 0
+    # The CPU's 340 ms hide in 0.55 * 0.85 of what is left of the step.
+    at = {link: found(step_ms=900, link=link).schedule.update_interval for link in (None, 300.0)}
+    assert at == {None: 2, 300.0: 1}
+
+
 def test_limits() -> None:
-    text = as_text(found(gpu_mem=5, pcie=1))
+    text = as_text(found(gpu_mem=5, pcie=1, link=100))
     assert "no: GPU" in text and "GPU memory limits: 8.0 GB are weights" in text
-    assert "PCIe limits: gradients take 2000 ms, longer than backward's 333 ms" in text
+    assert "PCIe limits: gradients take 2000 ms, longer than backward's 293 ms" in text
     assert "no: host" in as_text(found(host_mem=40))
 
 
