@@ -9,9 +9,10 @@
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
-repeat. With `--worker-shares` a first run measures the worker's pass, and everything is timed for each of the times of backward of which
-the pass is such a part. Methods that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes
-RESULTS/step_time_NAME.json (every step of every run) and .md.
+repeat. With `--worker-shares` a first run, whose steps are long, measures the worker's pass, and everything is timed with backward passes
+of which the pass is such a part; of several ranks the pass of all of them one after the other, if they share the workers' cores. Methods
+that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes RESULTS/step_time_NAME.json
+(every step of every run) and .md.
 """
 
 import argparse
@@ -33,6 +34,9 @@ from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS
 from benchmarks.step_time.models import BACKWARD_SHARE
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
+
+_ALONE_S = 2.0
+"""Seconds that a step computes while the worker's pass is measured: few jobs of several ranks fall together then."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,6 +64,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=list_of(float),
         metavar="SHARE,...",
         help="the worker's pass as parts of the simulated accelerator's backward, instead of --compute-ms",
+    )
+    add(
+        "--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers; default: auto"
     )
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
@@ -93,16 +100,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if any(METHODS[name].peer for name in options.methods):
         compile_cpu_adam()
     start = time.perf_counter()
-    computes_s = [options.compute_ms / 1e3]
+    computes_s = {0.0: options.compute_ms / 1e3}
     if options.worker_shares:
-        pass_s = median(
-            run_process(run, _spec(options, "zenflow_exact", computes_s[0]), timeout=options.timeout).worker_s
-        )
-        computes_s = [pass_s / share / BACKWARD_SHARE for share in options.worker_shares]
+        alone = run_process(run, _spec(options, "zenflow_exact", 0.0, _ALONE_S), timeout=options.timeout)
+        in_turn = options.ranks / len(options.worker_cores) if options.worker_cores else 1
+        pass_s = max(1.0, in_turn) * median(alone.worker_s)
+        computes_s = {share: pass_s / share / BACKWARD_SHARE for share in options.worker_shares}
     for repeat in range(options.repeats):
         runs.append([])
-        for compute_s, method in itertools.product(computes_s, options.methods):
-            spec = _spec(options, method, compute_s)
+        for (share, compute_s), method in itertools.product(computes_s.items(), options.methods):
+            spec = _spec(options, method, share, compute_s)
             try:
                 runs[-1].append(run_process(run, spec, timeout=options.timeout))
                 step_s = runs[-1][-1].step_s
@@ -115,7 +122,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"failures": failures, "runs": runs}
 
 
-def _spec(options: argparse.Namespace, method: str, compute_s: float) -> StepSpec:
+def _spec(options: argparse.Namespace, method: str, worker_share: float, compute_s: float) -> StepSpec:
     return StepSpec(
         device=options.device,
         method=method,
@@ -129,6 +136,8 @@ def _spec(options: argparse.Namespace, method: str, compute_s: float) -> StepSpe
         embedding=options.embedding,
         asynchronous=options.asynchronous,
         ranks=options.ranks,
+        worker_share=worker_share,
+        worker_cores=options.worker_cores,
     )
 
 

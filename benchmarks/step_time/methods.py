@@ -27,6 +27,8 @@ class StepMethod:
     """Takes parameters, `lr` and `weight_decay`."""
     clips: bool = True
     """Clips gradients by norm."""
+    has_keys: bool = False
+    """`make_strategy` takes keys of `ZenFlowStrategy` as well."""
     peer: bool = False
     """Another way to offload: its steps are long, and it may need DeepSpeed's compiled CPU optimizer."""
     not_on: Mapping[str, str] = field(default_factory=dict)
@@ -38,6 +40,7 @@ def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
         make_strategy=partial(ZenFlowStrategy, topk_ratio=0.05, **keys),
         title=f"ZenFlowStrategy, {title}",
         clips=clips,
+        has_keys=True,
     )
 
 
@@ -85,6 +88,7 @@ METHODS = {
     "zenflow_module_order": StepMethod(
         make_strategy=partial(ModuleOrder, topk_ratio=0.05, update_interval=1, publish_lag=0),
         title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
+        has_keys=True,
     ),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),

@@ -48,13 +48,15 @@ def _compared(
 
 def tables(results: Sequence[Sequence[StepResult]]) -> str:
     """A table of the methods for each time that the device computes; of several ranks the arrival of gradients as well."""
-    computes_s = list(dict.fromkeys(r.spec.compute_s for of_repeat in results for r in of_repeat))
+    shares = {r.spec.worker_share: r.spec.compute_s for of_repeat in results for r in of_repeat}
     parts = []
-    for compute_s in computes_s:
-        of_time = [[r for r in of_repeat if r.spec.compute_s == compute_s] for of_repeat in results]
+    for share, compute_s in shares.items():
+        of_share = [[r for r in of_repeat if r.spec.worker_share == share] for of_repeat in results]
         backward_ms = 1e3 * BACKWARD_SHARE * compute_s
-        parts += [f"Backward takes {backward_ms:.0f} ms:"] if len(computes_s) > 1 else []
-        parts.append(table(of_time))
+        parts += (
+            [f"The worker's pass is {share:.0%} of backward, which takes {backward_ms:.0f} ms:"] if share > 0 else []
+        )
+        parts.append(table(of_share))
     parts += _arrivals(r for of_repeat in results for r in of_repeat)
     return "\n\n".join(parts)
 
@@ -101,9 +103,6 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
         zenflow = any(r.schedule for r in of_method)
         row["waiting"] = f"{median(sum(r.stall_s) / sum(r.step_s) for r in of_method):.1%}" if zenflow else ""
         row["worker ms"] = f"{1e3 * median(mean(r.worker_s) for r in of_method):.0f}" if zenflow else ""
-        if zenflow and of_method[-1].spec.ranks > 1:
-            backward_s = BACKWARD_SHARE * of_method[-1].spec.compute_s
-            row["worker / backward"] = f"{median(mean(r.worker_s) for r in of_method) / backward_s:.2f}"
         row["S, d"] = ", ".join(map(str, of_method[-1].schedule))
         if any(r.moved_sizes for r in every_run):
             for way, name in enumerate(("d2h", "h2d")):

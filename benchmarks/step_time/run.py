@@ -55,6 +55,10 @@ class StepSpec:
     asynchronous: bool = False
     ranks: int = 1
     """Simulated accelerators, on this host."""
+    worker_share: float = 0.0
+    """The worker's pass, with its share of the workers' cores, as a part of backward; 0: not measured before the run."""
+    worker_cores: Sequence[int] = ()
+    """Logical cores of all ranks' workers; without any `worker_cores` is `auto`."""
 
     @property
     def total_steps(self) -> int:
@@ -258,10 +262,11 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
 
 def run(spec: StepSpec) -> StepResult:
     """Trains and measures in this process."""
-    result, arrivals, given = StepResult(spec=spec), ArrivalTimer(spec.warm_up), {}
+    result, arrivals, method = StepResult(spec=spec), ArrivalTimer(spec.warm_up), METHODS[spec.method]
+    given: dict[str, Any] = {"worker_cores": list(spec.worker_cores)} if method.has_keys and spec.worker_cores else {}
     if spec.ranks > 1:
         links.register()
         given["process_group_backend"] = links.NAME
     callbacks = [StepTimer(result, arrivals), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
-    train(spec, METHODS[spec.method].make_strategy(**given), callbacks=callbacks)
+    train(spec, method.make_strategy(**given), callbacks=callbacks)
     return result
