@@ -21,14 +21,14 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.client_state import to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
+from lightning_zenflow.engine.inference import inference_engine
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.supported import refuse_unsupported_module
+from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
 from lightning_zenflow.session import Session
 from lightning_zenflow.step.step import ZenFlowStep
-from lightning_zenflow.zero.engine import inference_engine
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.supported import refuse_unsupported_module
-from lightning_zenflow.zero.user_optimizer import validate_optimizer
 
 _BELONGS_TO_THE_LOOP = {
     "optimizer": "give it to `fabric.setup(model, optimizer)`",
@@ -126,7 +126,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         self._engine = engine = self._deepspeed_engine
         # Private: as in the base class' own set-up.
         self._set_deepspeed_activation_checkpointing()
-        optimizer: ZenFlowZeroOptimizer = engine.optimizer
+        optimizer: ZenFlowOptimizer = engine.optimizer
         self._max_norm = optimizer.clip_grad
         # The first step may be clipped: no block is submitted before its factor is known.
         optimizer.clip_grad = self._max_norm or math.inf
@@ -296,7 +296,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         optimizer = self.zenflow_optimizer
-        if isinstance(state, (Optimizer, ZenFlowZeroOptimizer)):
+        if isinstance(state, (Optimizer, ZenFlowOptimizer)):
             raise MisconfigurationException(
                 "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
             )

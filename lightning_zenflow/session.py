@@ -20,15 +20,16 @@ from lightning_zenflow.checkpoint.collective import load_together, save_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.overrides import missing_overrides
+from lightning_zenflow.engine.config import prepare_deepspeed_config, refuse_options, says_bucket_size, set_bucket_size
+from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
+from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
+from lightning_zenflow.engine.lost_ranks import LostRanks
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.zero.config import prepare_deepspeed_config, refuse_options, says_bucket_size, set_bucket_size
-from lightning_zenflow.zero.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.zero.engine import zenflow_optimizer
-from lightning_zenflow.zero.environment import RankEnvironment, rank_resources
-from lightning_zenflow.zero.lost_ranks import LostRanks
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
-from lightning_zenflow.zero.supported import refuse_unfrozen
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -54,7 +55,7 @@ class Session(RankEnvironment):
 
     config: Any
     zenflow_config: ZenFlowConfig
-    zenflow_optimizer: ZenFlowZeroOptimizer | None
+    zenflow_optimizer: ZenFlowOptimizer | None
 
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy

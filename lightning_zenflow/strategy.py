@@ -22,16 +22,16 @@ from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import ZenFlowConfig, given_keys
-from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
-from lightning_zenflow.session import Session
-from lightning_zenflow.zero.config import prepare_deepspeed_config
-from lightning_zenflow.zero.supported import (
+from lightning_zenflow.engine.config import prepare_deepspeed_config
+from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
     refuse_unsupported_module,
     refuse_unsupported_training,
     several_devices_in_notebook,
 )
-from lightning_zenflow.zero.user_optimizer import validate_optimizer
+from lightning_zenflow.engine.user_optimizer import validate_optimizer
+from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
+from lightning_zenflow.session import Session
 
 
 class ZenFlowStrategy(Session, DeepSpeedStrategy):

@@ -14,7 +14,7 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero.config import set_bucket_size
+from lightning_zenflow.engine.config import set_bucket_size
 from lightning_zenflow.zero.engine import zenflow_optimizer
 
 

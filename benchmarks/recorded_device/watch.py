@@ -24,11 +24,11 @@ from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
+from lightning_zenflow.engine import build
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
-from lightning_zenflow.zero import build
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = "stage_1_and_2.py"

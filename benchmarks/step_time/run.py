@@ -21,7 +21,7 @@ from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.models import SimulatedAccelerator, TimedGpt, TimedModule
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 Device = Literal["simulated", "cpu", "cuda"]
 
@@ -118,19 +118,19 @@ def results_of(written: Mapping[str, Any]) -> list[list[StepResult]]:
     ]
 
 
-def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowZeroOptimizer | None:
+def _zenflow_optimizer(trainer: pl.Trainer) -> ZenFlowOptimizer | None:
     strategy = trainer.strategy
     return strategy.zenflow_optimizer if isinstance(strategy, ZenFlowStrategy) else None
 
 
-def _clocks(optimizer: ZenFlowZeroOptimizer | None) -> tuple[float, float, float]:
+def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
     if optimizer is None:
         return time.perf_counter(), 0.0, 0.0
     stalls = optimizer.telemetry.stalls
     return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
 
 
-def _counted(optimizer: ZenFlowZeroOptimizer) -> tuple[int, int]:
+def _counted(optimizer: ZenFlowOptimizer) -> tuple[int, int]:
     reading = optimizer.counters.read()
     return reading.d2h_bytes, reading.h2d_bytes
 
@@ -199,7 +199,7 @@ class StepTimer(pl.Callback):
             setattr(self._result, name, sum(getattr(result, name) for result in of_ranks))
         self._result.arrivals = [arrivals for result in of_ranks for arrivals in result.arrivals if arrivals]
 
-    def _read_zenflow(self, optimizer: ZenFlowZeroOptimizer) -> None:
+    def _read_zenflow(self, optimizer: ZenFlowOptimizer) -> None:
         schedule = optimizer.parts.jobs.schedule
         self._result.schedule = [schedule.update_interval, schedule.publish_lag]
         rank = optimizer.parts.rank

@@ -25,10 +25,10 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 
+from lightning_zenflow.engine.host_state import MOMENTS
+from lightning_zenflow.engine.saved_float32 import WithoutConversion
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 from lightning_zenflow.zero.flat_layout import FlatLayout, runs
-from lightning_zenflow.zero.host_state import MOMENTS
-from lightning_zenflow.zero.saved_float32 import WithoutConversion
 
 _CHUNK_BYTES = 2**20
 

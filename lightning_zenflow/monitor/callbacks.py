@@ -15,7 +15,7 @@ from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
 
 if TYPE_CHECKING:
-    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 PROGRESS_BAR_KEY = "stall_%"
 
@@ -156,7 +156,7 @@ def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:
         callbacks.insert(0, callback)
 
 
-def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowZeroOptimizer | None":
+def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowOptimizer | None":
     """The optimizer on rank zero, whose numbers are shown; None before the first fit, and on all other ranks.
 
     Raises:
@@ -167,5 +167,5 @@ def rank_zero_optimizer(trainer: pl.Trainer) -> "ZenFlowZeroOptimizer | None":
         raise MisconfigurationException(
             f"StallMonitor: strategy must be ZenFlowStrategy, got {type(strategy).__name__}; remove the callback or change the strategy"
         )
-    optimizer: ZenFlowZeroOptimizer | None = strategy.zenflow_optimizer
+    optimizer: ZenFlowOptimizer | None = strategy.zenflow_optimizer
     return optimizer if trainer.is_global_zero else None

@@ -9,7 +9,7 @@ from lightning_zenflow.monitor.summary import summary
 from lightning_zenflow.telemetry.tracing import StepTrace
 
 if TYPE_CHECKING:
-    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 
 class StepMeter:
@@ -23,7 +23,7 @@ class StepMeter:
         end_ns: end of the last step.
     """
 
-    def __init__(self, optimizer: "ZenFlowZeroOptimizer") -> None:
+    def __init__(self, optimizer: "ZenFlowOptimizer") -> None:
         self.step_s = array("d")
         self._optimizer = optimizer
         self._n_read = 0

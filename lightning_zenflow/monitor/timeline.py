@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_zenflow.telemetry.tracing import LANES, Recording, StepTrace
 
 if TYPE_CHECKING:
-    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 STEP_LANE = "steps"
 
@@ -70,7 +70,7 @@ class TimelineFile:
         last: last recorded step.
     """
 
-    def __init__(self, path: Path, optimizer: "ZenFlowZeroOptimizer", *, first: int, last: int) -> None:
+    def __init__(self, path: Path, optimizer: "ZenFlowOptimizer", *, first: int, last: int) -> None:
         assert 1 < first <= last
         self._path = path
         self._first = first

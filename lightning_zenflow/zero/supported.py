@@ -1,21 +1,13 @@
-"""Checks that refuse what ZenFlow or DeepSpeed cannot train. Each raises `MisconfigurationException`, which says what, and why."""
+"""Checks that refuse what ZenFlow does not support under stage 1 and 2."""
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.nn import Module
-
-from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.engine.supported import refuse_features
 
 
 def refuse_unsupported(zero_optimizer: Any) -> None:
     """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before."""
-    refused = {
+    features = {
         "mixture of experts": zero_optimizer.has_moe_layers,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
         "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
@@ -23,100 +15,4 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
             zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
         ),
     }
-    for feature, present in refused.items():
-        if present:
-            raise MisconfigurationException(f"ZenFlowStrategy does not support {feature}; turn it off")
-
-
-def refuse_unused(names: Iterable[str]) -> None:
-    """Refuses a step without gradients of the named parameters (a part of which this rank holds). A collective."""
-    listed = ", ".join(names)
-    message = (
-        f"the loss of a step must depend on every trained parameter, got none of {listed}: freeze them, or set DeepSpeed's"
-        " zero_optimization.ignore_unused_parameters to true"
-    )
-    raise_together(MisconfigurationException(message) if listed else None, MisconfigurationException)
-
-
-def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
-    """Refuses to unfreeze a parameter that was frozen at setup."""
-    for name, parameter in frozen_at_setup.items():
-        if parameter.requires_grad:
-            raise MisconfigurationException(
-                f"{name}.requires_grad must be False, got True: DeepSpeed trains only parameters that required gradients at setup; set it"
-                " up trainable and freeze it after that, with the Trainer in `on_train_start`"
-            )
-
-
-def refuse_unsupported_training(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
-    """Refuses manual optimization, and a callback that cannot work with a DeepSpeed optimizer, before it changes the model."""
-    if not module.automatic_optimization:
-        raise MisconfigurationException(
-            "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
-            " deferred updates could be submitted"
-        )
-    if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
-        raise MisconfigurationException(
-            "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's"
-            " is not: find the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
-        )
-
-
-def refuse_unsupported_module(module: Module) -> None:
-    """Refuses, before anything is set up, sparse gradients, weights that cannot be converted, and trained parameters whose elements
-    share memory, since DeepSpeed copies each element to a place of its own.
-    """
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
-            raise MisconfigurationException(
-                f"ZenFlowStrategy: {name or type(part).__name__}.sparse must be False, got True: gradients must be dense"
-            )
-    first_at: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        must, found = "be a real tensor of at most 32 bits", ""
-        # Lightning's precision plugin for DeepSpeed would convert these without a word.
-        if tensor.is_complex():
-            found = f"{tensor.dtype}: its imaginary part would be lost; keep it as `torch.view_as_real(...)`"
-        elif type(tensor) is torch.nn.Parameter and tensor.dtype == torch.float64:
-            found = f"{tensor.dtype}: call `module.float()`"
-        # Subclasses may have no memory that can be compared.
-        elif type(tensor) is torch.nn.Parameter and tensor.numel() > 0 and not tensor.is_meta:
-            other_name, other = first_at.setdefault(tensor.data_ptr(), (name, tensor))
-            trained = tensor.requires_grad or other.requires_grad
-            must = "have memory for each of its elements, which is no other parameter's"
-            if trained and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-                found = (
-                    "an expanded tensor: make the smaller tensor the parameter and expand it in `forward`, or clone it"
-                )
-            elif trained and other is not tensor:
-                found = f"that of {other_name}: to share weights, assign the parameter itself and not its `data`"
-        if found:
-            raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
-
-
-def refuse_moved(names: Iterable[str]) -> None:
-    """Refuses weights whose memory was replaced: updates reach them at their addresses, and nowhere else."""
-    for name in names:
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: {name} must keep its memory, got another one since set-up, as by `parameter.data = ...`,"
-            " `module.to(...)` or `module.load_state_dict(..., assign=True)`: updates do not reach it there. To give it other values, use"
-            " deepspeed.utils.safe_set_full_fp32_param"
-        )
-
-
-def refuse_missing_loss(output: object) -> None:
-    """Refuses None from `training_step`. Lightning's DeepSpeed plugin checks only the last micro-batch of a step."""
-    if output is None:
-        raise MisconfigurationException(
-            "ZenFlowStrategy: training_step must return a loss, got None: all ranks reduce gradients in every micro-batch, so a rank that"
-            " skips one would block the others (to skip a batch, return any output times zero)"
-        )
-
-
-def several_devices_in_notebook(devices: int) -> MisconfigurationException:
-    """The error for several devices (of all nodes) there; Lightning's own advises a strategy that does not offload."""
-    return MisconfigurationException(
-        f"ZenFlowStrategy: in a notebook or at Python's prompt devices must be 1, got {devices}, since the other processes would run the"
-        " program's file, and there is none; use devices=1, or write the training to a file (`%%writefile train.py`) and run that"
-        " (`!python train.py`)"
-    )
+    refuse_features(features)

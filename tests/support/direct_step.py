@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from harness import Case, Run, flatten, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import row_length
+from lightning_zenflow.engine.build import ZeroPartition, build
+from lightning_zenflow.engine.environment import RankResources
+from lightning_zenflow.engine.user_optimizer import read_hyperparameters
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores
 from lightning_zenflow.worker.topology import allowed_cores
-from lightning_zenflow.zero.build import ZeroPartition, build
-from lightning_zenflow.zero.environment import RankResources
-from lightning_zenflow.zero.user_optimizer import read_hyperparameters
 from reference import slices_of_rank
 from scripted_schedule import scripted
 
@@ -31,7 +31,6 @@ class DirectStep:
     Args:
         groups: weights by parameter group. Parameters then show what the step makes of them; tensors are copied.
         optimizer: of the user, with these groups; None: AdamW with fixed hyperparameters.
-        names: of the weights; None: their numbers.
         loss_scale: factor of the loss.
         max_norm: largest norm of the gradient; 0: no clipping.
         **keys: of the configuration.
@@ -42,7 +41,6 @@ class DirectStep:
         groups: Sequence[Sequence[Tensor]],
         *,
         optimizer: Optimizer | None = None,
-        names: Sequence[str] | None = None,
         loss_scale: float = 1.0,
         max_norm: float = 0.0,
         **keys: Any,
@@ -62,9 +60,9 @@ class DirectStep:
             group["params"] = [master]
         zero = ZeroPartition(
             optimizer=self.optimizer,
+            masters=self.masters,
             slices=slices,
             weights=self.shown,
-            names=names or [str(number) for number in range(len(self.parameters))],
             row_lengths=[row_length(w) for w in self.parameters],
             group=dist.group.WORLD,
         )
@@ -154,9 +152,8 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     optimizer, scheduler = configured["optimizer"], configured.get("lr_scheduler", {}).get("scheduler")
     optimizer._opt_called = True  # private: as after torch's own step, without which schedulers warn
     groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    name_of = {p: name for name, p in model.named_parameters()}
     options: dict[str, Any] = {k: v for k, v in case.keys().items() if k != "reduce_bucket_size"}
-    options.update(names=[name_of[p] for group in groups for p in group], max_norm=case.max_norm or 0.0)
+    options["max_norm"] = case.max_norm or 0.0
     with (
         scripted(case.schedules) if case.schedules else nullcontext(),
         direct_step(groups, optimizer=optimizer, **options) as direct,

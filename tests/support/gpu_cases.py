@@ -8,7 +8,7 @@ import torch
 
 from harness import EVERYTHING, Case
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 MILLISECOND = 1_800_000
 """Cycles of the device, roughly."""
@@ -18,7 +18,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
+def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     optimizer = trainer.strategy.zenflow_optimizer
     assert optimizer is not None

@@ -96,7 +96,7 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchCounter]
         keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_zenflow.zero.build.kernels_for", lambda device: triton.TritonKernels())
+        patch.setattr("lightning_zenflow.engine.build.kernels_for", lambda device: triton.TritonKernels())
         for name in ("route", "factored_step", "provisional_update", "adamw", "gather_columns", "write_columns"):
             patch.setattr(triton.device, name, _NotRun(name, counter))
         for method in (ZenFlowStep.begin_backward, ZenFlowStep.receive, ZenFlowStep.step):

@@ -76,5 +76,5 @@ def scripted(script: Sequence[Entry]) -> Iterator[list[ScriptedSchedule]]:
         built.append(ScriptedSchedule(script, auto))
         return built[-1]
 
-    with mock.patch("lightning_zenflow.zero.build.ScheduleControl", build):
+    with mock.patch("lightning_zenflow.engine.build.ScheduleControl", build):
         yield built

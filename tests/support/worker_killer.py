@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 from typing_extensions import Any, override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 
-def optimizer_of(trainer: pl.Trainer) -> ZenFlowZeroOptimizer:
+def optimizer_of(trainer: pl.Trainer) -> ZenFlowOptimizer:
     """The optimizer of a trainer that trains or has trained."""
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     assert trainer.strategy.zenflow_optimizer is not None

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
 from harness import Case, run_here
-from lightning_zenflow.zero import lost_ranks
-from lightning_zenflow.zero.lost_ranks import LostRanks
+from lightning_zenflow.engine import lost_ranks
+from lightning_zenflow.engine.lost_ranks import LostRanks
 from node_trainer import KEYS, SAVED_AT
 from processes import is_alive, leaves_no_file_open, wait_for
 from rank_processes import free_port, run_on_ranks

@@ -1,6 +1,6 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.engine.saved_float32 import SavedAsFloat32
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.zero.saved_float32 import SavedAsFloat32
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
@@ -22,15 +22,15 @@ class HostState:
     Every reader of a checkpoint gets the moments as float32.
 
     Args:
-        optimizer: the user's optimizer, whose parameters are DeepSpeed's flat fp32 partitions, one of each parameter group. Their values
-            are copied into the arena, and the optimizer's state is created here.
+        optimizer: the user's optimizer, whose state is created here.
+        flats: DeepSpeed's flat fp32 partitions, the optimizer's parameters in its order. Their values are copied into the arena.
         partition: of this rank.
         arena: memory of the state from now on.
     """
 
-    def __init__(self, optimizer: Optimizer, *, partition: Partition, arena: Arena) -> None:
+    def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
         self._optimizer = optimizer
-        self._flats: list[Tensor] = [group["params"][0] for group in optimizer.param_groups]
+        self._flats = list(flats)
         self._moments: list[dict[str, Tensor]] = []
         for flat, begin in zip(self._flats, partition.group_begins, strict=True):
             numel = flat.numel()

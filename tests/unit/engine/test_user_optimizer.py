@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
-from lightning_zenflow.zero.user_optimizer import read_hyperparameters, validate_optimizer
+from lightning_zenflow.engine.user_optimizer import read_hyperparameters, validate_optimizer
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
+from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
 from lightning_zenflow.schedule.staggered import bucket_size
-from lightning_zenflow.zero.user_optimizer import REQUIRED_OPTIONS
 
 
 class Rule(NamedTuple):

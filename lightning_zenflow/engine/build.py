@@ -20,6 +20,8 @@ from lightning_zenflow.core.partition import Partition, Slice, build_partition
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
+from lightning_zenflow.engine.environment import RankResources
+from lightning_zenflow.engine.host_state import HostState
 from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
@@ -39,8 +41,6 @@ from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from lightning_zenflow.worker.topology import numa_nodes
-from lightning_zenflow.zero.environment import RankResources
-from lightning_zenflow.zero.host_state import HostState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class ZeroPartition:
     """This rank's part of the training state, as DeepSpeed's optimizer holds it."""
 
     optimizer: Optimizer
-    """The user's. The parameter of each group is the rank's flat fp32 partition, which is replaced by the arena's."""
+    """The user's."""
+    masters: Sequence[Tensor]
+    """The rank's flat fp32 partitions, parameters of the optimizer, whose memory is replaced by the arena's."""
     slices: Sequence[Slice]
     """Parts of the model's parameters that lie in the partitions."""
     weights: Sequence[Tensor]
-    """For each parameter group the rank's flat partition of the model's weights, on the device."""
-    names: Sequence[str]
-    """Names of all parameters, in DeepSpeed's order."""
+    """For each flat partition the model's weights, on the device."""
     row_lengths: Sequence[int]
     """Columns of each parameter's [out, rest] view."""
     group: dist.ProcessGroup
@@ -95,7 +95,7 @@ class MemoryPlan:
             for schedule in with_changes(schedules)
         ]
         return ArenaSizes(
-            n_param_groups=len(self.zero.optimizer.param_groups),
+            n_param_groups=len(self.zero.masters),
             n_step_records=max(s.n_step_records for s in staggered),
             n_slots=max(s.n_slots for s in staggered),
             n_publish_buffers=max(s.n_publish_buffers for s in staggered),
@@ -119,7 +119,7 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
     # Padding included.
-    sizes = [group["params"][0].numel() for group in zero.optimizer.param_groups]
+    sizes = [master.numel() for master in zero.masters]
     n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes))
     partition = build_partition(zero.slices, sizes, n_blocks)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
@@ -190,7 +190,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         stalls=rank.telemetry.stalls,
     )
     undo.callback(worker.kill)
-    host_state = HostState(zero.optimizer, partition=plan.partition, arena=arena)
+    host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
     slots, publisher = SlotPool(rank), Publisher(rank)
     jobs = JobQueue(
         rank,

@@ -10,7 +10,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_zenflow.zero.config import prepare_deepspeed_config, refuse_options
+from lightning_zenflow.engine.config import prepare_deepspeed_config, refuse_options
 
 ZERO = {"stage": 2, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
 RESULT = {

@@ -1,31 +1,30 @@
 """Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
-from lightning_zenflow.zero.slices import parameters_in_order
 
 if TYPE_CHECKING:
-    from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+    from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 
 class FullState:
     """Reads and writes the state of one parameter on all ranks, in the arena. All methods are collective.
 
-    DeepSpeed's functions call methods that it adds to each parameter. Its own read views of the arena, which may be some updates behind,
-    and become None when the optimizer is destroyed; `attach` replaces them.
-
     Args:
-        optimizer: the rank's optimizer, complete.
+        optimizer: the rank's optimizer.
+        parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+        shapes: of the whole parameters.
     """
 
-    def __init__(self, optimizer: "ZenFlowZeroOptimizer") -> None:
+    def __init__(
+        self, optimizer: "ZenFlowOptimizer", parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> None:
         rank = optimizer.parts.rank
         self._optimizer = optimizer
         self._step = optimizer.zenflow_step
@@ -35,19 +34,7 @@ class FullState:
             "exp_avg_sq": rank.arena.exp_avg_sq,
         }
         self._slices = {s.parameter: (index, s) for index, s in enumerate(rank.partition.slices)}
-        self._parameters = parameters_in_order(optimizer)
-
-    def attach(self) -> None:
-        """Replaces the methods that DeepSpeed has added to the parameters.
-
-        Private: `deepspeed.utils.tensor_fragment` calls these four by name.
-        """
-        for number, parameter in enumerate(self._parameters):
-            added: Any = parameter
-            added.get_full_hp_param = partial(self.read, number)
-            added.set_full_hp_param = partial(self.write, number)
-            added.get_full_hp_grad = partial(self.gradient, number)
-            added.set_full_hp_grad = partial(self.refuse_gradient, number)
+        self._parameters, self._shapes = parameters, [torch.Size(shape) for shape in shapes]
 
     def read(self, number: int, optim_state_key: str | None = None) -> Tensor:
         """Exact state of a parameter after the last step; waits for updates that are pending.
@@ -57,7 +44,7 @@ class FullState:
             optim_state_key: None: the weight; "exp_avg" or "exp_avg_sq": a moment.
 
         Returns:
-            [*parameter.shape] float32, on the parameter's device.
+            [*shape of the parameter] float32, on the parameter's device.
 
         Raises:
             ValueError: there is no state of this name.
@@ -69,12 +56,12 @@ class FullState:
         return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Replaces the state of a parameter by `value`, [*parameter.shape] of any type. Other arguments and errors are those of `read`.
+        """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
         self._make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
-        state, shape = self._state(optim_state_key), self._parameters[number].shape
+        state, shape = self._state(optim_state_key), self._shapes[number]
         if value.shape != shape:
             raise ValueError(
                 f"the new value of {self._name(number)} must have the shape {list(shape)}, got {list(value.shape)}"
@@ -88,7 +75,7 @@ class FullState:
         """Gradient of the whole step, averaged over the ranks; before clipping, times the loss scale. Waits for the device.
 
         Returns:
-            [*parameter.shape] float32, on the parameter's device; zero where the step did not use the parameter.
+            [*shape of the parameter] float32, on the parameter's device; zero where the step did not use the parameter.
 
         Raises:
             ValueError: there is no gradient at this time.
@@ -126,10 +113,10 @@ class FullState:
 
     def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
         """Puts together what the ranks hold of a parameter."""
-        parameter = self._parameters[number]
-        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        shape = self._shapes[number]
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._parameters[number].device)
         if number in self._slices:
             index, s = self._slices[number]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
         dist.all_reduce(flat, group=self._optimizer.dp_process_group)
-        return flat.view(parameter.shape)
+        return flat.view(shape)

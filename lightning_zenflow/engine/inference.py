@@ -1,0 +1,22 @@
+"""DeepSpeed's engine of a model that is not trained."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch.nn import Module
+
+
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration."""
+    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in ("fp16", "bf16") if key in config}}
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=device.index),
+        config=settings,
+        model=module,
+        model_parameters=[],
+        dist_init_required=False,
+    )
+    return engine

@@ -1,0 +1,223 @@
+"""What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.engine.build import ZeroPartition, build
+from lightning_zenflow.engine.environment import RankResources
+from lightning_zenflow.engine.full_state import FullState
+from lightning_zenflow.engine.supported import refuse_unused
+from lightning_zenflow.engine.user_optimizer import read_hyperparameters
+from lightning_zenflow.step.context import StepInputs
+from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.step.readings import CounterReader
+from lightning_zenflow.step.run_state import CHECKPOINT_KEY, StepParts
+from lightning_zenflow.step.step import ZenFlowStep
+from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.worker.process import WorkerError
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+
+_DeepSpeedsOptimizer: Any = object
+"""What comes after the mixin in the order of base classes; `Any` for the type checker, since there are two."""
+
+
+class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
+    """Mixin of one of DeepSpeed's ZeRO offload optimizers, whose step then does not wait for the CPU (ZenFlow, arXiv 2505.12242).
+
+    DeepSpeed keeps its part: flat model weights, gradient buckets and their reduction, checkpoint format, the engine around it. Its fp32
+    partitions and AdamW's moments live in the arena that the worker shares, so DeepSpeed's own checkpoint code sees them as they are.
+    Gradients and steps go to `ZenFlowStep`. The class of a stage says where the weights lie and routes the reduced gradients.
+
+    Args:
+        *args: as DeepSpeed's.
+        zenflow: configuration.
+        resources: cores and memory of the rank.
+        **kwargs: as DeepSpeed's.
+
+    Attributes:
+        telemetry: stall clock, tracer and copied bytes.
+        counters: all counters, to be read at any time.
+        parts: components of the step.
+        clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
+            Infinity: no clipping, which backward passes do not rely on.
+        worker_cores: logical cores of the worker.
+        zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
+    """
+
+    # DeepSpeed's own, declared for the type checker.
+    optimizer: Optimizer
+    param_names: dict[Tensor, str]
+    clip_grad: float
+    dp_process_group: dist.ProcessGroup
+
+    def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
+        # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
+        self._config = zenflow
+        self._resources = resources
+        self.worker_cores = list(resources.cores.cores)
+        self._worker: SupervisedWorker | None = None
+        self._destroyed = False
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            if not self.closed:
+                self.close(keep_state=False)
+            raise
+        # Lightning's `LearningRateMonitor` reads them, as from torch's.
+        self.defaults = dict(self.optimizer.defaults)
+
+    def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+        """Replaces DeepSpeed's host buffers by the arena and starts the worker.
+
+        Args:
+            zero: the rank's part.
+            parameters: all that are trained, in the order in which `Slice.parameter` counts them.
+            shapes: of the whole parameters.
+        """
+        parts = build(self._config, zero, self._resources)
+        self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
+        self.telemetry: Telemetry = parts.step.rank.telemetry
+        self.counters: CounterReader = parts.step.counters
+        self.parts: StepParts = parts.step
+        self._trained_parameters = parameters
+        self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
+        self.zenflow_step = ZenFlowStep(
+            self._config,
+            parts.step,
+            Freezing(self._rank.partition, parameters),
+            self.dp_process_group,
+            read_inputs=self._read_inputs,
+            gather_weights=self._gather_weights,
+        )
+        self._full_state = FullState(self, parameters, shapes)
+        # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
+        runtime_of(parts.step.rank.device).forget_peak()
+
+    def _read_inputs(self) -> StepInputs:
+        groups = read_hyperparameters(self.optimizer)
+        return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
+
+    @abstractmethod
+    def _gather_weights(self) -> None:
+        """Exchanges the ranks' updated weights, where that is not done when they are used."""
+
+    @abstractmethod
+    def _begin_step(self) -> None:
+        """What a stage does before a step."""
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
+
+        Raises:
+            MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
+                `ignore_unused_parameters` is false.
+            WorkerError: training has ended.
+        """
+        # First: the end of training may move the weights to the CPU, which replaces their memory.
+        if self.closed:
+            raise WorkerError(
+                "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
+            )
+        self._begin_step()
+        if not self.ignore_unused_parameters:
+            refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
+        scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
+        # Private: DeepSpeed's engine reads it for `get_global_grad_norm`.
+        self._global_grad_norm = scale.norm
+        if finite is not None:
+            # A dynamic loss scale (fp16) must know on the host whether the step overflowed, and waits for the device.
+            with self.telemetry.stalls.measure("loss_scale"):
+                self.overflow = not bool(finite.read())
+            # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
+            self._update_scale(self.overflow)
+        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DeepSpeed's, and drops the gradients that no step has used."""
+        self.zenflow_step.drop_gradients()
+        super().zero_grad(set_to_none)
+
+    def reset_master_from_model(self) -> None:
+        """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
+        # Private: DeepSpeed's own way to do the same with its buffers.
+        self._restore_from_bit16_weights()
+        self.zenflow_step.start_over(int(self.zenflow_step.count))
+
+    def flush(self) -> None:
+        """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
+
+        Raises:
+            WorkerError: the worker has ended, or an interrupted step has been submitted to it; the exact state is lost.
+        """
+        if self.closed and not self.zenflow_step.is_exact:
+            raise WorkerError(
+                f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
+                " the exact optimizer state is lost"
+            )
+        try:
+            self.zenflow_step.flush()
+        except WorkerError:
+            # The caller may be ending with an error of its own, and nothing else would end the worker.
+            self.close(keep_state=False)
+            raise
+
+    def close(self, *, keep_state: bool | None = None) -> None:
+        """Ends the worker and releases the shared memory. May be called again.
+
+        Args:
+            keep_state: whether master weights and moments stay readable for as long as DeepSpeed's tensors live, after a regular end of
+                the worker; if not, the worker is killed. None: they stay if they are exact.
+        """
+        if keep_state is None:
+            keep_state = self.zenflow_step.is_exact
+        if self._worker is not None:
+            if keep_state:
+                self._worker.close()
+            else:
+                self._worker.kill()
+            self._worker = None
+        if not keep_state:
+            self._host_state.clear()
+        self._rank.arena.close(keep_state=keep_state)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker has been ended."""
+        return self._worker is None
+
+    def _continue_from(self, own: dict[str, Any] | None, *, optimizer_states: bool) -> None:
+        """Continues the run of a checkpoint, after DeepSpeed has loaded its state.
+
+        Args:
+            own: this rank's part of the checkpoint.
+            optimizer_states: whether the optimizer's state was loaded, and not only weights.
+        """
+        count = self._host_state.copy_loaded_state_into_arena()
+        saved = own.get(CHECKPOINT_KEY) if own and optimizer_states else None
+        difference = self.zenflow_step.load_state_dict(saved, count)
+        if difference:
+            rank_zero_info(
+                f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
+                " the selection of columns and the second moments of provisional updates start again"
+            )
+
+    @override
+    def destroy(self) -> None:
+        """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
+        if not self.closed:
+            self.close()
+        if not self._destroyed:
+            self._destroyed = True
+            super().destroy()
