@@ -38,7 +38,7 @@ _BELONGS_TO_THE_LOOP = {
 
 
 class ZenFlowStrategy(Session, DeepSpeedStrategy):
-    """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
+    """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
 
@@ -56,7 +56,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
-        **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
+        **options: keys of `ZenFlowConfig`, and keywords of Fabric's `DeepSpeedStrategy`, such as `stage` or `timeout`.
 
     Raises:
         ValueError: a key has a value that is not allowed.
@@ -382,7 +382,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.
 class MicroBatches(_BackwardSyncControl):
-    """Whether the step has further micro-batches. ZeRO-2 reduces the gradients of each, because a rank keeps its part only."""
+    """Whether the step has further micro-batches. ZeRO reduces the gradients of each, because a rank keeps its part only."""
 
     def __init__(self) -> None:
         self.more_to_come = False

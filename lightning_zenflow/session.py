@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,10 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.zero.engine import zenflow_optimizer
+from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -106,8 +108,13 @@ class Session(RankEnvironment):
             self._frozen_at_setup = {name: p for name, p in named if id(p) in optimized and not p.requires_grad}
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
-        factory = partial(ZenFlowZeroOptimizer, zenflow=self.zenflow_config, resources=resources)
-        with zenflow_optimizer(factory, model) as optimizers:
+        settings: dict[str, Any] = {"zenflow": self.zenflow_config, "resources": resources}
+        entry: AbstractContextManager[Sequence[ZenFlowOptimizer]]
+        if self.config["zero_optimization"]["stage"] == 3:
+            entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
+        else:
+            entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
+        with entry as optimizers:
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.

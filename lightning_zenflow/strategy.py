@@ -35,7 +35,7 @@ from lightning_zenflow.session import Session
 
 
 class ZenFlowStrategy(Session, DeepSpeedStrategy):
-    """Trains with ZeRO-2 and the optimizer states in host memory, without waiting for the CPU.
+    """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
     Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
@@ -47,7 +47,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
-        **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
+        **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `stage`, `reduce_bucket_size` or `timeout`. With ``stage=3`` the ranks
+            share the weights as well.
 
     Raises:
         ValueError: a key has a value that is not allowed.
@@ -180,7 +181,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None]:
-        """No effect: ZeRO-2 reduces the gradients of every micro-batch, because each rank keeps its part only."""
+        """No effect: ZeRO reduces the gradients of every micro-batch, because each rank keeps its part only."""
         yield
 
     @override
@@ -232,7 +233,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO stage 1 or 2, saved by any number of ranks.
+        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO, saved by any number of ranks; under stage 3 by as many.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model.

@@ -11,10 +11,13 @@ import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
+from lightning_zenflow.checkpoint.pieces import refuse_other_ranks
 from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
 from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 
 T = TypeVar("T")
 
@@ -22,7 +25,7 @@ T = TypeVar("T")
 def save_together(
     path: Path,
     write: Callable[[Path], None],
-    optimizer: ZenFlowZeroOptimizer | None,
+    optimizer: ZenFlowOptimizer | None,
     *,
     is_global_zero: bool,
     sync: bool,
@@ -164,6 +167,8 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
     """
+    if isinstance(engine.optimizer, ZenFlowZero3Optimizer):
+        return _load_pieces(engine, path, strict=strict, optimizer_states=optimizer_states)
     optimizer: ZenFlowZeroOptimizer = engine.optimizer
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _verify_model(path)
@@ -187,4 +192,25 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
             load_optimizer_states=optimizer_states,
             load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
         )
+    return dict(client_state)
+
+
+def _load_pieces(engine: Any, path: Path, *, strict: bool, optimizer_states: bool) -> dict[str, Any]:
+    """As `load_together`, under stage 3: each rank's files by DeepSpeed's engine, on the number of ranks that saved."""
+    optimizer: ZenFlowZero3Optimizer = engine.optimizer
+    with _loading(path):
+        if dist.get_rank() == 0:
+            recover(path)
+    with _loading(path):
+        refuse_other_ranks(path, dist.get_world_size())
+    with optimizer.gathered_afterwards(), _loading(path):
+        _, client_state = engine.load_checkpoint(
+            str(path),
+            load_module_strict=strict,
+            load_optimizer_states=optimizer_states,
+            load_lr_scheduler_states=False,
+        )
+        if not optimizer_states:
+            # The engine has made the weights the master weights.
+            optimizer.zenflow_step.start_over(int(optimizer.zenflow_step.count))
     return dict(client_state)

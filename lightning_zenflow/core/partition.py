@@ -10,16 +10,15 @@
 * *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor
 
-
-def row_length(parameter: Tensor) -> int:
-    """Elements in a row of the parameter's [out, rest] view; 0 for fewer than two dimensions, or without elements."""
-    return parameter.numel() // parameter.shape[0] if parameter.dim() > 1 and parameter.numel() > 0 else 0
+def row_length(shape: Sequence[int]) -> int:
+    """Elements in a row of a parameter's [out, rest] view; 0 for fewer than two dimensions, or without elements."""
+    return math.prod(shape[1:]) if len(shape) > 1 and shape[0] > 0 else 0
 
 
 STATE_BYTES = 12

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
-from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
+from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS, whole_numel
 from lightning_zenflow.schedule.staggered import bucket_size
 
 
@@ -40,11 +40,11 @@ _SET_BY_LIGHTNING = (
 # Set by DeepSpeed if "auto".
 _SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
-_STAGE_2 = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
-_NO_PARAMETERS = "stage 2 does not offload parameters"
+_PARTITIONED = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
+_NO_PARAMETERS = "weights stay on the training device; ZenFlow does not keep them in host memory yet"
 
 _RULES = (
-    _only("zero_optimization.stage", 2, _STAGE_2),
+    Rule("zero_optimization.stage", lambda stage: type(stage) is int and stage in (1, 2, 3), "1, 2 or 3", _PARTITIONED),
     _only("zero_optimization.contiguous_gradients", True, "gradients are taken from ZeRO's contiguous buckets"),
     _only("zero_optimization.parameter_alignment", False, "the worker needs no alignment"),
     _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
@@ -55,6 +55,12 @@ _RULES = (
     _only("torch_autocast.enabled", False, "the Trainer's `precision` sets the data type"),
     *(_only(f"optimizer.params.{key}", value, "the worker's update has no other") for key, value in REQUIRED_OPTIONS.items()),
     _only("optimizer.params.fp32_optimizer_states", True, "ZenFlow's key moments_dtype decides"),
+    _only("zero_optimization.zero_hpz_partition_size", 1, "a second copy of the weights would not get the worker's updates"),
+    *(_only(f"zero_optimization.zero_quantized_{key}", False, "weights and gradients have the model's type")
+      for key in ("weights", "nontrainable_weights", "gradients")),
+    _only("zero_optimization.offload_optimizer.ratio", 1.0, "all states are in host memory"),
+    _only("zero_optimization.offload_optimizer.super_offload", False, "it has an optimizer of its own"),
+    _only("expert_parallel.enabled", False, "experts of AutoEP have groups of ranks of their own"),
     Rule("zero_optimization.offload_optimizer.device", lambda device: device in ("cpu", "none"), "'cpu'"),
     Rule("gradient_accumulation_steps", lambda steps: type(steps) is int and steps >= 1,
          "an integer >= 1 that equals the Trainer's accumulate_grad_batches"),
@@ -66,12 +72,12 @@ _RULES = (
 
 # Keywords of Lightning's `DeepSpeedStrategy`; it would ignore some of these.
 _OPTION_RULES = (
-    _only("zero_optimization", True, _STAGE_2),
+    _only("zero_optimization", True, _PARTITIONED),
     _only("offload_optimizer_device", "cpu", "the states are in host memory"),
     _only("offload_parameters", False, _NO_PARAMETERS),
     _only("offload_params_device", "cpu", _NO_PARAMETERS),
-    _only("remote_device", None, "only stage 3 makes modules on another device"),
-    _only("load_full_weights", False, "only stage 3 loads weights from a single file"),
+    _only("remote_device", None, _NO_PARAMETERS),
+    _only("load_full_weights", False, "checkpoints are folders"),
 )
 
 # Lightning takes any number and never ends a step with some. A negative norm would not clip.
@@ -88,7 +94,9 @@ def prepare_deepspeed_config(
     gradient_clip_val: float | None = None,
     precision: str | None = None,
 ) -> dict[str, Any]:
-    """A new DeepSpeed config with ZeRO stage 2, offload to the CPU and an optimizer without compiled kernels. Idempotent.
+    """A new DeepSpeed config with ZeRO stage 2 or 3, offload to the CPU and an optimizer without compiled kernels. Idempotent.
+
+    Stage 1 becomes stage 2, whose class DeepSpeed has for both.
 
     Args:
         config: the user's, without ``zero_optimization.zenflow``, or Lightning's, made from keywords. It is not modified.
@@ -121,7 +129,11 @@ def prepare_deepspeed_config(
     for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "offload_param"):
         zero.pop(old, None)
     # The worker's arena is page-locked instead; DeepSpeed's own host buffers stay small.
-    zero.update(stage=2, contiguous_gradients=True, offload_optimizer={"device": "cpu", "pin_memory": False})
+    zero.update(
+        stage=3 if zero.get("stage") == 3 else 2,
+        contiguous_gradients=True,
+        offload_optimizer={"device": "cpu", "pin_memory": False},
+    )
     if "optimizer" in result:
         _prepare_optimizer(result["optimizer"])
     # The worker replaces the torch optimizer from configure_optimizers; DeepSpeed would ask for its own class.
@@ -139,7 +151,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:
     """Sets `zero_optimization.reduce_bucket_size` to suit a model."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(whole_numel(p) for p in model.parameters() if p.requires_grad)
     config["zero_optimization"]["reduce_bucket_size"] = bucket_size(trained)
 
 

@@ -51,7 +51,7 @@ class FullState:
             RuntimeError: the backward pass of a step's last micro-batch has begun, and the step has not been done.
             WorkerError: training was interrupted, and the exact state is lost.
         """
-        self._make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
+        self.make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
         state = self._state(optim_state_key)
         return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
 
@@ -60,7 +60,7 @@ class FullState:
 
         Training goes on with it; the model shows it with the next publish of its blocks, at most S + d steps later.
         """
-        self._make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
+        self.make_exact(number, "safe_set_full_fp32_param and safe_set_full_optimizer_state")
         state, shape = self._state(optim_state_key), self._shapes[number]
         if value.shape != shape:
             raise ValueError(
@@ -69,6 +69,10 @@ class FullState:
         if number in self._slices:
             _, s = self._slices[number]
             state.narrow(0, s.begin, s.numel).copy_(value.detach().reshape(-1).narrow(0, s.start, s.numel))
+        self.written()
+
+    def written(self) -> None:
+        """Notes that the arena's exact state has been changed, right after `make_exact`."""
         self._step.state_written()
 
     def gradient(self, number: int) -> Tensor:
@@ -80,12 +84,20 @@ class FullState:
         Raises:
             ValueError: there is no gradient at this time.
         """
+        self._refuse_without_gradients(number)
+        return self._whole(number, lambda index, _: self._step.gradient(index))
+
+    def local_gradient(self, number: int) -> Tensor:
+        """This rank's part of `gradient`, flat, in the model's type; no collective. Errors are the same."""
+        self._refuse_without_gradients(number)
+        return self._step.gradient(self._slices[number][0]) if number in self._slices else torch.empty(0)
+
+    def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
             raise ValueError(
                 f"safe_get_full_grad({self._name(number)}): gradients are there after the backward pass of a step's last micro-batch and"
                 " before the step: call it in `on_before_optimizer_step`"
             )
-        return self._whole(number, lambda index, _: self._step.gradient(index))
 
     def refuse_gradient(self, number: int, value: Tensor) -> None:
         """Raises RuntimeError, which says where gradients can be changed."""
@@ -97,7 +109,8 @@ class FullState:
     def _name(self, number: int) -> str:
         return str(self._optimizer.param_names[self._parameters[number]])
 
-    def _make_exact(self, number: int, caller: str) -> None:
+    def make_exact(self, number: int, caller: str) -> None:
+        """Flushes for a reader or a writer of a parameter's state, whose name is for the error: `read` has them."""
         # The same on every rank. A flush would drop the step's gradients.
         if self._step.is_complete:
             raise RuntimeError(

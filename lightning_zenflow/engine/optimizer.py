@@ -2,6 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -196,6 +198,22 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def closed(self) -> bool:
         """Whether the worker has been ended."""
         return self._worker is None
+
+    def copy_for_save(self, folder: Path) -> Any:
+        """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        return None
+
+    def saved_as(self, copy: Any) -> AbstractContextManager[None]:
+        """Context in which DeepSpeed saves the exact state, entered and left by all ranks together.
+
+        Args:
+            copy: result of `copy_for_save`.
+        """
+        return nullcontext()
 
     def _continue_from(self, own: dict[str, Any] | None, *, optimizer_states: bool) -> None:
         """Continues the run of a checkpoint, after DeepSpeed has loaded its state.

@@ -1,11 +1,14 @@
 """ZenFlow's optimizer in the place of one of DeepSpeed's, while DeepSpeed's engine is built."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from torch.nn import Module, Parameter
 
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
@@ -13,7 +16,13 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 
 @contextmanager
 def in_place_of(
-    base: type[Any], module: ModuleType, factory: Callable[..., Any], ours: type[ZenFlowOptimizer]
+    base: type[Any],
+    namespace: ModuleType,
+    factory: Callable[..., Any],
+    ours: type[ZenFlowOptimizer],
+    module: Module,
+    *,
+    calls: Sequence[str] = (),
 ) -> Iterator[list[Any]]:
     """Makes ``deepspeed.initialize`` build its optimizer with `factory`; an error in the context destroys the optimizer.
 
@@ -22,9 +31,12 @@ def in_place_of(
 
     Args:
         base: DeepSpeed's class.
-        module: where the engine finds it, by the name of the class.
+        namespace: where the engine finds it, by the name of the class.
         factory: makes the optimizer, with DeepSpeed's arguments.
         ours: the class whose overrides DeepSpeed's must have.
+        module: the model that DeepSpeed initialises in this context. Parameters in another memory format (`torch.channels_last`) are
+            contiguous from now on.
+        calls: private methods that DeepSpeed's class must have as well.
 
     Returns:
         The optimizer, at the end of the context.
@@ -33,16 +45,23 @@ def in_place_of(
         RuntimeError: this version of DeepSpeed builds its optimizer in another way.
     """
     name = base.__name__
-    missing = missing_overrides(ours, base)
-    if vars(module).get(name) is not base or missing:
+    missing = missing_overrides(ours, base) + [call for call in calls if not hasattr(base, call)]
+    if vars(namespace).get(name) is not base or missing:
         raise _unsupported(f"missing in {name}: {missing}" if missing else "no name to replace")
     built: list[Any] = []
+    scalars = _lay_out_for_broadcast(module)
+
+    def restore_scalars() -> None:
+        for scalar in scalars:
+            scalar.data = scalar.data.view(())
+        scalars.clear()
 
     def build(*args: Any, **kwargs: Any) -> Any:
+        restore_scalars()
         built.append(factory(*args, **kwargs))
         return built[-1]
 
-    setattr(module, name, build)
+    setattr(namespace, name, build)
     try:
         yield built
         if not built:
@@ -54,7 +73,26 @@ def in_place_of(
             unused.close(keep_state=False)
         raise
     finally:
-        setattr(module, name, base)
+        restore_scalars()
+        setattr(namespace, name, base)
+
+
+def _lay_out_for_broadcast(module: Module) -> list[Parameter]:
+    """Makes every parameter contiguous, with a dimension at least; returns the scalars, which need their shape back for the optimizer.
+
+    DeepSpeed's engine broadcasts each parameter as a tensor of bytes, which torch makes of such memory only. Its optimizer, which comes
+    next, copies all trained parameters into contiguous memory anyway.
+    """
+    # Stage 3 may have partitioned some before, which have no memory.
+    whole = [p for p in module.parameters() if not is_zero_param(p)]
+    scalars = [p for p in whole if p.dim() == 0]
+    for parameter in whole:
+        flat = parameter.data.reshape(-1)
+        if flat.stride() != (1,):
+            # Not by `contiguous`: it leaves the stride of one element as it is.
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        parameter.data = flat.view(parameter.shape or (1,))
+    return scalars
 
 
 def _unsupported(what: str) -> RuntimeError:

@@ -7,6 +7,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from lightning.pytorch.core.optimizer import _MockOptimizer  # private: what Lightning puts in the place of None
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -52,7 +53,7 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
             if bool(value) != required:
                 raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
         params = group["params"]
-        if (params or scheduled) and not any(p.requires_grad and p.numel() > 0 for p in params):
+        if (params or scheduled) and not any(p.requires_grad and whole_numel(p) > 0 for p in params):
             raise MisconfigurationException(
                 f"{_place(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
                 " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
@@ -94,6 +95,12 @@ def read_hyperparameters(optimizer: Optimizer) -> list[GroupHyperparameters]:
             numbers[key] = float(number)
         result.append(GroupHyperparameters(**numbers, decoupled=_is_decoupled(optimizer, group)))
     return result
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Elements of a parameter, also of one of which this rank has a piece only."""
+    # Private: stage 3's, after `zero.Init`.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:

@@ -43,8 +43,8 @@ def shapes_of_module(module: nn.Module) -> ModelShapes:
     """Counts a module's parameters, shared ones once."""
     trained = [p for p in module.parameters() if p.requires_grad]
     return ModelShapes(
-        matrices=[(p.numel() // row_length(p), row_length(p)) for p in trained if row_length(p)],
-        vector_numel=sum(p.numel() for p in trained if not row_length(p)),
+        matrices=[(p.numel() // n, n) for p in trained if (n := row_length(p.shape))],
+        vector_numel=sum(p.numel() for p in trained if not row_length(p.shape)),
         frozen_numel=sum(p.numel() for p in module.parameters() if not p.requires_grad),
     )
 

@@ -79,7 +79,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
                     self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
                 )
             ],
-            row_lengths=[row_length(p) for p in parameters],
+            row_lengths=[row_length(p.shape) for p in parameters],
             group=self.dp_process_group,
         )
         self._build_step(zero, parameters, [p.shape for p in parameters])
@@ -175,25 +175,16 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
 
+    @override
     def copy_for_save(self, folder: Path) -> OrderedCopy | None:
-        """Disk space for the ranks' states in the order in which plain DeepSpeed has them; None where that is ours.
-
-        Args:
-            folder: of the checkpoint.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Space for the ranks' states in the order in which plain DeepSpeed has them; None where that is ours."""
         layouts = flat_layouts(self, self._plain_groups())
         return None if layouts == self.layouts else OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
 
     @contextmanager
+    @override
     def saved_as(self, copy: OrderedCopy | None) -> Iterator[None]:
-        """Context in which DeepSpeed saves the exact state in its own order; the ranks exchange their parts before.
-
-        Args:
-            copy: result of `copy_for_save`.
-        """
+        """DeepSpeed saves in its own order; the ranks exchange their parts before."""
         if copy is None:
             yield
             return

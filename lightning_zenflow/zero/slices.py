@@ -24,7 +24,7 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
             number = zero_optimizer.get_param_id(parameter)
             group, start, begin, numel = zero_optimizer.grad_position[number]
             if numel > 0:
-                columns = row_length(parameter)
+                columns = row_length(parameter.shape)
                 slices.append(
                     Slice(
                         parameter=number,

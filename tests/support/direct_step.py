@@ -63,7 +63,7 @@ class DirectStep:
             masters=self.masters,
             slices=slices,
             weights=self.shown,
-            row_lengths=[row_length(w) for w in self.parameters],
+            row_lengths=[row_length(w.shape) for w in self.parameters],
             group=dist.group.WORLD,
         )
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})

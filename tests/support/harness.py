@@ -14,6 +14,7 @@ import deepspeed.ops
 import lightning.pytorch as pl
 import psutil
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from typing_extensions import override
 import models
 import networks
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from models import OptimizerOptions, TestModule
 from reference import AdamWState, Group, ReferenceZenFlow, adamw_reference
 from scripted_schedule import Entry, scripted
@@ -79,7 +82,9 @@ class Case:
     loop: Literal["trainer", "fabric", "direct"] = "trainer"
     """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed."""
     stock: bool = False
-    """Whether DeepSpeed's own ZeRO-2 offload trains."""
+    """Whether DeepSpeed's own ZeRO offload trains."""
+    stage: Literal[2, 3] = 2
+    """Of ZeRO. Under stage 3, matrices are gathered where they are used, small parameters stay gathered."""
     fails: bool = False
     """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
@@ -122,8 +127,22 @@ class Case:
             "provisional_scale": 0,
             "select_interval": 0,
             "worker_cores": 1,
+            **({} if self.stage == 2 else {"config": {"zero_optimization": self.zero_3()}}),
             **self.strategy_options,
         }
+
+    @property
+    def sub_group_size(self) -> int:
+        """Elements after which stage 3 begins a further sub-group; 0: stage 2."""
+        return 0 if self.stage == 2 else 500
+
+    def zero_3(self) -> dict[str, Any]:
+        """DeepSpeed's configuration of stage 3, with the buckets of the case's keys."""
+        buckets = {
+            key: value for key, value in self.strategy_options.items() if key in ("reduce_bucket_size", "overlap_comm")
+        }
+        gathered = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 1000}
+        return {"stage": 3, "sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
@@ -145,6 +164,7 @@ class Case:
             accumulate=self.accumulate,
             max_norm=self.max_norm or 0.0,
             world_size=world_size,
+            sub_group_size=self.sub_group_size,
         )
 
     def fixed_gradients(self, *, world_size: int = 1) -> tuple[list[Tensor], list[list[Tensor]], list[list[Group]]]:
@@ -233,7 +253,7 @@ class After(pl.Callback):
 
 
 class StockStrategy(ZenFlowStrategy):
-    """DeepSpeed's own ZeRO-2 offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
+    """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,14 +262,16 @@ class StockStrategy(ZenFlowStrategy):
 
 def snapshot(model: TestModule) -> list[Tensor]:
     """Copies of the model's weights on the CPU, in the order of the parameter groups."""
-    return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
+    with GatheredParameters(list(model.parameters())):
+        return [p.detach().to("cpu", copy=True) for parameters in model.parameter_groups() for p in parameters]
 
 
 def untrained(model: TestModule) -> dict[str, Tensor]:
     """Copies of the model's buffers and of what the optimizer does not train, by name."""
     trained = {p for parameters in model.parameter_groups() for p in parameters}
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: t.detach().to("cpu", copy=True) for name, t in named if t not in trained}
+    with GatheredParameters(list(model.parameters())):
+        return {name: t.detach().to("cpu", copy=True) for name, t in named if t not in trained}
 
 
 def flatten(weights: Sequence[Tensor]) -> Tensor:
@@ -337,22 +359,38 @@ def run_case(
     return run, read_state(run, trainer.strategy.zenflow_optimizer)
 
 
-def read_state(run: Run, optimizer: ZenFlowZeroOptimizer | None) -> list[list[Tensor]]:
-    """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each parameter group."""
+def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor]]:
+    """Puts counts into a run, and returns this rank's flat state: [master, exp_avg, exp_avg_sq] of each flat partition."""
     if optimizer is None:
         return []
     run.skipped = int(optimizer.zenflow_step.skipped)
     partitions = []
-    for flat in optimizer.single_partition_of_fp32_groups:
+    counts: dict[int, float] = {}
+    assert isinstance(optimizer, ZenFlowZeroOptimizer | ZenFlowZero3Optimizer)
+    is_3 = isinstance(optimizer, ZenFlowZero3Optimizer)
+    flats = optimizer.fp32_partitioned_groups_flat if is_3 else optimizer.single_partition_of_fp32_groups
+    for number, flat in enumerate(flats):
         state = optimizer.optimizer.state[flat]
-        run.counts.append(float(state["step"]))
+        group = optimizer.sub_group_to_group_id[number] if is_3 else number
+        assert counts.setdefault(group, float(state["step"])) == float(state["step"])
         partitions.append([flat.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+    run.counts = list(counts.values())
     return partitions
 
 
 def join_partitions(case: Case, run: Run, partitions: Sequence[list[list[Tensor]]]) -> None:
     """Puts the ranks' flat partitions together and cuts them into parameters; of a `stock` training there are none."""
     if case.stock:
+        return
+    if case.stage == 3:
+        parameters = [p for group in case.make_model().parameter_groups() for p in group]
+        pieces = [-(-p.numel() // len(partitions)) for p in parameters]
+        for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):
+            of_ranks = [torch.cat([flat[kind] for flat in of_rank]).split(pieces) for of_rank in partitions]
+            tensors += [
+                torch.cat(of_parameter)[: p.numel()].view(p.shape).clone()
+                for p, *of_parameter in zip(parameters, *of_ranks, strict=True)
+            ]
         return
     for param_group, parameters in enumerate(case.make_model().parameter_groups()):
         for kind, tensors in enumerate((run.master, run.exp_avg, run.exp_avg_sq)):

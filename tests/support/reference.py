@@ -115,6 +115,41 @@ def factored_second_moment(gradients: Sequence[Tensor], *, beta2: float) -> tupl
     return row, column
 
 
+def pieces_of_rank(
+    groups: Sequence[Sequence[Tensor]], rank: int, world_size: int, sub_group_size: int
+) -> tuple[list[Slice], list[int]]:
+    """As `slices_of_rank`, under ZeRO-3: each parameter is cut into equal pieces, and each parameter group into sub-groups.
+
+    A sub-group ends with the piece by which it has `sub_group_size` elements or more.
+    """
+    slices: list[Slice] = []
+    sizes = [0]
+    first, number = 0, 0
+    for parameters in groups:
+        for p in parameters:
+            if sizes[-1] >= sub_group_size or (p is parameters[0] and number > 0):
+                first = align(first + sizes[-1])
+                sizes.append(0)
+            piece = -(-p.numel() // world_size)
+            numel = min(piece, p.numel() - rank * piece)
+            if numel > 0:
+                is_matrix = p.dim() > 1
+                slices.append(
+                    Slice(
+                        parameter=number,
+                        param_group=len(sizes) - 1,
+                        begin=first + sizes[-1],
+                        start=rank * piece,
+                        numel=numel,
+                        columns=p[0].numel() if is_matrix else 1,
+                        is_matrix=is_matrix,
+                    )
+                )
+            sizes[-1] += piece
+            number += 1
+    return slices, sizes
+
+
 def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: int) -> tuple[list[Slice], list[int]]:
     """Slices of one rank's partition, and the size of its part of each parameter group.
 
@@ -148,12 +183,22 @@ def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: in
 
 
 def places_of_elements(
-    groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int
+    groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int, sub_group_size: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it."""
+    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it.
+
+    Args:
+        groups: parameters by group.
+        n_blocks: wanted.
+        world_size: number of ranks.
+        sub_group_size: of ZeRO-3; 0: ZeRO-2.
+    """
     blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
     for rank in range(world_size):
-        slices, sizes = slices_of_rank(groups, rank, world_size)
+        if sub_group_size:
+            slices, sizes = pieces_of_rank(groups, rank, world_size, sub_group_size)
+        else:
+            slices, sizes = slices_of_rank(groups, rank, world_size)
         ends = torch.tensor([block.end for block in build_partition(slices, sizes, n_blocks).blocks])
         for s in slices:
             places = torch.arange(s.begin, s.begin + s.numel)
@@ -196,6 +241,8 @@ class ReferenceZenFlow:
     accumulate: int = 1
     max_norm: float = 0.0
     world_size: int = 1
+    sub_group_size: int = 0
+    """Of ZeRO-3; 0: ZeRO-2."""
 
     steps: int = 0
     """Steps done."""
@@ -209,9 +256,13 @@ class ReferenceZenFlow:
         self.parameters = [p for parameters in self.parameter_groups for p in parameters]
         self.state = AdamWState.start(self.parameters, torch.float32)
         self.exact.append(list(self.state.weights))
-        self.blocks = places_of_elements(self.parameter_groups, self.update_interval, self.world_size)[0]
+        self.blocks = self.places(self.update_interval)[0]
         self.shown_step = [torch.zeros(p.shape, dtype=torch.int64) for p in self.parameters]
         """For each parameter and element, the step whose exact weight the model shows."""
+
+    def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor]]:
+        """As `places_of_elements`."""
+        return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.sub_group_size)
 
     def step(self) -> list[list[float]]:
         """One optimizer step.

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_zenflow"
-_FOLDERS = ("core", "deferred", "engine", "kernels", "schedule", "step", "topk", "zero")
+_FOLDERS = ("core", "deferred", "engine", "kernels", "schedule", "step", "topk", "zero", "zero3")
 """Telemetry is left out, whose events order nothing, and the worker, whose waits are of processes."""
 _STATEMENTS = re.compile("wait(_stream|_event|_for)?|join|synchronize|keep_for|used")
 _TESTS = "tests/training/test_device_order.py"

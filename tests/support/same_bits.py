@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness import Case, Run, untrained
 from lightning_zenflow.schedule.staggered import blocks_wanted
-from reference import AdamWState, places_of_elements
+from reference import AdamWState
 from replay_reference import ReplayedAdamW
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -75,7 +75,7 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
     in_backward = case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True)
     rounds = case.strategy_options.get("moments_dtype") == "bfloat16"
     n_blocks = blocks_wanted([case.update_interval], in_backward=in_backward, numel=0) if rounds else 1
-    blocks, indices = places_of_elements(oracle.parameter_groups, n_blocks, world_size)
+    blocks, indices = oracle.places(n_blocks)
     bits = ReplayedAdamW(master=parameters, elements=indices)  # type: ignore[arg-type]
     exact = AdamWState.start(parameters, torch.float64)
     frozen: list[int] = []

@@ -90,10 +90,13 @@ class Finetuning(BaseFinetuning):
 Refused = list[tuple[Callable[[], Any], str]]
 
 OURS: Refused = [
-    (lambda: ZenFlowStrategy(stage=3), r"zero_optimization.stage must be 2 .*, got 3"),
+    (lambda: ZenFlowStrategy(stage=0), r"zero_optimization.stage must be 1, 2 or 3, got 0"),
     (lambda: ZenFlowStrategy(zero_optimization=False), r"zero_optimization must be True or absent"),
-    (lambda: ZenFlowStrategy(offload_parameters=True), r"offload_parameters must be False or absent, got True: stage"),
-    (lambda: ZenFlowStrategy(remote_device="nvme"), r"remote_device must be None or absent, got 'nvme': only stage 3"),
+    (
+        lambda: ZenFlowStrategy(offload_parameters=True),
+        r"offload_parameters must be False or absent, got True: weights stay",
+    ),
+    (lambda: ZenFlowStrategy(remote_device="nvme"), r"remote_device must be None or absent, got 'nvme': weights stay"),
     (
         lambda: fit(Model(), ZenFlowStrategy(config={"bf16": {"enabled": True}})),
         r"bf16.enabled must be False or absent, got True: the Trainer's precision is '32-true'; or set `Trainer\(precision=",

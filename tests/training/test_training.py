@@ -12,7 +12,7 @@ from harness import Case, Run, run_here
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from models import OptimizerOptions
-from reference import ReferenceZenFlow, places_of_elements
+from reference import ReferenceZenFlow
 from same_bits import assert_same_run
 
 BASE = Case(model="SmallNet", optimizer=OptimizerOptions(lr=3e-3), steps=20, topk_ratio=0.3, loop="direct")
@@ -60,7 +60,7 @@ def compare_with_oracle(case: Case, runs: Sequence[Run]) -> None:
     oracle: ReferenceZenFlow = case.make_reference(world_size=len(runs))
     if case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True):
         n_blocks = blocks_wanted([case.update_interval], in_backward=True, numel=0)
-        oracle.blocks = places_of_elements(oracle.parameter_groups, n_blocks, len(runs))[0]
+        oracle.blocks = oracle.places(n_blocks)[0]
     follows, different = case.dtype != torch.float32, 0
     for step in range(case.steps):
         if follows:

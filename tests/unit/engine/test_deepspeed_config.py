@@ -138,11 +138,16 @@ def test_what_reduce_scatter_excludes() -> None:
 
 REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization", [True, 2, "auto"], "a mapping"),
-    ("zero_optimization.stage", [0, 1, 3, "2", True, "auto"], "2 or absent, got "),
+    ("zero_optimization.stage", [0, 4, "2", True, "auto"], "1, 2 or 3, got "),
     ("zero_optimization.contiguous_gradients", [False, 1], "True"),
     ("zero_optimization.parameter_alignment", [True], "False"),
     ("zero_optimization.compute_grad_norm", [False], "True"),
     ("zero_optimization.elastic_checkpoint", [True], "False"),
+    ("zero_optimization.zero_hpz_partition_size", [2, 8], "1"),
+    *((f"zero_optimization.zero_quantized_{key}", [True], "False") for key in ("weights", "nontrainable_weights", "gradients")),
+    ("zero_optimization.offload_optimizer.ratio", [0.5], "1.0"),
+    ("zero_optimization.offload_optimizer.super_offload", [True], "False"),
+    ("expert_parallel.enabled", [True], "False"),
     ("zero_optimization.cpu_offload_param", [True], "False"),
     ("zero_optimization.offload_optimizer", [True], "a mapping"),
     ("zero_optimization.offload_optimizer.device", ["nvme", "gpu"], "'cpu'"),
@@ -171,6 +176,13 @@ def test_key_value_and_allowed_are_named(path: str, values: list[Any], allowed: 
             config["optimizer"]["type"] = "AdamW"
         message = refusal_of(config)
         assert message.startswith(f"DeepSpeed config: {path} must be {allowed}") and ", got " in message
+
+
+def test_stages() -> None:
+    """DeepSpeed has one class for stages 1 and 2."""
+    for stage, prepared_stage in ((1, 2), (2, 2), (3, 3)):
+        prepared = prepare_deepspeed_config({"zero_optimization": {"stage": stage}})
+        assert prepared["zero_optimization"] == {**ZERO, "stage": prepared_stage}
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:

@@ -1,0 +1,186 @@
+"""DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.core.device import Stream, runtime_of
+from lightning_zenflow.core.partition import row_length
+from lightning_zenflow.engine.build import ZeroPartition
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.step.context import StepInputs
+from lightning_zenflow.step.run_state import CHECKPOINT_KEY
+from lightning_zenflow.zero3.slices import parameters_in_order, read_slices
+from lightning_zenflow.zero3.state_access import StateAccess
+from lightning_zenflow.zero3.supported import refuse_unsupported
+
+REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+"""Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
+
+
+class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
+    """ZeRO stage 3 under ZenFlow: each rank has a piece of every parameter, and its optimizer state.
+
+    DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
+    gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
+    """
+
+    # DeepSpeed's own, declared for the type checker.
+    fp16_groups: list[list[Any]]
+    sub_group_to_group_id: dict[int, int]
+    persistent_parameters: list[Any]
+    reduce_and_partition_stream: Stream | None
+
+    def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
+        # DeepSpeed itself reads it under stage 1 and 2 only.
+        self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
+        self._gathers_afterwards = False
+        super().__init__(*args, ds_config=ds_config, **kwargs)
+
+    @override
+    def _setup_for_real_optimizer(self) -> None:
+        """Makes the state, without DeepSpeed's buffers for gradients in host memory: 4 and 2 bytes a parameter.
+
+        Private: what DeepSpeed's constructor calls behind the division of the parameters.
+        """
+        refuse_unsupported(self)
+        # Private: copies the weights to `fp32_partitioned_groups_flat`.
+        self._create_fp32_partitions()
+        parameters = parameters_in_order(self)
+        # Private: the number that DeepSpeed gives to a parameter.
+        self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
+        zero = ZeroPartition(
+            optimizer=self.optimizer,
+            masters=self.fp32_partitioned_groups_flat,
+            slices=read_slices(self),
+            weights=[flat.detach() for flat in self.fp16_partitioned_groups_flat],
+            row_lengths=[row_length(p.ds_shape) for p in parameters],
+            group=self.dp_process_group,
+        )
+        self._build_step(zero, parameters, [p.ds_shape for p in parameters])
+        for dtype, bucket in self.ipg_buckets.items():
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
+
+    @override
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
+        """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
+        runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
+        for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
+            index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
+            if index is not None:
+                numel = self._rank.partition.slices[index].numel
+                self.zenflow_step.receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
+            if parameter.grad is not None:
+                # One that is too large for the bucket was allocated on the training stream.
+                runtime.keep_for(runtime.current_stream(), parameter.grad)
+            parameter.grad = None
+        # The pieces may lie in the bucket, which is filled again behind this stream, or be freed for it to use again.
+        self._rank.d2h.join()
+
+    @override
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Ends a backward pass, without DeepSpeed's wait of the host for the stream of the reduction."""
+        for dtype in self.ipg_buckets:
+            getattr(self, REDUCE_BUCKET)(dtype)
+        if self.reduce_and_partition_stream is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(self.reduce_and_partition_stream)
+
+    @override
+    def _read_inputs(self) -> StepInputs:
+        inputs = super()._read_inputs()
+        groups = [inputs.groups[self.sub_group_to_group_id[index]] for index in range(len(self.fp16_groups))]
+        return replace(inputs, groups=groups)
+
+    @override
+    def _begin_step(self) -> None:
+        # Private: DeepSpeed's own begin of a step, which empties buckets that an interrupted backward pass has left.
+        self._pre_step()
+        self._wait_for_fetches()
+
+    @property
+    def _fetches(self) -> Stream | None:
+        # Private: the stream on which DeepSpeed gathers weights; None where the device does not run behind the host.
+        stream: Stream | None = self.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
+        return stream
+
+    def _wait_for_fetches(self) -> None:
+        """Orders writes to the pieces behind fetches that no module has waited for, which a wrong prediction may leave."""
+        if self._fetches is not None:
+            runtime_of(self._rank.device).current_stream().wait_stream(self._fetches)
+
+    @override
+    def _gather_weights(self) -> None:
+        """Drops gathered weights of before, and orders later fetches behind the new ones.
+
+        DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device.
+        """
+        # Private: drops what is gathered of every parameter.
+        self._partition_all_parameters()
+        self._gather_persistent()
+        if self._fetches is not None:
+            self._fetches.wait_stream(runtime_of(self._rank.device).current_stream())
+
+    def _gather_persistent(self) -> None:
+        if self.persistent_parameters:
+            # Private: as in DeepSpeed's `_post_step`.
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+
+    @override
+    def flush(self) -> None:
+        self._wait_for_fetches()
+        super().flush()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's ZeRO-3 state with exact master weights and moments, and what else continues this run bit for bit."""
+        self.flush()
+        state: dict[str, Any] = super().state_dict()
+        state[OPTIMIZER_STATE_DICT] = self._host_state.as_saved(state[OPTIMIZER_STATE_DICT])
+        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
+        return state
+
+    @override
+    def saved_as(self, copy: None) -> AbstractContextManager[None]:
+        return self.gathered_afterwards()
+
+    @contextmanager
+    def gathered_afterwards(self) -> Iterator[None]:
+        """Context in which DeepSpeed saves or loads, which may fail on some ranks only: the weights that stay gathered are gathered again
+        at its end, which all ranks reach.
+        """
+        self._gathers_afterwards = True
+        try:
+            yield
+        finally:
+            self._gathers_afterwards = False
+            self._gather_weights()
+
+    @override
+    def checkpoint_event_epilogue(self) -> None:
+        """As DeepSpeed's, which gathers; nothing in `gathered_afterwards`."""
+        if not self._gathers_afterwards:
+            super().checkpoint_event_epilogue()
+
+    @override
+    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
+        """Loads DeepSpeed's ZeRO-3 state of the same number of ranks into the arena.
+
+        A checkpoint of this strategy with the same configuration continues the run that wrote it; after any other one nothing is
+        device-owned until the first step has selected columns.
+        """
+        self.flush()
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = state_dict_list[rank]
+        if load_optimizer_states:
+            own = {**own, OPTIMIZER_STATE_DICT: self._host_state.read_moments(own[OPTIMIZER_STATE_DICT])}
+            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
+        super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        self._continue_from(own, optimizer_states=load_optimizer_states)
