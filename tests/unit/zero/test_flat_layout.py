@@ -4,33 +4,47 @@ import random
 
 import pytest
 
-from lightning_zenflow.zero.flat_layout import FlatLayout, runs
+from lightning_zenflow.zero.flat_layout import FlatLayout, Layout, PieceLayout, runs
 from lightning_zenflow.zero.flat_order import balanced_order
 
 
-def layout(names: list[str], numels: dict[str, int], ranks: int, padding: int) -> FlatLayout:
-    total = sum(numels.values()) + padding * len(names)
+def layout(draw: random.Random, numels: dict[str, int]) -> Layout:
+    names, ranks, padding = draw.sample(list(numels), len(numels)), draw.randint(1, 4), draw.choice((0, 3))
     of_order = {name: numels[name] for name in names}
+    if draw.random() < 0.5:
+        return PieceLayout.of(of_order, n_ranks=ranks)
+    total = sum(numels.values()) + padding * len(names)
     return FlatLayout.of(of_order, [padding] * len(names), partition_numel=max(1, -(-total // ranks)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+def places(of: Layout) -> dict[tuple[str, int], tuple[int, int]]:
+    """For each element, by parameter and number, its rank and its place there; element by element."""
+    if isinstance(of, FlatLayout):
+        first = {name: begin for name, (begin, _) in of.places.items()}
+        place = lambda name, i: divmod(first[name] + i, of.partition_numel)  # noqa: E731
+    else:
+        pieces = {name: -(-numel // of.n_ranks) for name, (_, numel) in of.places.items()}
+        begins = {name: sum(list(pieces.values())[:k]) for k, name in enumerate(pieces)}
+        assert of.partition_numel == sum(pieces.values())
+        place = lambda name, i: (i // pieces[name], begins[name] + i % pieces[name])  # noqa: E731
+    return {(name, i): place(name, i) for name, (_, numel) in of.places.items() for i in range(numel)}
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_runs_copy_every_element_once(seed: int) -> None:
     draw = random.Random(seed)
-    names = [f"p{i}" for i in range(draw.randint(1, 7))]
-    numels = {name: draw.randint(0, 9) for name in names}
-    source = layout(names, numels, draw.randint(1, 4), draw.choice((0, 3)))
-    target = layout(draw.sample(names, len(names)), numels, draw.randint(1, 4), draw.choice((0, 2)))
-    before, after = (
-        {begin + i: (name, i) for name, (begin, numel) in of.places.items() for i in range(numel)}
-        for of in (source, target)
-    )
+    numels = {f"p{i}": draw.randint(0, 9) for i in range(draw.randint(1, 7))}
+    source, target = layout(draw, numels), layout(draw, numels)
+    before = {place: element for element, place in places(source).items()}
     copied = {}
     for run in runs(source, target):
-        begin = run.source_rank * source.partition_numel + run.source_begin
-        end = run.target_rank * target.partition_numel + run.target_begin
-        copied.update({end + i: before[begin + i] for i in range(run.numel)})
-    assert copied == after
+        for i in range(run.numel):
+            end = run.target_rank, run.target_begin + i
+            assert end not in copied
+            copied[end] = before[run.source_rank, run.source_begin + i]
+    assert copied == {place: element for element, place in places(target).items()}
+    # Of parameters that one of them does not have, nothing.
+    assert not list(runs(source, PieceLayout.of({"other": 3}, n_ranks=2)))
 
 
 def llama(layers: int, width: int, hidden: int, words: int, kv: int) -> list[tuple[int, bool]]:
