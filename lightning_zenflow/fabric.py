@@ -280,7 +280,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO stage 1 or 2.
+        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO.
 
         Args:
             path: folder of the checkpoint; for `fabric.load_raw` a file with a state dict.
@@ -309,9 +309,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             return {}
         items = list((state or {}).values())
         if not state or optimizer is None or not any(item is self._engine for item in items):
-            return load_weights_together(
-                Path(path), partial(super().load_checkpoint, path, state, strict, weights_only)
-            )
+            load = partial(super().load_checkpoint, path, state, strict, weights_only)
+            return load_weights_together(Path(path), load, items)
         has_optimizer = any(item is optimizer for item in items)
         client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
         ours = {name for name, item in state.items() if item is self._engine or item is optimizer}

@@ -241,7 +241,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         assert self.lightning_module is not None
         module, path = self.lightning_module, Path(checkpoint_path)
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
-            client_state = load_weights_together(path, partial(super().load_checkpoint, checkpoint_path, weights_only))
+            load = partial(super().load_checkpoint, checkpoint_path, weights_only)
+            client_state = load_weights_together(path, load, [self.deepspeed_engine])
             if AVERAGED in client_state:
                 # As from Lightning's own checkpoints.
                 module.load_state_dict(client_state[AVERAGED], strict=module.strict_loading)

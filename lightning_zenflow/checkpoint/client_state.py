@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from deepspeed import DeepSpeedEngine
+from torch.nn import Module
 
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
@@ -25,12 +26,15 @@ def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str,
         # The model's are the engine's, and need not be saved twice.
         client_state["current_model_state"] = None
         client_state[AVERAGED] = client_state["state_dict"]
-    saved: dict[int, str] = {}
-    named = engine.module.named_parameters(remove_duplicate=False)
-    client_state["shared_params"] = {
-        name: first for name, p in named if (first := saved.setdefault(id(p), name)) != name
-    }
+    client_state["shared_params"] = further_names(engine.module)
     return client_state
+
+
+def further_names(module: Module) -> dict[str, str]:
+    """Further names of the parameters that have several, each with the first."""
+    firsts: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first for name, p in named if (first := firsts.setdefault(id(p), name)) != name}
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:

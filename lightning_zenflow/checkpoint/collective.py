@@ -1,18 +1,22 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import deepspeed.runtime.engine as engine_module
+import deepspeed.runtime.state_dict_factory as factory_module
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
+from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.pieces import refuse_other_ranks
-from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.worker.process import WorkerError
@@ -136,18 +140,51 @@ def _verify_model(path: Path) -> None:
             SavedCheckpoint(path).verify_model()
 
 
-def load_weights_together(path: Path, load: Callable[[], T]) -> T:
+def load_weights_together(path: Path, load: Callable[[], T], objects: Iterable[Any]) -> T:
     """Result of `load`, which loads weights from a checkpoint of any number of ranks by DeepSpeed's engine. A collective: all ranks must
     call it.
+
+    Args:
+        path: path of the checkpoint.
+        load: calls the engine's `load_checkpoint`.
+        objects: what is loaded, the engine among it.
 
     Raises:
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
     """
     _verify_model(path)
     with _loading(path):
-        SavedCheckpoint(path).world_size  # noqa: B018  # reads the file
+        saved = SavedCheckpoint(path)
+        # Reads the model's file; under stage 3 the weights are in those of the optimizer.
+        ranks = range(dist.get_rank(), saved.world_size, dist.get_world_size())
+        if saved.is_stage_3:
+            saved.verify_optimizer(ranks)
     with _loading(path):
+        modules = [item.module for item in objects if isinstance(item, DeepSpeedEngine)]
+        states = saved.whole_model_states(further_names(modules[0])) if saved.is_stage_3 and modules else None
+    with _loading(path), _as_model_file(states):
         return load()
+
+
+@contextmanager
+def _as_model_file(states: dict[str, Any] | None) -> Iterator[None]:
+    """Context in which DeepSpeed's `load_checkpoint` takes the content of the model's file, which a folder of stage 3 does not have.
+
+    Args:
+        states: the content; None: there is such a file.
+
+    Private: the engine asks ``SDLoaderFactory`` for what reads the file; its name is replaced inside this context only.
+    """
+    if states is None:
+        yield
+        return
+    factory = factory_module.SDLoaderFactory
+    loader = SimpleNamespace(load=lambda *_, **__: ("", states, None))
+    factory_module.SDLoaderFactory = SimpleNamespace(get_sd_loader=lambda *_, **__: loader)
+    try:
+        yield
+    finally:
+        factory_module.SDLoaderFactory = factory
 
 
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
@@ -180,7 +217,8 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
         saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):
         state = saved.state_for(rank, optimizer.layouts, world_size=world_size)
-    with _loading(path):
+        states = saved.whole_model_states(further_names(engine.module)) if saved.is_stage_3 else None
+    with _loading(path), _as_model_file(states):
         _, client_state = engine.load_checkpoint(
             str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False
         )

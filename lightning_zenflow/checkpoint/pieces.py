@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_zenflow.checkpoint.reader import CheckpointError
+from lightning_zenflow.checkpoint.files import CheckpointError
 
 
 def refuse_other_ranks(path: Path, world_size: int) -> None:

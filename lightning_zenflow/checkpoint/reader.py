@@ -1,4 +1,4 @@
-"""Reader of DeepSpeed's ZeRO-2 checkpoints: validation, and redistribution of the optimizer state to another number of ranks.
+"""Reader of DeepSpeed's ZeRO checkpoints: validation, and redistribution of the state to another number of ranks or another stage.
 
 Files are memory-mapped, so that opening one is cheap and only the parts in use are read.
 """
@@ -6,9 +6,7 @@ Files are memory-mapped, so that opening one is cheap and only the parts in use 
 import copy
 import math
 import os
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,66 +15,76 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
-    GROUP_PADDINGS,
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
     OPTIMIZER_STATE_DICT,
     PARAM_ALIGNMENT_PADDINGS,
     PARAM_SHAPES,
+    PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
+from torch import Tensor
 
+from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, verify
+from lightning_zenflow.checkpoint.repartition import (
+    copy_parts,
+    in_terms_of_stage_2,
+    in_terms_of_stage_3,
+    keys_of,
+    repartition,
+)
 from lightning_zenflow.engine.host_state import MOMENTS
-from lightning_zenflow.engine.saved_float32 import WithoutConversion
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
-from lightning_zenflow.zero.flat_layout import FlatLayout, runs
-
-_CHUNK_BYTES = 2**20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
+from lightning_zenflow.zero.flat_layout import FlatLayout, Layout, PieceLayout
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint directory. Its file ``latest`` names the folder with one file of the model and one file per rank.
+    """A checkpoint directory. Its file ``latest`` names the folder with one file of the model, under stage 3 one per rank, and one file of
+    the optimizer per rank.
 
     Content that is not what DeepSpeed writes may raise errors of any kind beside those named here.
 
     Raises:
-        CheckpointError: `path` is missing, or not a complete checkpoint of ZeRO stage 1 or 2.
+        CheckpointError: `path` is missing, or not a complete checkpoint of ZeRO.
     """
 
     path: Path
-    bf16: bool = False
-    """Whether this run's model is in bfloat16."""
+    bf16: bool | None = None
+    """Whether this run's model is in bfloat16, as the one that saved must then be; None: it may be in any type."""
 
     def __post_init__(self) -> None:
         """Checks the structure of the directory."""
         if not self.path.exists():
-            raise _refusal(self.path, "the path must exist")
+            raise refusal(self.path, "the path must exist")
         has_latest = (self.path / "latest").is_file()
         for parent in (self.path.parent, self.path.parent.parent):
             if not has_latest and (parent / "latest").is_file():
-                raise _refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")
+                raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")
         if self.path.is_file():
-            raise _refusal(
+            raise refusal(
                 self.path,
                 "the path must be a directory saved by ZenFlowStrategy or DeepSpeedStrategy, got a file. To take the weights from a"
                 " checkpoint of another strategy, use `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
             )
         if not has_latest:
-            raise _refusal(
+            raise refusal(
                 self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
             )
         # Not `Path.is_dir`, which raises an error for a name that is too long.
         if not os.path.isdir(self.folder):
             name = str(self.folder.relative_to(self.path))
-            raise _refusal(self.path, f"the folder {name[:60]!r}, named by its file `latest`, is missing")
-        if not self._model_file.is_file():
-            if (self.folder / f"zero_pp_rank_0_{self._model_file.name}").is_file():
-                raise _refusal(self.path, "the ZeRO stage must be 1 or 2, got 3")
-            raise _refusal(self.path, f"the file {self._model_file.name} is missing: the checkpoint is incomplete")
+            raise refusal(self.path, f"the folder {name[:60]!r}, named by its file `latest`, is missing")
+        if not any(file.is_file() for file in self._first_model_files):
+            name = self._first_model_files[0].name
+            raise refusal(self.path, f"the file {name} is missing: the checkpoint is incomplete")
+        if all(file.is_file() for file in self._first_model_files):
+            raise refusal(
+                self.path,
+                f"the folder {self.folder.name} must have files of one ZeRO stage, got 2 and 3: save to a new one",
+            )
 
     @cached_property
     def folder(self) -> Path:
@@ -85,20 +93,41 @@ class SavedCheckpoint:
         return self.path / (self.path / "latest").read_text(errors="replace").strip().lstrip("/")
 
     @property
-    def _model_file(self) -> Path:
-        return self.folder / "mp_rank_00_model_states.pt"
+    def _first_model_files(self) -> tuple[Path, Path]:
+        """Of stages 1 and 2, and of stage 3."""
+        name = "mp_rank_00_model_states.pt"
+        return self.folder / name, self.folder / f"zero_pp_rank_0_{name}"
+
+    @cached_property
+    def is_stage_3(self) -> bool:
+        """Whether the weights are in pieces, too."""
+        return self._first_model_files[1].is_file()
+
+    def _model_file(self, rank: int) -> Path:
+        whole, first = self._first_model_files
+        return first.with_name(f"zero_pp_rank_{rank}_{whole.name}") if self.is_stage_3 else whole
 
     @cached_property
     def model_states(self) -> Mapping[str, Any]:
-        """Content of the model file: weights, and state that all ranks share.
+        """Content of the model's file: weights, and state that all ranks share; under stage 3 of the first rank's.
 
         Raises:
             CheckpointError: the file is damaged, or another one.
         """
-        states = _read(self._model_file)
-        # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these two keys.
+        return self._read_model(0)
+
+    def _read_model(self, rank: int, *, mapped: bool = True) -> dict[str, Any]:
+        file = self._model_file(rank)
+        if not file.is_file():
+            raise self._missing(rank, file)
+        states = read(file, mapped=mapped)
+        # Written by `DeepSpeedEngine._save_checkpoint`; DeepSpeed has no constants for these keys.
         if not isinstance(states, dict) or not {"module", "dp_world_size"} <= states.keys():
-            raise _refusal(self._model_file, "the file must be a model file of DeepSpeed's engine")
+            raise refusal(file, "the file must be a model file of DeepSpeed's engine")
+        for key in ("dp_world_size", "global_steps") if rank > 0 else ():
+            first, other = self.model_states.get(key), states.get(key)
+            if first != other:
+                raise refusal(file, f"the files of all ranks must be of one save: {key} must be {first}, got {other}")
         return states
 
     @property
@@ -106,18 +135,26 @@ class SavedCheckpoint:
         """Number of ranks that saved the optimizer state."""
         return int(self.model_states["dp_world_size"])
 
+    def _missing(self, rank: int, file: Path) -> "CheckpointError":
+        return refusal(
+            self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{file.name}"
+        )
+
     def verify_model(self) -> None:
-        """Compares the model file with its checksums, for which it reads all of it.
+        """Compares the model's files with their checksums, for which it reads all of them.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: a file is missing, damaged, or of another save.
         """
-        _verify(self._model_file)
+        verify(self._model_file(0))
+        for rank in range(1, self.world_size) if self.is_stage_3 else ():
+            verify(self._model_file(rank))
+            self._read_model(rank)
 
     def verify_optimizer(self, ranks: Iterable[int]) -> None:
-        """As `verify_model`, for the files of some ranks of the run that saved."""
+        """As `verify_model`, for the optimizer's files of some ranks of the run that saved."""
         for rank in ranks:
-            _verify(self._optimizer_file(rank))
+            verify(self._optimizer_file(rank))
 
     def refuse_other_model(self, ours: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
         """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in any order.
@@ -125,11 +162,13 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: they differ; the message names the first difference.
         """
-        groups = self.model_states.get(PARAM_SHAPES)
-        if groups is None:
-            raise _refusal(self.path, "it must have optimizer state, got one that was saved without training")
+        buffers = iter(self._shapes)
+        groups = self._shapes
+        if self.is_stage_3:
+            param_groups = self.optimizer_state(0)[BASE_OPTIMIZER_STATE]["param_groups"]
+            groups = [{n: s for _ in group["params"] for n, s in next(buffers).items()} for group in param_groups]
         if len(groups) != len(ours):
-            raise _refusal(
+            raise refusal(
                 self.path,
                 f"configure_optimizers must return the saved number of parameter groups, {len(groups)}, got {len(ours)}",
             )
@@ -137,66 +176,77 @@ class SavedCheckpoint:
             if saved.keys() != present.keys():
                 unknown = [f"{n} only in the checkpoint" for n in saved if n not in present]
                 unknown += [f"{n} only in the model" for n in present if n not in saved]
-                raise _refusal(
+                raise refusal(
                     self.path,
                     f"parameter group {group} must have {len(saved)} parameters, got {len(present)}: {', '.join(unknown[:4])}",
                 )
             for name, shape in saved.items():
                 if tuple(shape) != tuple(present[name]):
-                    raise _refusal(
+                    raise refusal(
                         self.path,
                         f"the model must be the saved one: parameter group {group} must have {name} {list(shape)}, got"
                         f" {name} {list(present[name])}",
                     )
 
+    @property
+    def _shapes(self) -> Sequence[Mapping[str, tuple[int, ...]]]:
+        """For each flat buffer, of a parameter group or under stage 3 of a sub-group, the shapes of its parameters."""
+        shapes: Sequence[Mapping[str, tuple[int, ...]]] | None = self.model_states.get(PARAM_SHAPES)
+        if shapes is None:
+            raise refusal(self.path, "it must have optimizer state, got one that was saved without training")
+        return shapes
+
     def _optimizer_file(self, rank: int) -> Path:
         # As `DeepSpeedEngine._get_rank_zero_ckpt_name`, which has no public counterpart.
-        name, other = (f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_"))
-        if self.bf16:
-            name, other = other, name
-        file = self.folder / name
-        if not file.is_file():
-            if (self.folder / other).is_file():
-                saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
-                raise _refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
-            raise _refusal(
-                self.path, f"the file of rank {rank} of {self.world_size} is missing: {self.folder.name}/{name}"
-            )
-        return file
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        files = {is_bf16: self.folder / f"{prefix}{name}" for is_bf16, prefix in ((False, ""), (True, "bf16_"))}
+        found = [is_bf16 for is_bf16, file in files.items() if file.is_file()]
+        if not found:
+            raise self._missing(rank, files[self.bf16 or False])
+        if self.bf16 in found:
+            return files[self.bf16 or False]
+        if self.bf16 is not None:
+            saved, present = ("one without bf16", "bf16") if self.bf16 else ("bf16", "another")
+            raise refusal(self.path, f"the precision must be that of the checkpoint, {saved}, got {present}")
+        if len(found) > 1:
+            raise refusal(self.path, f"the files of rank {rank} must have one precision, got bf16 and another")
+        return files[found[0]]
 
     def optimizer_state(self, rank: int) -> dict[str, Any]:
-        """Optimizer state of one rank of the run that saved, in DeepSpeed's layout; large tensors are memory-mapped.
+        """Optimizer state of one rank of the run that saved, in the terms of DeepSpeed's stage 2; large tensors are memory-mapped.
 
         Raises:
-            CheckpointError: the state is missing, damaged, or not that of AdamW under ZeRO stage 1 or 2.
+            CheckpointError: the state is missing, damaged, or not that of AdamW under the folder's ZeRO stage.
         """
         file = self._optimizer_file(rank)
-        content = _read(file)
+        content = read(file)
         state = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
-        if not isinstance(state, dict) or SINGLE_PARTITION_OF_FP32_GROUPS not in state:
-            raise _refusal(file, "the file must be an optimizer state of ZeRO stage 1 or 2")
+        stage = "stage 3" if self.is_stage_3 else "stage 1 or 2"
+        if not isinstance(state, dict) or (FP32_FLAT_GROUPS in state) != self.is_stage_3:
+            raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
+        if self.is_stage_3:
+            state = in_terms_of_stage_2(content)
+        if SINGLE_PARTITION_OF_FP32_GROUPS not in state:
+            raise refusal(file, f"the file must be an optimizer state of ZeRO {stage}")
         base = state[BASE_OPTIMIZER_STATE]
-        if int(state[ZERO_STAGE]) > 2 or not isinstance(base, dict):
-            raise _refusal(
-                file, "the state must be of ZeRO stage 1 or 2 with zero_optimization.elastic_checkpoint=False"
-            )
+        if int(state[ZERO_STAGE]) // 3 != self.is_stage_3 or not isinstance(base, dict):
+            raise refusal(file, f"the state must be of ZeRO {stage} with zero_optimization.elastic_checkpoint=False")
         flats = state[SINGLE_PARTITION_OF_FP32_GROUPS]
-        for group, (param_group, flat) in enumerate(zip(base["param_groups"], flats, strict=True)):
-            of_group = base["state"].get(param_group["params"][0], {})
-            missing = [key for key in ("step", *MOMENTS) if key not in of_group]
+        for buffer, (key, flat) in enumerate(zip(keys_of(base), flats, strict=True)):
+            what = f"{'sub-group' if self.is_stage_3 else 'parameter group'} {buffer}"
+            of_buffer = base["state"].get(key, {})
+            missing = [name for name in ("step", *MOMENTS) if name not in of_buffer]
             if missing:
-                raise _refusal(
-                    file, f"parameter group {group} must have the complete state of AdamW or Adam, got no {missing[0]}"
-                )
+                raise refusal(file, f"{what} must have the complete state of AdamW or Adam, got no {missing[0]}")
             # Master weights are saved without padding.
-            sizes = [of_group[name].numel() for name in MOMENTS]
+            sizes = [of_buffer[name].numel() for name in MOMENTS]
             if min(sizes) < flat.numel() or len(set(sizes)) > 1:
-                raise _refusal(
-                    file, f"parameter group {group} must have moments of {flat.numel()} elements or more, got {sizes}"
-                )
+                raise refusal(file, f"{what} must have moments of {flat.numel()} elements or more, got {sizes}")
+        if self.is_stage_3:
+            self._refuse_other_pieces(file, state)
         ours = state.get(CHECKPOINT_KEY)
         if ours is not None and ours["version"] != VERSION:
-            raise _refusal(
+            raise refusal(
                 file,
                 f"the layout must be {VERSION}, got {ours['version']}: another version of lightning-zenflow wrote the checkpoint; continue"
                 " with that version, or begin anew from its weights (`zero_to_fp32.py` in the checkpoint makes one file of them)",
@@ -204,112 +254,108 @@ class SavedCheckpoint:
         # Copied because it is kept: a mapped tensor would hold the file for as long as the run lasts.
         return {**state, CHECKPOINT_KEY: copy.deepcopy(ours)}
 
-    def state_for(self, rank: int, layouts: Sequence[FlatLayout], *, world_size: int) -> dict[str, Any]:
-        """Optimizer state of one rank of this run, redistributed if the number of ranks or the order of the parameters is another one.
+    def _refuse_other_pieces(self, file: Path, state: Mapping[str, Any]) -> None:
+        """Refuses what DeepSpeed cuts in another way (MiCS, AutoEP), or has elsewhere (NVMe), and files of another save."""
+        count, places = state.get(PARTITION_COUNT), state.get("ds_zero_partition_groups")
+        if count != self.world_size or places is not None:
+            of_ranks = count if places is None else places
+            raise refusal(
+                file, f"each parameter must be cut into a piece for each of {self.world_size} ranks, got {of_ranks}"
+            )
+        sizes = [flat.numel() for flat in state[SINGLE_PARTITION_OF_FP32_GROUPS]]
+        needed = [layout.partition_numel for layout in self._layouts(state)]
+        if sizes != needed:
+            raise refusal(file, f"the sub-groups must have {needed} master weights, got {sizes}")
+
+    def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
+        """Optimizer state of one rank of this run, redistributed if ranks, order of the parameters or stage are others.
+
+        One rank's file is read at a time.
 
         Args:
             rank: rank of this run.
-            layouts: of each parameter group in this run.
+            layouts: of each flat buffer in this run. Under stage 3 a parameter group may have several.
             world_size: number of ranks of this run.
+
+        Returns:
+            The state in the terms of DeepSpeed's stage that has such layouts; stage 3 has padding behind each parameter, here 0.
 
         Raises:
             CheckpointError: see `optimizer_state`.
         """
         own_rank = rank if world_size == self.world_size else 0
-        own = self.optimizer_state(own_rank)
+        state = own = self.optimizer_state(own_rank)
         saved_layouts = self._layouts(own)
-        if world_size == self.world_size and saved_layouts == list(layouts):
-            return own
-        saved = [own if r == own_rank else self.optimizer_state(r) for r in range(self.world_size)]
-        return {**own, **repartition(saved, saved_layouts, layouts, rank)}
+        if world_size != self.world_size or saved_layouts != list(layouts):
+            states = lambda r: own if r == own_rank else self.optimizer_state(r)  # noqa: E731
+            state = {**own, **repartition(own, states, saved_layouts, layouts, rank)}
+        return in_terms_of_stage_3(state, world_size) if isinstance(layouts[0], PieceLayout) else state
 
-    def _layouts(self, state: Mapping[str, Any]) -> list[FlatLayout]:
-        """Layout of each parameter group, in the order that the model's file has."""
-        base, layouts = state[BASE_OPTIMIZER_STATE], []
-        groups = self.model_states[PARAM_SHAPES]
+    def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
+        """Layout of each flat buffer, in the order that the model's file has."""
+        numels = [{name: math.prod(shape) for name, shape in shapes.items()} for shapes in self._shapes]
+        if self.is_stage_3:
+            return [PieceLayout.of(of_buffer, n_ranks=self.world_size) for of_buffer in numels]
+        base = state[BASE_OPTIMIZER_STATE]
+        partitions = [base["state"][key][MOMENTS[0]].numel() for key in keys_of(base)]
         # DeepSpeed has them since it knows `parameter_alignment`.
-        all_paddings = state.get(PARAM_ALIGNMENT_PADDINGS) or [[0] * len(shapes) for shapes in groups]
-        for param_group, shapes, paddings in zip(base["param_groups"], groups, all_paddings, strict=True):
-            moments = base["state"][param_group["params"][0]][MOMENTS[0]]
-            numels = {name: math.prod(shape) for name, shape in shapes.items()}
-            layouts.append(FlatLayout.of(numels, paddings, partition_numel=moments.numel()))
-        return layouts
+        all_paddings = state.get(PARAM_ALIGNMENT_PADDINGS) or [[0] * len(of_group) for of_group in numels]
+        return [
+            FlatLayout.of(of_group, paddings, partition_numel=partition)
+            for of_group, paddings, partition in zip(numels, all_paddings, partitions, strict=True)
+        ]
 
+    def weights_for(self, rank: int, *, world_size: int) -> dict[str, Tensor]:
+        """A rank's pieces of all parameters, trained or frozen, as stage 3 cuts them. One rank's file is read at a time.
 
-def _refusal(path: Path, message: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path}: {message}")
+        Returns:
+            For each name under which a parameter is saved [ceil(numel / world_size)], in the type of the saved model, on the CPU; 0
+            in padding.
 
+        Raises:
+            CheckpointError: a file is missing, damaged, or not what it must be.
+        """
+        module, frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
+        shapes = {name: shape for of_buffer in (*self._shapes, frozen) for name, shape in of_buffer.items()}
 
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Converts every error of a file that torch cannot read.
+        def cut(n_ranks: int, names: Iterable[str]) -> list[PieceLayout]:
+            return [PieceLayout.of({name: math.prod(shapes[name])}, n_ranks=n_ranks) for name in names]
 
-    Raises:
-        CheckpointError: names the file; its cause is the error.
-    """
-    try:
-        yield
-    except (ImportError, AttributeError) as error:
-        raise _refusal(
-            file,
-            f"this file has a Python object that cannot be loaded ({type(error).__name__}: {error}): what defined it when it was saved, as"
-            " the class of a hyperparameter, must be importable under the same name",
-        ) from error
-    except Exception as error:
-        raise _refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error
+        saved = [name for name in shapes if name in module]
+        targets = cut(world_size, saved)
+        pieces = [
+            torch.zeros(target.partition_numel, dtype=module[n].dtype) for n, target in zip(saved, targets, strict=True)
+        ]
+        to = [[piece] for piece in pieces]
+        if self.is_stage_3:
+            masters = lambda r: [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]  # noqa: E731
+            copy_parts(masters, self._layouts({}), targets, rank, to)
+            fragments = lambda r: [[self._read_model(r)[FROZEN_PARAM_FRAGMENTS][name]] for name in frozen]  # noqa: E731
+            copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
+        else:
+            copy_parts(lambda _: [[module[name].reshape(-1)] for name in saved], cut(1, saved), targets, rank, to)
+        return dict(zip(saved, pieces, strict=True))
 
+    def whole_model_states(self, further_names: Mapping[str, str]) -> dict[str, Any]:
+        """Content of the model's file as stage 2 has it: under stage 3 the weights are put together, [shape] in the model's type.
 
-def _verify(file: Path) -> None:
-    """Compares a file written by torch with its checksums; one of torch's former format has none."""
-    with _reading(file):
-        if not zipfile.is_zipfile(file):
-            return
-        with zipfile.ZipFile(file) as archive:
-            for entry in archive.infolist():
-                # 0 where torch was told to compute none.
-                if entry.CRC != 0:
-                    with archive.open(entry) as content:
-                        while content.read(_CHUNK_BYTES):
-                            pass
+        Args:
+            further_names: of parameters that have several, each with the first. DeepSpeed notes those that it finds, but none of a module
+                that has two names in one place.
 
-
-def _read(file: Path) -> Any:
-    # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
-    with _reading(file), WithoutConversion():
-        return torch.load(file, map_location="cpu", weights_only=False, mmap=zipfile.is_zipfile(file))
-
-
-def repartition(
-    saved: Sequence[Mapping[str, Any]], sources: Sequence[FlatLayout], targets: Sequence[FlatLayout], rank: int
-) -> dict[str, Any]:
-    """Redistributes AdamW's state that was saved in another layout.
-
-    Args:
-        saved: states of all ranks that saved, in rank order.
-        sources: layouts of each parameter group there.
-        targets: layouts to redistribute to.
-        rank: rank of the new partition.
-
-    Returns:
-        AdamW's state in DeepSpeed's terms, copied, float32; 0 in padding.
-    """
-    base = saved[0][BASE_OPTIMIZER_STATE]
-    masters, states = [], {}
-    for group, (param_group, source, target) in enumerate(zip(base["param_groups"], sources, targets, strict=True)):
-        key = param_group["params"][0]
-        master, *moments = (torch.zeros(target.partition_numel) for _ in range(1 + len(MOMENTS)))
-        for run in runs(source, target):
-            if run.target_rank == rank:
-                of_rank = saved[run.source_rank]
-                theirs = of_rank[BASE_OPTIMIZER_STATE]["state"][key]
-                parts = (of_rank[SINGLE_PARTITION_OF_FP32_GROUPS][group], *(theirs[name] for name in MOMENTS))
-                for ours, part in zip((master, *moments), parts, strict=True):
-                    ours.narrow(0, run.target_begin, run.numel).copy_(part.narrow(0, run.source_begin, run.numel))
-        masters.append(master)
-        states[key] = {**base["state"][key], **dict(zip(MOMENTS, moments, strict=True))}
-    return {
-        SINGLE_PARTITION_OF_FP32_GROUPS: masters,
-        GROUP_PADDINGS: [0] * len(masters),
-        PARAM_ALIGNMENT_PADDINGS: [[0] * len(target.places) for target in targets],
-        BASE_OPTIMIZER_STATE: {**base, "state": states},
-    }
+        Raises:
+            CheckpointError: see `weights_for`.
+        """
+        # Not mapped, because what callbacks have saved is kept.
+        states = self._read_model(0, mapped=False)
+        if not self.is_stage_3:
+            return states
+        module, firsts = states["module"], {**further_names, **(states.get("shared_params") or {})}
+        frozen = states.get(FROZEN_PARAM_SHAPES) or {}
+        shapes = {name: shape for of_buffer in (*self._shapes, frozen) for name, shape in of_buffer.items()}
+        weights = {name: w.view(tuple(shapes[name])) for name, w in self.weights_for(0, world_size=1).items()}
+        for name in module:
+            module[name] = weights.get(firsts.get(name, name), module[name])
+        if frozen:
+            states[FROZEN_PARAM_FRAGMENTS] = {name: weights[name] for name in frozen if name in weights}
+        return states

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from checkpoint_files import MODEL_FILE, RANK_FILE, change_byte, edit
 from harness import Case, run_here
-from lightning_zenflow.checkpoint.reader import CheckpointError, SavedCheckpoint
+from lightning_zenflow.checkpoint.files import CheckpointError
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.step.run_state import VERSION
 
 
@@ -58,9 +59,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         "the file mp_rank_00_model_states.pt is missing: the checkpoint is incomplete",
     ),
     "no rank": (lambda p: (p / RANK_FILE).unlink(), f"the file of rank 0 of 1 is missing: {RANK_FILE}"),
-    "stage 3": (
+    "stage 2 for stage 3": (
         lambda p: (p / MODEL_FILE).rename(p / "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt"),
-        "the ZeRO stage must be 1 or 2, got 3",
+        "the file must be an optimizer state of ZeRO stage 3",
     ),
     "empty model file": truncate(MODEL_FILE, 0),
     "half a model file": truncate(MODEL_FILE, 0.5),
@@ -98,7 +99,7 @@ def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
     path = shutil.copytree(saved, tmp_path / "a.ckpt")
     damage(path)
     with pytest.raises(CheckpointError, match=rf"^checkpoint {path}.*{message}") as caught:
-        SavedCheckpoint(path).world_size and SavedCheckpoint(path).optimizer_state(0)
+        SavedCheckpoint(path).world_size and SavedCheckpoint(path, bf16=False).optimizer_state(0)
     assert len(str(caught.value)) < 500
 
 

@@ -79,8 +79,9 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
-    loop: Literal["trainer", "fabric", "direct"] = "trainer"
-    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed."""
+    loop: Literal["trainer", "fabric", "direct", "stage 3"] = "trainer"
+    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or
+    `stage3_runs`, Lightning's Trainer with plain DeepSpeed's stage 3, for which `stock` must be set."""
     stock: bool = False
     """Whether DeepSpeed's own ZeRO offload trains."""
     stage: Literal[2, 3] = 2
@@ -331,7 +332,9 @@ def run_case(
     """
     if case.loop != "trainer":
         # Which import this module.
-        loop = importlib.import_module({"fabric": "fabric_runs", "direct": "direct_step"}[case.loop])
+        loop = importlib.import_module(
+            {"fabric": "fabric_runs", "direct": "direct_step", "stage 3": "stage3_runs"}[case.loop]
+        )
         return loop.run_case(case, devices=devices)
     run = Run()
     model = case.make_model()

@@ -1,0 +1,70 @@
+"""Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
+
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_zenflow.engine.saved_float32 import WithoutConversion
+
+_CHUNK_BYTES = 2**20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
+
+
+def refusal(path: Path, message: str) -> CheckpointError:
+    """The error of a checkpoint or one of its files."""
+    return CheckpointError(f"checkpoint {path}: {message}")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Converts every error of a file that torch cannot read.
+
+    Raises:
+        CheckpointError: names the file; its cause is the error.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise refusal(
+            file,
+            f"this file has a Python object that cannot be loaded ({type(error).__name__}: {error}): what defined it when it was saved, as"
+            " the class of a hyperparameter, must be importable under the same name",
+        ) from error
+    except Exception as error:
+        raise refusal(file, f"this file is truncated or damaged ({type(error).__name__}: {error})") from error
+
+
+def verify(file: Path) -> None:
+    """Compares a file written by torch with its checksums; one of torch's former format has none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with _reading(file):
+        if not zipfile.is_zipfile(file):
+            return
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.infolist():
+                # 0 where torch was told to compute none.
+                if entry.CRC != 0:
+                    with archive.open(entry) as content:
+                        while content.read(_CHUNK_BYTES):
+                            pass
+
+
+def read(file: Path, *, mapped: bool = True) -> Any:
+    """Content of a file written by torch; large tensors are memory-mapped, or not.
+
+    Raises:
+        CheckpointError: see `verify`.
+    """
+    # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
+    with _reading(file), WithoutConversion():
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=mapped and zipfile.is_zipfile(file))

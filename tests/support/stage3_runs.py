@@ -1,0 +1,134 @@
+"""Runs cases of `harness` under plain `DeepSpeedStrategy(stage=3)` on the CPU; DeepSpeed's own functions give the exact state."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from harness import After, Case, Run, make_trainer, snapshot, untrained
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.engine.environment import RankEnvironment
+from lightning_zenflow.zero.flat_layout import PieceLayout
+from models import TestModule, generator
+
+INITIAL_SCALE_POWER = 7
+"""Of fp16's loss scale, in two's; not the default."""
+
+
+class PiecesNet(TestModule):
+    """Sizes that no number of ranks divides, tied weights, a module with two names, buffers, frozen parameters."""
+
+    lr = 3e-3
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = nn.Embedding(19, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.same = self.norm
+        self.frozen = nn.Linear(5, 7).requires_grad_(False)
+        self.back = nn.Linear(7, 5)
+        self.head = nn.Linear(5, 19)
+        self.head.weight = self.embedding.weight
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator(11, i)))
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        # The same data on every rank: then the gradient's mean does not depend on how many there are.
+        tokens = torch.randint(19, (24,), generator=generator(12, step, micro)).to(self.device)
+        x = self.norm(self.embedding(tokens))
+        logits = self.head(self.back(torch.tanh(self.frozen(x))))
+        return functional.cross_entropy(logits.float(), tokens.roll(1))
+
+
+class PlainStage3(RankEnvironment, DeepSpeedStrategy):
+    """Plain DeepSpeed on the CPU, with any optimizer."""
+
+    deepspeed_strategy = DeepSpeedStrategy
+
+    def __init__(self, zero: dict[str, Any], *, fp16: bool) -> None:
+        config: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        if fp16:
+            config["fp16"] = {"enabled": True, "initial_scale_power": INITIAL_SCALE_POWER}
+        super().__init__(config={**config, "zero_optimization": {"stage": 3, **zero}})
+
+
+class ReadingStage3(PlainStage3):
+    """Takes the optimizer's state from what `SavedCheckpoint` reads, in DeepSpeed's own way to load it."""
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        engine, optimizer, n_ranks = self.deepspeed_engine, self.deepspeed_engine.optimizer, self.world_size
+        saved = SavedCheckpoint(Path(checkpoint_path), bf16=engine.bfloat16_enabled())
+        layouts = [
+            PieceLayout.of({engine.param_names[p]: p.ds_numel for p in group}, n_ranks=n_ranks)
+            for group in optimizer.fp16_groups
+        ]
+        state = saved.state_for(self.global_rank, layouts, world_size=n_ranks)
+        optimizer.checkpoint_event_prologue()
+        optimizer.load_state_dict([state] * n_ranks)
+        pieces = saved.weights_for(self.global_rank, world_size=n_ranks)
+        for name, p in engine.module.named_parameters():
+            if not p.requires_grad:
+                p.ds_tensor.copy_(pieces[name])
+            # Of the trained ones, DeepSpeed has made these from the master weights.
+            assert torch.equal(p.ds_tensor, pieces[name]), name
+        optimizer.checkpoint_event_epilogue()
+        states = saved.whole_model_states({})
+        self.lightning_module.load_state_dict(
+            {name: states["module"][name] for name in states["buffer_names"]}, strict=False
+        )
+        return states
+
+
+def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
+    """Runs one rank of a case; `Case.strategy_options` are keys of "zero_optimization", with "reads" for `ReadingStage3`."""
+    run, model = Run(), case.make_model()
+    parameters = [p for group in model.parameter_groups() for p in group]
+
+    def collect(trainer: pl.Trainer) -> None:
+        optimizer = trainer.strategy.deepspeed_engine.optimizer
+        run.factors = [1 / optimizer.loss_scale]
+        run.counts = [float(state["step"]) for state in optimizer.optimizer.state.values()]
+        run.master = [safe_get_full_fp32_param(p).clone() for p in parameters]
+        run.exp_avg, run.exp_avg_sq = (
+            [safe_get_full_optimizer_state(p, name).clone() for p in parameters] for name in ("exp_avg", "exp_avg_sq")
+        )
+        run.weights, run.untrained = snapshot(model), untrained(model)
+
+    zero = {key: value for key, value in case.strategy_options.items() if key != "reads"}
+    strategy = (ReadingStage3 if case.strategy_options.get("reads") else PlainStage3)(
+        zero, fp16=case.dtype == torch.float16
+    )
+    trainer = make_trainer(
+        strategy,
+        devices=devices,
+        max_steps=case.steps,
+        accumulate_grad_batches=case.accumulate,
+        gradient_clip_val=case.max_norm,
+        precision=case.precision,
+        callbacks=[
+            Collect(collect),
+            After([case.save_at] if case.save_at else [], lambda trainer: trainer.save_checkpoint(case.checkpoint)),
+        ],
+    )
+    trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
+    return run, []
+
+
+class Collect(pl.Callback):
+    """Collects while the engine is there, also where no step is left to do."""
+
+    def __init__(self, collect: Any) -> None:
+        self._collect = collect
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._collect(trainer)
