@@ -2,7 +2,6 @@
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -213,11 +212,11 @@ class WatchedWorker:
         self._device, self._order, self._watch = device, device.order, watch
         self._arena: Arena | None = None
         self._blocks: Sequence[Any] = ()
-        self._submitted: deque[Clock] = deque()
+        self._submitted: list[tuple[Submission, Clock]] = []
 
     def install(self, stack: ExitStack) -> None:
         """Sees arenas, submissions and answers until the stack ends."""
-        init, enqueue, receive = Arena.__init__, SupervisedWorker.enqueue, SupervisedWorker._receive_oldest
+        init, enqueue, receive = Arena.__init__, SupervisedWorker.enqueue, SupervisedWorker._receive
 
         def new_arena(arena: Arena, partition: Any, *args: Any, **kwargs: Any) -> None:
             init(arena, partition, *args, **kwargs)
@@ -232,18 +231,22 @@ class WatchedWorker:
                 self._order.add_host_memory(row.data_ptr(), row.data_ptr() + row.nbytes)
 
         def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> Submission:
-            self._submitted.append(dict(self._order.clocks[HOST]))
-            return enqueue(worker, message)
+            submission = enqueue(worker, message)
+            self._submitted.append((submission, dict(self._order.clocks[HOST])))
+            return submission
 
         def received(worker: SupervisedWorker) -> None:
-            message = worker._unanswered[0].message
             receive(worker)
-            self._process(message, self._submitted.popleft())
+            # The worker answers in an order of its own.
+            for submission, clock in [*self._submitted]:
+                if submission.is_answered:
+                    self._submitted.remove((submission, clock))
+                    self._process(submission.message, clock)
 
         stack.enter_context(patch.object(Arena, "__init__", new_arena))
         stack.enter_context(patch.object(SupervisedWorker, "enqueue", submitted))
         # Private: there the trainer learns of an answer, whichever method it called.
-        stack.enter_context(patch.object(SupervisedWorker, "_receive_oldest", received))
+        stack.enter_context(patch.object(SupervisedWorker, "_receive", received))
 
     def _process(self, message: JobMessage | Request, at_submission: Clock) -> None:
         assert self._arena is not None

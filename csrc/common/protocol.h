@@ -70,11 +70,15 @@
 // Messages. Neither end blocks in sending while the other one does: the trainer reads answers where its socket is full, and the
 // worker keeps answers that do not fit until the trainer reads.
 //
+// Order. Jobs of one block are done in the order of their submission, and a request after all jobs before it. Beyond that the
+// worker takes the oldest job and waits for its words; or, with `newest_first`, the newest whose words have arrived. Layers
+// whose gradients come last in backward are needed first in the next forward pass, so the newest job is the most urgent.
+//
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
-// in order, the jobs whose Done it has not received. Jobs are idempotent: those up to `completed_job` are acknowledged without
-// being applied again, the one between that and `begun_job` continues from the undo log (tile_journal.h, journal.h), and later
-// ones have not changed anything. Program order suffices for this: a killed thread has executed a prefix of its instructions, and
-// the memory outlives the process.
+// in order, the jobs whose Done it has not received. Jobs are idempotent: those that `block_jobs` has are acknowledged without
+// being applied again; `begun_job`, where it is not `completed_job`, comes first and continues from the undo log
+// (tile_journal.h, journal.h); all others have not changed anything. Program order suffices for this: a killed thread has
+// executed a prefix of its instructions, and the memory outlives the process.
 #pragma once
 
 #include <cstddef>
@@ -83,7 +87,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 10;
+constexpr uint64_t kVersion = 11;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -109,6 +113,8 @@ struct ArenaHeader {
     uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
     uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
     uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32 or bfloat16
+    uint32_t newest_first;       // 0 or 1: which of the jobs that wait comes first, see Order
+    uint32_t reserved;
 
     uint64_t ranges_offset;        // Range[n_ranges], ascending, disjoint
     uint64_t blocks_offset;        // Block[n_blocks], ascending, disjoint
@@ -121,6 +127,7 @@ struct ArenaHeader {
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]
     uint64_t block_words_offset;   // StepWord[n_blocks], of tentative steps
+    uint64_t block_jobs_offset;    // int64_t[n_blocks], written by the worker: the last job of the block that is complete, or 0
 
     // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their factor
     // was finite). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It then also resets
@@ -128,7 +135,7 @@ struct ArenaHeader {
     // repeated because its backward pass was interrupted needs the same for the words of its blocks.
     int64_t resolved_step;
 
-    // The last job that was begun and the last that is complete, 0 before the first. They differ while a job is in progress.
+    // The job that was begun last and the one that was completed last, 0 before the first. They differ while one is in progress.
     int64_t begun_job;
     int64_t completed_job;
     uint64_t n_shares;  // of `begun_job`: the journal's first entries
@@ -192,11 +199,11 @@ enum class MessageType : uint32_t {
     kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
     kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
     kReady = 3,   // worker -> trainer: Ready, once, before any other message
-    kDone = 4,    // worker -> trainer: Done; one per job, in order of submission
+    kDone = 4,    // worker -> trainer: Done; one per job, in the order in which they are done
     kError = 5,   // worker -> trainer: MessageHeader, then UTF-8 text without terminator; the worker then exits with status 1
     kExport = 6,  // trainer -> worker: Export
     kTouch = 7,   // trainer -> worker: Touch
-    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Export and Touch, in order among the Done messages
+    kAcknowledged = 8,  // worker -> trainer: Acknowledged; one per Export and Touch, behind the Done messages of all jobs before
 };
 
 struct MessageHeader {
@@ -229,7 +236,7 @@ struct Done {
     uint32_t type;
     uint32_t block;
     int64_t job_id;
-    int64_t start_ns;  // receipt of the job: CLOCK_MONOTONIC, which the trainer reads as well
+    int64_t start_ns;  // receipt of the job, or the end of the one before: CLOCK_MONOTONIC, which the trainer reads as well
     int64_t wait_ns;   // from then until the job's word arrived
     int64_t busy_ns;   // computation after that; this and wait_ns are 0 if the job was complete before
 };

@@ -49,7 +49,13 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     // False for NaN.
     require(job.prediction_steps >= 0.0f && job.prediction_steps <= kMaxPredictionSteps,
             "job: prediction_steps must be from 0 to ", kMaxPredictionSteps, ", got ", job.prediction_steps);
-    journal_.check(job);
+    require(job.job_id >= 1, "job: job_id must be at least 1, got ", job.job_id);
+}
+
+bool BlockReplay::acknowledge(const UpdateJob& job) {
+    const bool is_complete = journal_.is_complete(job);
+    if (is_complete) journal_.finish(job);
+    return is_complete;
 }
 
 void BlockReplay::touch_states() {
@@ -65,7 +71,7 @@ void BlockReplay::touch_states() {
 
 void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     collect_coefficients(job, slots);
-    if (!journal_.is_in_progress(job)) journal_.begin(job, shares(job.block));
+    if (journal_.job_in_progress() == 0) journal_.begin(job, shares(job.block));
     const size_t n_shares = journal_.n_shares();
     gradients_.resize(n_shares * slots_.size());
     run_in_parallel([&](int thread, int n_threads) {

@@ -18,16 +18,23 @@ class BlockReplay {
   public:
     BlockReplay(const Arena& arena, const StepRecords& records);
 
-    // Throws Error if `job` names a block, slot or publish buffer that the arena does not have, or cannot follow the jobs before
-    // it. `slots` holds one slot index for each of its steps.
+    // Throws Error if `job` names a block, slot or publish buffer that the arena does not have. `slots` holds one slot index for
+    // each of its steps.
     void check(const UpdateJob& job, const uint32_t* slots) const;
+
+    // Throws Error if a checked job cannot be the next.
+    void check_journal(const UpdateJob& job) const { journal_.check(job); }
 
     // Allocates the memory of all blocks' master weights and moments on the NUMA nodes of the threads that will update them,
     // given the current number of threads. Changes no values.
     void touch_states();
 
-    // Whether a checked job has been completed, by this worker or by one that was killed before it could acknowledge it.
-    bool is_complete(const UpdateJob& job) const { return journal_.is_complete(job); }
+    // Whether a checked job has been completed, by this worker or by one that was killed before it could acknowledge it; it then
+    // needs no replay.
+    bool acknowledge(const UpdateJob& job);
+
+    // See Journal.
+    int64_t job_in_progress() const { return journal_.job_in_progress(); }
 
     // Executes a checked, incomplete job whose steps are resolved, or the rest of it. All writes of the threads happen before the
     // return. Elements in no range are left alone, in master and moments as well as in the publish buffer.

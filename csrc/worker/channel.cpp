@@ -40,6 +40,12 @@ std::optional<Channel::Message> Channel::receive() {
     return message;
 }
 
+bool Channel::has_message() {
+    if (!send_kept()) return true;
+    pollfd state{fd_, POLLIN, 0};
+    return poll(&state, 1, 0) > 0;
+}
+
 bool Channel::send_bytes(std::string message) {
     kept_.push_back(std::move(message));
     return send_kept();

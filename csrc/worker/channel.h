@@ -35,6 +35,9 @@ class Channel {
     // the socket fails.
     std::optional<Message> receive();
 
+    // Whether `receive` would return at once. Sends what is kept, as far as there is room.
+    bool has_message();
+
     // Sends a structure. Returns false if the trainer is gone. Throws Error if the socket fails.
     template <typename T>
     bool send(const T& message) {

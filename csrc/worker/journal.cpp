@@ -6,11 +6,9 @@
 namespace zenflow {
 
 void Journal::check(const UpdateJob& job) const {
-    require(job.job_id >= 1, "job: job_id must be at least 1, got ", job.job_id);
-    const int64_t begun = arena_.begun_job(), completed = arena_.completed_job();
-    require(begun <= completed || job.job_id <= completed || job.job_id == begun, "job: job_id must be ", begun,
-            ", the job in progress, got ", job.job_id);
-    if (!is_in_progress(job)) return;
+    const int64_t in_progress = job_in_progress();
+    if (in_progress == 0 || is_complete(job)) return;
+    require(job.job_id == in_progress, "job: job_id must be ", in_progress, ", the job in progress, got ", job.job_id);
     const Block& block = arena_.blocks()[job.block];
     require(n_shares() <= max_shares(), "journal: n_shares must be at most n_journal_entries = ", max_shares(), ", got ",
             n_shares());
@@ -22,10 +20,6 @@ void Journal::check(const UpdateJob& job) const {
                 ", got position ", e.position, " in [", e.begin, ", ", e.end, ")");
         previous_end = e.end;
     }
-}
-
-bool Journal::is_in_progress(const UpdateJob& job) const {
-    return job.job_id == arena_.begun_job() && job.job_id > arena_.completed_job();
 }
 
 void Journal::begin(const UpdateJob& job, const std::vector<Share>& shares) {
@@ -44,7 +38,10 @@ void Journal::begin(const UpdateJob& job, const std::vector<Share>& shares) {
 
 void Journal::finish(const UpdateJob& job) {
     compiler_fence();
-    arena_.completed_job() = job.job_id;
+    if (!is_complete(job)) arena_.completed_job_of(job.block) = job.job_id;
+    // A worker that is killed here leaves a job that is complete and in progress: it is finished when it is submitted again.
+    compiler_fence();
+    if (job.job_id == arena_.begun_job()) arena_.completed_job() = job.job_id;
     compiler_fence();
 }
 

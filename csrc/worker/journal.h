@@ -22,14 +22,14 @@ class Journal {
 
     explicit Journal(const Arena& arena) : arena_(arena) {}
 
-    // Throws Error if `job` cannot follow the jobs before it, or if it is in progress and the journal does not fit its block.
+    // Throws Error if another job is in progress, or if this one is and the journal does not fit its block.
     void check(const UpdateJob& job) const;
 
-    // Whether a checked job has been completed, by this worker or an earlier one.
-    bool is_complete(const UpdateJob& job) const { return job.job_id <= arena_.completed_job(); }
+    // Whether the job has been completed, by this worker or an earlier one.
+    bool is_complete(const UpdateJob& job) const { return job.job_id <= arena_.completed_job_of(job.block); }
 
-    // Whether an earlier worker was killed during this job; its shares and entries then say how far it was.
-    bool is_in_progress(const UpdateJob& job) const;
+    // The job during which an earlier worker was killed, or 0; its shares and entries say how far it was.
+    int64_t job_in_progress() const { return arena_.begun_job() == arena_.completed_job() ? 0 : arena_.begun_job(); }
 
     size_t max_shares() const { return arena_.header().n_journal_entries; }
 
@@ -40,7 +40,7 @@ class Journal {
     size_t n_shares() const { return arena_.n_shares(); }
     JournalEntry& entry(size_t share) const { return arena_.journal_entry(share); }
 
-    // Marks the job in progress as complete.
+    // Marks the job in progress as complete; does nothing to one that is.
     void finish(const UpdateJob& job);
 
   private:

@@ -27,10 +27,11 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, n_ranges), FIELD(ArenaHeader, n_blocks), FIELD(ArenaHeader, n_param_groups),
     FIELD(ArenaHeader, n_step_records), FIELD(ArenaHeader, n_slots), FIELD(ArenaHeader, n_publish_buffers),
     FIELD(ArenaHeader, slot_numel), FIELD(ArenaHeader, n_journal_entries), FIELD(ArenaHeader, moments_dtype),
+    FIELD(ArenaHeader, newest_first), FIELD(ArenaHeader, reserved),
     FIELD(ArenaHeader, ranges_offset), FIELD(ArenaHeader, blocks_offset), FIELD(ArenaHeader, step_records_offset),
     FIELD(ArenaHeader, step_record_bytes), FIELD(ArenaHeader, master_offset), FIELD(ArenaHeader, exp_avg_offset),
     FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
-    FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, resolved_step),
+    FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, block_jobs_offset), FIELD(ArenaHeader, resolved_step),
     FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
     FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes),
 

@@ -56,27 +56,30 @@ void StepRecords::check(const UpdateJob& job) const {
 }
 
 bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
-    const int64_t end = job.first_step + job.n_committed;
-    if (job.n_committed + job.has_tentative == 0) return true;
-    return resolve_through(end - 1, trainer_gone) &&
-           (job.has_tentative == 0 || wait_for_word(arena_.block_word(job.block), end, trainer_gone).has_value());
+    return resolve_with(job, [&](const StepWord& word, int64_t step) { return wait_for_word(word, step, trainer_gone); });
 }
 
-bool StepRecords::resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const {
-    for (int64_t step = arena_.resolved_step(); step < last_step;) {
+bool StepRecords::resolve_arrived(const UpdateJob& job) const {
+    return resolve_with(job, [&](const StepWord& word, int64_t step) { return arrived(word, step); });
+}
+
+bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
+    if (job.n_committed + job.has_tentative == 0) return true;
+    const int64_t end = job.first_step + job.n_committed;
+    for (int64_t step = arena_.resolved_step(); step < end - 1;) {
         const int64_t count_before = arena_.step_record(step).count;
         require(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max(), "arena: step ", step,
                 "'s count must be at least 0, got ", count_before);
         ++step;
         StepRecord& record = arena_.step_record(step);
-        const std::optional<float> clip = wait_for_word(record.word, step, trainer_gone);
+        const std::optional<float> clip = take(record.word, step);
         if (!clip) return false;
         record.count = count_before + (std::isfinite(*clip) ? 1 : 0);
         // Makes the step resolved: no earlier store may come after this one. A worker that restarts before it counts the step
         // again, from the same count.
         __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
-    return true;
+    return job.has_tentative == 0 || take(arena_.block_word(job.block), end).has_value();
 }
 
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {

@@ -30,6 +30,9 @@ class StepRecords {
     // time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
 
+    // As `resolve`, of what has arrived. Returns whether that is all; never waits.
+    bool resolve_arrived(const UpdateJob& job) const;
+
     struct Step {
         bool applied;  // false: the factor is not finite and the step is left out
         float clip;
@@ -42,7 +45,9 @@ class StepRecords {
     Step tentative_step(const UpdateJob& job) const;
 
   private:
-    bool resolve_through(int64_t last_step, const std::function<bool()>& trainer_gone) const;
+    // `take` returns the factor of a step's word, or nothing, which ends the loop.
+    using Take = std::function<std::optional<float>(const StepWord& word, int64_t step)>;
+    bool resolve_with(const UpdateJob& job, const Take& take) const;
     // The word's factor once the whole word has arrived; nothing if the trainer is gone, or if it has not arrived yet.
     std::optional<float> wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
     std::optional<float> arrived(const StepWord& word, int64_t step) const;

@@ -1,5 +1,6 @@
-// The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs in order
-// and exits on request or when the trainer is gone. protocol.h holds the contract.
+// The worker process: one per rank, started by the trainer with two inherited file descriptors. It executes update jobs and
+// exits on request or when the trainer is gone. protocol.h holds the contract.
+#include <algorithm>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -15,6 +16,7 @@
 #include "worker/block_replay.h"
 #include "worker/channel.h"
 #include "worker/cores.h"
+#include "worker/inbox.h"
 #include "worker/privileges.h"
 #include "worker/requests.h"
 #include "worker/step_records.h"
@@ -44,12 +46,6 @@ struct Options {
     std::vector<int> cores;
     std::chrono::milliseconds word_timeout{600000};
 };
-
-// CLOCK_MONOTONIC in nanoseconds, comparable with the trainer's `time.perf_counter_ns`.
-int64_t now_ns() {
-    const auto since_start = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
-}
 
 int64_t parse_number(std::string_view option, std::string_view text, int64_t smallest) {
     int64_t value = -1;
@@ -110,25 +106,17 @@ BenchOptions parse_bench_options(const std::vector<std::string_view>& arguments)
     return options;
 }
 
-// Executes the job in a message and acknowledges it. Returns false if the trainer is gone.
-bool serve_job(const Channel::Message& message, const StepRecords& records, BlockReplay& replay, Channel& channel) {
-    const int64_t received_ns = now_ns();
-    require(message.size >= sizeof(UpdateJob), "job: the message must have at least ", sizeof(UpdateJob), " bytes, got ",
-            message.size);
-    UpdateJob job;
-    std::memcpy(&job, message.data, sizeof(job));
-    const uint64_t expected_size = sizeof(job) + (uint64_t{job.n_committed} + job.has_tentative) * sizeof(uint32_t);
-    require(message.size == expected_size, "job: the message must have ", expected_size,
-            " bytes with n_committed = ", job.n_committed, " and has_tentative = ", job.has_tentative, ", got ", message.size);
-    const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
-    replay.check(job, slots);
-    records.check(job);
-    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, received_ns, 0, 0};
-    if (replay.is_complete(job)) return channel.send(done);
+// Executes a job and acknowledges it. Returns false if the trainer is gone.
+bool serve_job(const Inbox::Received& message, int64_t start_ns, const StepRecords& records, BlockReplay& replay,
+               Channel& channel) {
+    const UpdateJob& job = message.job;
+    Done done{static_cast<uint32_t>(MessageType::kDone), job.block, job.job_id, start_ns, 0, 0};
+    replay.check_journal(job);
+    if (replay.acknowledge(job)) return channel.send(done);
     if (!records.resolve(job, [&channel] { return channel.trainer_gone(); })) return false;
     const int64_t arrived_ns = now_ns();
-    replay.run(job, slots);
-    done.wait_ns = arrived_ns - received_ns;
+    replay.run(job, message.slots.data());
+    done.wait_ns = arrived_ns - start_ns;
     done.busy_ns = now_ns() - arrived_ns;
     // The socket's lock makes all earlier writes happen before the trainer's receipt of Done.
     return channel.send(done);
@@ -136,14 +124,15 @@ bool serve_job(const Channel::Message& message, const StepRecords& records, Bloc
 
 // Carries out a request by calling `carry_out(request)`, and acknowledges it. Returns false if the trainer is gone.
 template <typename Request, typename CarryOut>
-bool serve_request(const Channel::Message& message, const char* name, Channel& channel, const CarryOut& carry_out) {
-    const int64_t received_ns = now_ns();
-    require(message.size == sizeof(Request), name, ": the message must have ", sizeof(Request), " bytes, got ", message.size);
+bool serve_request(const Inbox::Received& message, const char* name, Channel& channel, const CarryOut& carry_out) {
+    const int64_t start_ns = now_ns();
+    const size_t size = message.bytes.size();
+    require(size == sizeof(Request), name, ": the message must have ", sizeof(Request), " bytes, got ", size);
     Request request;
-    std::memcpy(&request, message.data, sizeof(request));
+    std::memcpy(&request, message.bytes.data(), sizeof(request));
     carry_out(request);
     return channel.send(
-        Acknowledged{static_cast<uint32_t>(MessageType::kAcknowledged), 0, request.request_id, now_ns() - received_ns});
+        Acknowledged{static_cast<uint32_t>(MessageType::kAcknowledged), 0, request.request_id, now_ns() - start_ns});
 }
 
 // Returns when the trainer requests an exit or is gone.
@@ -157,10 +146,12 @@ void serve(const Options& options, Channel& channel) {
 
     if (!channel.send(Ready{static_cast<uint32_t>(MessageType::kReady), static_cast<uint32_t>(options.cores.size()), kVersion}))
         return;
-    while (const auto message = channel.receive()) {
+    Inbox inbox(arena, channel, records, replay, options.word_timeout);
+    int64_t last_end_ns = 0;
+    for (; const auto message = inbox.next(); last_end_ns = now_ns()) {
         switch (static_cast<MessageType>(message->type)) {
             case MessageType::kJob:
-                if (!serve_job(*message, records, replay, channel)) return;
+                if (!serve_job(*message, std::max(message->received_ns, last_end_ns), records, replay, channel)) return;
                 break;
             case MessageType::kExit:
                 return;

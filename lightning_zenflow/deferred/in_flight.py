@@ -78,7 +78,7 @@ class JobsInFlight:
     *publish* of `JobQueue`. It alone changes a job's state.
 
     Args:
-        worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
+        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
         slots: takes back the slots that jobs have committed.
         publisher: copies new weights into the model.
         has_scratch: whether `SCRATCH_BUFFER` is set aside.
@@ -99,7 +99,7 @@ class JobsInFlight:
         self._free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
-        # The same jobs: those without an answer, which are the last ones, and those of each block.
+        # The same jobs: those without an answer, and those of each block.
         self._unanswered: deque[Job] = deque()
         self._of_block: list[deque[Job]] = [deque() for _ in rank.partition.blocks]
         self._job_ids = itertools.count(1)
@@ -206,14 +206,16 @@ class JobsInFlight:
                     job.read -= slices
                     changed.append(job)
         while self._unanswered and self._worker.has_answered(self._unanswered[0].submission):
-            changed.append(self._take_answer())
+            changed.append(self._take_answer(self._unanswered[0]))
+        # The worker may have taken newer ones first.
+        changed += [self._take_answer(job) for job in [*self._unanswered] if job.submission.is_answered]
         for job in changed:
             self._publish_in_backward(job)
 
     def read_answer(self, cause: Cause) -> bool:
         """Waits for the oldest job that has not been answered; in backward. False if the worker has none."""
         if self._unanswered:
-            self._publish_in_backward(self._await(cause))
+            self._publish_in_backward(self._await(self._unanswered[0], cause))
             return True
         return False
 
@@ -234,7 +236,7 @@ class JobsInFlight:
         job = self._jobs[0]
         if job.state is JobState.SUBMITTED:
             self.n_late += job.has_tentative and not self._worker.has_answered(job.submission)
-            self._await(cause)
+            self._await(job, cause)
         copied = None
         if job.buffer is not None:
             self._copy_overwritable(job, job.buffer, EXPOSED_COPIES)
@@ -261,16 +263,16 @@ class JobsInFlight:
             job.read.update(*(slices for _, slices in job.overwritable))
             job.overwritable.clear()
 
-    def _await(self, cause: Cause) -> Job:
-        """Waits for the worker's answer to the oldest job without one."""
+    def _await(self, job: Job, cause: Cause) -> Job:
+        """Waits for the worker's answer."""
         with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(self._unanswered[0].submission)
-        return self._take_answer()
+            self._worker.wait_for(job.submission)
+        return self._take_answer(job)
 
-    def _take_answer(self) -> Job:
-        """Takes the worker's answer to the oldest job without one, and frees slots."""
+    def _take_answer(self, job: Job) -> Job:
+        """Takes the worker's answer, and frees slots."""
         with self._rank.books:
-            job = self._unanswered.popleft()
+            self._unanswered.remove(job)
             job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`).
             if self._of_block[job.block][0] is job:

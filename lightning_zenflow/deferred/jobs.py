@@ -35,7 +35,7 @@ class JobQueue:
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
-       model's type to the publish buffer; answer *done*. Jobs are processed in the order of their submission.
+       model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
        (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
        in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
@@ -56,7 +56,7 @@ class JobQueue:
     block commits early depends on the order of arrival alone, never on the worker's speed, so runs repeat.
 
     Args:
-        worker: processes the jobs in order, each exactly once (see `SupervisedWorker`).
+        worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
         publisher: copies new weights into the model.
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.

@@ -12,7 +12,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 10
+VERSION: Final = 11
 
 HEADER_BYTES: Final = 4096
 
@@ -40,10 +40,10 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         (c_uint64, "numel"),
         (c_uint32, "n_ranges n_blocks n_param_groups n_step_records n_slots n_publish_buffers"),
         (c_uint64, "slot_numel"),
-        (c_uint32, "n_journal_entries moments_dtype"),
+        (c_uint32, "n_journal_entries moments_dtype newest_first reserved"),
         (c_uint64, "ranges_offset blocks_offset step_records_offset step_record_bytes"),
         (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset slots_offset publish_offset"),
-        (c_uint64, "journal_offset block_words_offset"),
+        (c_uint64, "journal_offset block_words_offset block_jobs_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
         (c_uint64, "n_shares export_offset export_bytes"),
     )
@@ -127,7 +127,7 @@ class Ready(ctypes.LittleEndianStructure):
 
 
 class Done(ctypes.LittleEndianStructure):
-    """``zenflow::Done``: one per job, in order of submission."""
+    """``zenflow::Done``: one per job, in the order in which they are done."""
 
     _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id start_ns wait_ns busy_ns"))
 
@@ -155,6 +155,6 @@ class Touch(ctypes.LittleEndianStructure):
 
 
 class Acknowledged(ctypes.LittleEndianStructure):
-    """``zenflow::Acknowledged``: one per request, in order among the ``Done`` messages."""
+    """``zenflow::Acknowledged``: one per request, behind the ``Done`` messages of all jobs before."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))

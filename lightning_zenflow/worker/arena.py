@@ -48,6 +48,8 @@ class ArenaSizes:
     """Element type of both moments: float32 or bfloat16."""
     n_threads: int = 1
     """Of the worker; each has a journal entry."""
+    newest_first: bool = False
+    """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
     export_bytes: int = 0
     """State of device-owned entries on its way to the device (`lightning_zenflow.topk.state_export`)."""
 
@@ -334,6 +336,7 @@ def _layout(
         n_publish_buffers=sizes.n_publish_buffers,
         slot_numel=slot_numel,
         n_journal_entries=sizes.n_threads,
+        newest_first=int(sizes.newest_first),
         export_bytes=sizes.export_bytes,
     )
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -341,6 +344,7 @@ def _layout(
         "blocks": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.Block))),
         "step_records": (torch.uint8, (sizes.n_step_records, record_bytes)),
         "block_words": (torch.uint8, (n_blocks, WORD_BYTES)),
+        "block_jobs": (torch.int64, (n_blocks,)),
         "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(protocol.JournalEntry))),
         "master": (torch.float32, (numel,)),
         "exp_avg": (moments, (numel,)),

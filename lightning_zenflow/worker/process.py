@@ -74,9 +74,9 @@ class JobMessage:
 Request = protocol.Export | protocol.Touch
 """Requests to the worker beside jobs; executed in order with them, and idempotent."""
 
-_Answer = protocol.Ready | protocol.Done | protocol.Acknowledged
+Answer = protocol.Ready | protocol.Done | protocol.Acknowledged
 
-_ANSWERS: dict[int, type[_Answer]] = {
+_ANSWERS: dict[int, type[Answer]] = {
     protocol.MessageType.READY: protocol.Ready,
     protocol.MessageType.DONE: protocol.Done,
     protocol.MessageType.ACKNOWLEDGED: protocol.Acknowledged,
@@ -173,8 +173,8 @@ class Worker:
         """
         self._send(bytes(message))
 
-    def wait(self) -> _Answer:
-        """Waits for the answer to the oldest unanswered message.
+    def wait(self) -> Answer:
+        """Waits for the next answer.
 
         Raises:
             WorkerKilled: a signal ended the worker.
@@ -198,7 +198,7 @@ class Worker:
         return _ANSWERS[kind].from_buffer_copy(message)
 
     def has_answered(self) -> bool:
-        """Whether a wait for the oldest unacknowledged message would return or raise immediately."""
+        """Whether `wait` would return or raise immediately."""
         return bool(self._inbox or self._answers.poll(0))
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 
-from lightning_zenflow.native.protocol import Export, MessageType, Touch
+from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
 from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
-from lightning_zenflow.worker.process import JobMessage, Request, Worker, WorkerError, WorkerKilled
+from lightning_zenflow.worker.process import Answer, JobMessage, Request, Worker, WorkerError, WorkerKilled
 from lightning_zenflow.worker.rank_state import UnderWay
 
 _log = logging.getLogger(__name__)
@@ -39,10 +39,10 @@ class SupervisedWorker:
     1. *reap*: wait until the kernel has ended all threads of the dead process, so that none of them writes any more.
     2. *restart*: start a new worker on the same arena.
     3. *resubmit*: submit all jobs and requests without an answer again, unchanged and in order.
-    4. *continue*, in the worker: jobs are idempotent. Those up to the header's `completed_job` are acknowledged without being applied
-       again. The one that was in progress continues from the undo log: each thread's journal entry (``csrc/worker/journal.h``) tells how
-       far it was, and a tile whose last update may be incomplete is updated again from its saved copy
-       (``csrc/replay/tile_journal.h``). Later jobs have not changed anything.
+    4. *continue*, in the worker: jobs are idempotent. Those up to a block's last completed job are acknowledged without being applied
+       again. The one that was in progress comes first and continues from the undo log: each thread's journal entry
+       (``csrc/worker/journal.h``) tells how far it was, and a tile whose last update may be incomplete is updated again from its saved
+       copy (``csrc/replay/tile_journal.h``). All others have not changed anything.
 
     Every update is therefore applied exactly once, and the run has the same bits whenever the worker dies: at its start, while it waits,
     within a tile, between master and published weights, before or after its answer, or again during recovery.
@@ -124,13 +124,13 @@ class SupervisedWorker:
         """
         self.send()
         while not submission.is_answered:
-            self._carry_out(self._receive_oldest, None)
+            self._carry_out(self._receive, None)
 
     def has_answered(self, submission: Submission) -> bool:
-        """Whether `wait_for` would return immediately; reads the answers that are there."""
+        """Whether `wait_for` would return immediately; reads the answers that are there, until this one."""
         self.send()
         while not submission.is_answered and self._worker.has_answered():
-            self._carry_out(self._receive_oldest, "restart")
+            self._carry_out(self._receive, "restart")
         return submission.is_answered
 
     def restart(self) -> None:
@@ -152,7 +152,7 @@ class SupervisedWorker:
         """Exchanges one message with the worker, across restarts.
 
         Args:
-            exchange: `_send_next` or `_receive_oldest`.
+            exchange: `_send_next` or `_receive`.
             cause: of the wait for a restart; None: the caller measures it.
         """
         if self._failure is not None:
@@ -176,18 +176,16 @@ class SupervisedWorker:
             self._worker.submit(self._unanswered[self._n_sent].message)
             self._n_sent += 1
 
-    def _receive_oldest(self) -> None:
-        submission = self._unanswered[0]
-        message, answer = submission.message, self._worker.wait()
-        if isinstance(message, JobMessage):
+    def _receive(self) -> None:
+        answer = self._worker.wait()
+        submission = next(s for s in self._unanswered if _answers(answer, s.message))
+        if isinstance(answer, Done):
             times = {"start_ns": answer.start_ns, "wait_ns": answer.wait_ns, "busy_ns": answer.busy_ns}
             submission.completion = Completion(job_id=answer.job_id, **times)
-            assert answer.job_id == message.job_id, "the worker answers in order of submission"
         else:
-            assert answer.request_id == message.request_id, "the worker answers in order of submission"
             self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
-        self._unanswered.popleft()
+        self._unanswered.remove(submission)
         self._n_sent -= 1
 
     def _replace(self, death: WorkerKilled | None) -> None:
@@ -236,3 +234,9 @@ class SupervisedWorker:
         self._restart_times.append(now)
         self._stalls.worker_restarts += 1
         _log.warning("%s%s; a new worker continues, nothing is lost", death, because)
+
+
+def _answers(answer: Answer, message: JobMessage | Request) -> bool:
+    if isinstance(answer, Done):
+        return isinstance(message, JobMessage) and answer.job_id == message.job_id
+    return not isinstance(message, JobMessage) and answer.request_id == message.request_id

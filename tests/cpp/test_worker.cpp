@@ -195,6 +195,35 @@ TEST(worker, continues_the_jobs_of_killed_workers) {
     CHECK_EQ(training.arena().record(2).count, 2);
 }
 
+// Jobs of one block in order, and a request behind all jobs before it; beyond that the newest whose word has arrived.
+TEST(worker, takes_the_newest_job_first) {
+    ArenaSpec spec;
+    spec.numel = 192;
+    spec.ranges = {{0, 192, 0, 0}};
+    spec.blocks = {{0, 64}, {64, 128}, {128, 192}};
+    spec.n_slots = 6;
+    TrainerArena arena(spec);
+    arena.header().newest_first = 1;
+    WorkerProcess worker(arena, first_core());
+    worker.receive_ready();
+    arena.write_word(1, 1.0f);
+    arena.write_block_word(1, 2, 1.0f);
+    const UpdateJob jobs[] = {job_of(0, 1, 1, 1), job_of(0, 2, 1, 0), tentative(job_of(1, 3, 1, 2)),
+                              tentative(job_of(2, 4, 1, 2))};
+    worker.signal(SIGSTOP);
+    for (const UpdateJob& job : jobs)
+        worker.submit(job, job.block == 0 ? std::vector<uint32_t>(job.n_committed) : std::vector<uint32_t>{1, 2});
+    const Touch touch{static_cast<uint32_t>(MessageType::kTouch), 0, 1, arena.header().export_offset, 1, 1};
+    worker.send(&touch, sizeof(touch));
+    worker.submit(job_of(0, 5, 1, 0), {});
+    worker.signal(SIGCONT);
+    for (const int64_t job_id : {3, 1, 2}) CHECK_EQ(worker.receive_done().job_id, job_id);
+    arena.write_block_word(2, 2, 1.0f);
+    CHECK_EQ(worker.receive_done().job_id, 4);
+    CHECK_EQ(worker.receive_acknowledged().request_id, 1);
+    CHECK_EQ(worker.receive_done().job_id, 5);
+}
+
 // While it starts, while it is idle, and while it waits for the second job's word, which never arrives.
 TEST(worker, exits_when_the_trainer_dies) {
     for (int when = 0; when < 3; ++when) {
@@ -255,6 +284,7 @@ TEST(worker, reports_invalid_messages) {
         {[](TrainerArena& arena) {
              arena.header().begun_job = 5;
              arena.header().completed_job = 4;
+             arena.completed_job_of(0) = 4;
          },
          [](WorkerProcess& worker) {
              worker.submit(job_of(0, 4, 0, 0), {});

@@ -59,6 +59,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.weight_dtype));
     header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
     header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
+    header.block_jobs_offset = reserve(spec.blocks.size() * sizeof(int64_t));
     header.export_offset = reserve(spec.export_bytes);
     header.export_bytes = spec.export_bytes;
     header.total_bytes = end;

@@ -48,6 +48,7 @@ class TrainerArena {
     Hyperparameters& hyperparameters(int64_t step, uint32_t param_group);
     Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group);
     std::byte* export_section() { return memory_ + header().export_offset; }
+    int64_t& completed_job_of(uint32_t block) { return at<int64_t>(header().block_jobs_offset)[block]; }
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
     void set_state(const State& state);

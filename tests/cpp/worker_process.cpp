@@ -118,6 +118,8 @@ Ready WorkerProcess::receive_ready() { return message_as<Ready>(receive(), Messa
 
 Done WorkerProcess::receive_done() { return message_as<Done>(receive(), MessageType::kDone); }
 
+Acknowledged WorkerProcess::receive_acknowledged() { return message_as<Acknowledged>(receive(), MessageType::kAcknowledged); }
+
 std::string WorkerProcess::receive_error() {
     const std::string message = receive();
     message_as<MessageHeader>(message, MessageType::kError);

@@ -38,6 +38,7 @@ class WorkerProcess {
     // Wait for the next message, which must be of this type. The text of an unexpected Error message becomes the failure's.
     Ready receive_ready();
     Done receive_done();
+    Acknowledged receive_acknowledged();
     std::string receive_error();
 
     // As the death of the trainer does.

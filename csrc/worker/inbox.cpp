@@ -1,0 +1,97 @@
+#include "worker/inbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "common/error.h"
+
+namespace zenflow {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::steady_clock;
+
+constexpr microseconds kShortestSleep{20};
+constexpr microseconds kLongestSleep{200};
+
+bool is_job(const Inbox::Received& message) { return message.type == static_cast<uint32_t>(MessageType::kJob); }
+
+}  // namespace
+
+int64_t now_ns() {
+    const auto since_start = steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since_start).count();
+}
+
+Inbox::Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
+             std::chrono::milliseconds word_timeout)
+    : arena_(arena), channel_(channel), records_(records), replay_(replay), word_timeout_(word_timeout) {}
+
+std::optional<Inbox::Received> Inbox::next() {
+    const auto deadline = steady_clock::now() + word_timeout_;
+    microseconds sleep = kShortestSleep;
+    while (receive()) {
+        if (const auto index = choose()) {
+            Received message = std::move(waiting_[*index]);
+            waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(*index));
+            return message;
+        }
+        require(steady_clock::now() < deadline, "jobs: no clip coefficient arrived within ", word_timeout_.count(), " ms");
+        std::this_thread::sleep_for(sleep);
+        sleep = std::min(2 * sleep, kLongestSleep);
+    }
+    return std::nullopt;
+}
+
+// Receives what is there, and waits if nothing waits here. Returns false if the trainer is gone.
+bool Inbox::receive() {
+    while (waiting_.empty() || channel_.has_message()) {
+        const auto message = channel_.receive();
+        if (!message) return false;
+        waiting_.push_back(parsed(*message));
+    }
+    return true;
+}
+
+Inbox::Received Inbox::parsed(const Channel::Message& message) const {
+    Received received{message.type, now_ns(), {}, {}, {}};
+    if (!is_job(received)) {
+        received.bytes.assign(reinterpret_cast<const char*>(message.data), message.size);
+        return received;
+    }
+    require(message.size >= sizeof(UpdateJob), "job: the message must have at least ", sizeof(UpdateJob), " bytes, got ",
+            message.size);
+    UpdateJob& job = received.job;
+    std::memcpy(&job, message.data, sizeof(job));
+    const uint64_t n_steps = uint64_t{job.n_committed} + job.has_tentative;
+    const uint64_t expected_size = sizeof(job) + n_steps * sizeof(uint32_t);
+    require(message.size == expected_size, "job: the message must have ", expected_size,
+            " bytes with n_committed = ", job.n_committed, " and has_tentative = ", job.has_tentative, ", got ", message.size);
+    const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
+    received.slots.assign(slots, slots + n_steps);
+    replay_.check(job, received.slots.data());
+    records_.check(job);
+    return received;
+}
+
+// The message that is to be carried out now, if there is one.
+std::optional<size_t> Inbox::choose() {
+    if (!is_job(waiting_.front()) || arena_.header().newest_first == 0) return 0;
+    candidates_.clear();
+    has_earlier_.assign(arena_.blocks().size(), false);
+    for (uint32_t i = 0; i < waiting_.size() && is_job(waiting_[i]); ++i) {
+        const UpdateJob& job = waiting_[i].job;
+        if (job.job_id == replay_.job_in_progress()) return i;
+        if (!has_earlier_[job.block]) candidates_.push_back(i);
+        has_earlier_[job.block] = true;
+    }
+    // What an earlier worker has begun is submitted again, and has to be completed first.
+    if (replay_.job_in_progress() != 0) return std::nullopt;
+    const auto newest = std::find_if(candidates_.rbegin(), candidates_.rend(),
+                                     [this](uint32_t i) { return records_.resolve_arrived(waiting_[i].job); });
+    return newest == candidates_.rend() ? std::nullopt : std::optional<size_t>(*newest);
+}
+
+}  // namespace zenflow

@@ -1,0 +1,57 @@
+// The messages that the worker has received and not carried out, and the choice of the next one.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/protocol.h"
+#include "worker/arena.h"
+#include "worker/block_replay.h"
+#include "worker/channel.h"
+#include "worker/step_records.h"
+
+namespace zenflow {
+
+// CLOCK_MONOTONIC in nanoseconds, comparable with the trainer's `time.perf_counter_ns`.
+int64_t now_ns();
+
+// Not thread-safe; all that it is given must outlive it.
+class Inbox {
+  public:
+    struct Received {
+        uint32_t type;  // MessageType, unchecked
+        int64_t received_ns;
+        std::string bytes;            // the whole message; empty for a job
+        UpdateJob job;                // checked; of a job only, as the next
+        std::vector<uint32_t> slots;  // one for each of its steps
+    };
+
+    // `word_timeout` limits the wait while none of the words that jobs wait for arrives.
+    Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
+          std::chrono::milliseconds word_timeout);
+
+    // Waits for the next message that is to be carried out, in the order that protocol.h describes; of a job the words may be
+    // missing if the oldest comes first. Returns nothing if the trainer is gone. Throws Error if a message is invalid, or the
+    // words do not arrive in time.
+    std::optional<Received> next();
+
+  private:
+    bool receive();
+    Received parsed(const Channel::Message& message) const;
+    std::optional<size_t> choose();
+
+    const Arena& arena_;
+    Channel& channel_;
+    const StepRecords& records_;
+    const BlockReplay& replay_;
+    const std::chrono::milliseconds word_timeout_;
+    std::deque<Received> waiting_;      // in the order of their receipt
+    std::vector<uint32_t> candidates_;  // members so that their memory is reused: jobs whose blocks have no earlier one
+    std::vector<bool> has_earlier_;     // per block
+};
+
+}  // namespace zenflow
