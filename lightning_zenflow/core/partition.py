@@ -8,12 +8,16 @@
   weights that multiply input j. Parameters of fewer than two dimensions have no columns to select.
 * *tile*: a rectangle of rows x columns of one slice that is contiguous in memory: full rows, or a part of a single row.
 * *block*: consecutive tiles that form one update job; all blocks have nearly the same number of elements.
+
+Blocks end between rows where they can. Where the weights are published in place, blocks end at the multiples of a length instead, padding
+included: the new weights of all blocks, one behind the other, are then those of the partition.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 
 def row_length(shape: Sequence[int]) -> int:
@@ -96,7 +100,7 @@ class Block:
     begin: int
     end: int
     tiles: tuple[int, ...]
-    """Indexes into `Partition.tiles`."""
+    """Indexes into `Partition.tiles`; none where the block is padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,8 @@ class Partition:
     """First element of each parameter group."""
     numel: int
     """Length of the state arrays: elements including padding."""
+    block_length: int | None = None
+    """Where block b begins at b times a length: that length, which all blocks have but the last one; otherwise None."""
 
     @property
     def block_numel(self) -> int:
@@ -150,15 +156,34 @@ def group_begins(partition_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(begins)
 
 
-def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int) -> Partition:
+def build_partition(
+    slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, *, multiple: int | None = None
+) -> Partition:
     """Cuts a rank's slices into blocks of nearly equal size.
 
     Args:
         slices: slices of the rank, ascending and disjoint.
         partition_sizes: elements of DeepSpeed's flat partition of each parameter group, including padding.
         n_blocks: number of blocks, >= 1; a partition with fewer elements gets fewer.
+        multiple: makes `Partition.block_length` a multiple of so many elements; None: blocks end between rows where they can.
     """
     begins = group_begins(partition_sizes)
+    numel = begins[-1] + align(partition_sizes[-1]) if begins else 0
+    length = None if multiple is None else max(1, -(-numel // (n_blocks * multiple))) * multiple
+    tiles, blocks = cut_between_rows(slices, n_blocks) if length is None else cut_at_multiples(slices, numel, length)
+    return Partition(
+        slices=tuple(slices),
+        tiles=tuple(tiles),
+        blocks=tuple(blocks),
+        ranges=tuple(merge_ranges(slices)),
+        group_begins=begins,
+        numel=numel,
+        block_length=length,
+    )
+
+
+def cut_between_rows(slices: Sequence[Slice], n_blocks: int) -> tuple[list[Tile], list[Block]]:
+    """Tiles of slices and blocks of tiles, with about as many elements of slices in each block."""
     total = sum(s.numel for s in slices)
     limits = [total * (i + 1) // n_blocks for i in range(n_blocks)]
     tiles: list[Tile] = []
@@ -184,14 +209,25 @@ def build_partition(slices: Sequence[Slice], partition_sizes: Sequence[int], n_b
             tiles.append(tile)
             taken += tile.numel
     close_block()
-    return Partition(
-        slices=tuple(slices),
-        tiles=tuple(tiles),
-        blocks=tuple(blocks),
-        ranges=tuple(merge_ranges(slices)),
-        group_begins=begins,
-        numel=begins[-1] + align(partition_sizes[-1]) if begins else 0,
-    )
+    return tiles, blocks
+
+
+def cut_at_multiples(slices: Sequence[Slice], numel: int, length: int) -> tuple[list[Tile], list[Block]]:
+    """Tiles of slices, and blocks that are cut at the multiples of `length` below `numel`, inside a row if need be."""
+    tiles: list[Tile] = []
+    for index, s in enumerate(slices):
+        cuts = [s.begin, *range((s.begin // length + 1) * length, s.end, length), s.end]
+        for begin, end in pairwise(cuts):
+            part = replace(s, begin=begin, start=s.start + begin - s.begin, numel=end - begin)
+            tiles += tiles_of_slice(index, part)
+    members: list[list[int]] = [[] for _ in range(0, numel, length)]
+    for number, tile in enumerate(tiles):
+        members[tile.begin // length].append(number)
+    blocks = [
+        Block(begin=begin, end=min(begin + length, numel), tiles=tuple(of_block))
+        for begin, of_block in zip(range(0, numel, length), members, strict=True)
+    ]
+    return tiles, blocks
 
 
 def tiles_of_slice(index: int, s: Slice) -> list[Tile]:

@@ -22,7 +22,7 @@ SHAPE = st.one_of(
 MODEL = st.lists(st.lists(SHAPE, min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def check(partition: Partition, n_blocks: int) -> None:
+def check_tiles(partition: Partition) -> None:
     # Tiles cover the slices' elements, each of them once, in order.
     covered = [e for tile in partition.tiles for e in range(tile.begin, tile.end)]
     assert covered == [e for s in partition.slices for e in range(s.begin, s.end)]
@@ -35,21 +35,9 @@ def check(partition: Partition, n_blocks: int) -> None:
         assert tile.first_column + tile.width <= s.columns
         assert tile.rows == 1 or (tile.first_column == 0 and tile.width == s.columns)
 
-    # Blocks hold all tiles, in order, none is empty.
+    # Blocks hold all tiles, in order.
     assert [t for block in partition.blocks for t in block.tiles] == list(range(len(partition.tiles)))
-    assert len(partition.blocks) <= n_blocks
-    for block in partition.blocks:
-        assert (block.begin, block.end) == (partition.tiles[block.tiles[0]].begin, partition.tiles[block.tiles[-1]].end)
-        assert block.end - block.begin <= partition.block_numel
     assert partition.block_numel % ALIGNMENT == 0
-
-    # Cuts are at most one row away from equal shares.
-    total = len(covered)
-    if total >= n_blocks:
-        widest = max(tile.width for tile in partition.tiles)
-        for block in partition.blocks:
-            numel = sum(partition.tiles[t].numel for t in block.tiles)
-            assert abs(numel - total / n_blocks) <= widest + 1, (numel, total / n_blocks)
 
     # Ranges of blocks add up.
     group_of_element = {e: s.param_group for s in partition.slices for e in range(s.begin, s.end)}
@@ -63,6 +51,24 @@ def check(partition: Partition, n_blocks: int) -> None:
     for a, b in zip(partition.ranges, partition.ranges[1:], strict=False):
         assert a.end <= b.begin
         assert a.param_group != b.param_group or a.end < b.begin
+
+
+def check(partition: Partition, n_blocks: int) -> None:
+    check_tiles(partition)
+    # No block is empty.
+    assert partition.block_length is None
+    assert len(partition.blocks) <= n_blocks
+    for block in partition.blocks:
+        assert (block.begin, block.end) == (partition.tiles[block.tiles[0]].begin, partition.tiles[block.tiles[-1]].end)
+        assert block.end - block.begin <= partition.block_numel
+
+    # Cuts are at most one row away from equal shares.
+    total = sum(s.numel for s in partition.slices)
+    if total >= n_blocks:
+        widest = max(tile.width for tile in partition.tiles)
+        for block in partition.blocks:
+            numel = sum(partition.tiles[t].numel for t in block.tiles)
+            assert abs(numel - total / n_blocks) <= widest + 1, (numel, total / n_blocks)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -84,9 +90,32 @@ def test_any_partition(model: list[list[tuple[int, ...]]], ranks: int, n_blocks:
                 assert blocks[s.parameter][first : first + tile.numel] == [number] * tile.numel
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(model=MODEL, ranks=st.integers(1, 4), n_blocks=st.integers(1, 9), multiple=st.sampled_from([1, 2, 5, 64, 1024]))
+def test_blocks_of_one_length(model: list[list[tuple[int, ...]]], ranks: int, n_blocks: int, multiple: int) -> None:
+    """Padding included, so that no element of the partition lies beside the blocks or between them."""
+    groups = [[torch.zeros(shape) for shape in shapes] for shapes in model]
+    for rank in range(ranks):
+        partition = build_partition(*slices_of_rank(groups, rank, ranks), n_blocks, multiple=multiple)
+        check_tiles(partition)
+        length, numel = partition.block_length, partition.numel
+        assert length is not None
+        assert length % multiple == 0
+        # As short as may be.
+        assert (length - multiple) * n_blocks < numel <= length * n_blocks
+        assert [block.begin for block in partition.blocks] == list(range(0, numel, length))
+        assert [block.end for block in partition.blocks] == [
+            min(e, numel) for e in range(length, numel + length, length)
+        ]
+        for block in partition.blocks:
+            tiles = [partition.tiles[t] for t in block.tiles]
+            assert all(block.begin <= tile.begin and tile.end <= block.end for tile in tiles)
+
+
 @pytest.mark.parametrize("sizes", [[], [2], [2, 64]])
 def test_nothing_but_padding(sizes: list[int]) -> None:
     partition = build_partition([], sizes, 4)
     assert partition.blocks == ()
+    check_tiles(build_partition([], sizes, 4, multiple=64))
     assert partition.block_numel == 0
     assert partition.numel % ALIGNMENT == 0
