@@ -175,6 +175,32 @@ class ZenFlowConfig(BaseModel):
         fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag, "tail": "none"}
         return self.model_copy(update=fixed)
 
+    def with_weights_on_host(self) -> Self:
+        """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.
+
+        What is late would need weights on the device, for columns or blocks that it owns and for provisional updates, or a second copy.
+
+        Raises:
+            ValueError: a key is set to something else.
+        """
+        not_late = {
+            "update_interval": 1,
+            "publish_lag": 0,
+            "tail": "none",
+            "topk_ratio": 0,
+            "weight_prediction": 0,
+            "provisional_scale": 0,
+        }
+        for name, value in not_late.items():
+            given = getattr(self, name)
+            if name in self.model_fields_set and given not in (value, "auto"):
+                auto = "" if name == "topk_ratio" else " or 'auto'"
+                raise ValueError(
+                    f"ZenFlowConfig: {name} must be {value!r}{auto} where parameters are in host memory, got {given!r}; leave it out: every"
+                    " step then ends with AdamW's weights, and nothing is approximated"
+                )
+        return self.model_copy(update=not_late)
+
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
         return {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}

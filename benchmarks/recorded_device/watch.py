@@ -227,8 +227,8 @@ class WatchedWorker:
             self._order.add_host_memory(begin, arena.master.data_ptr())
             self._watch.new_words(range(begin, arena.master.data_ptr()))
             self._order.add_host_memory(arena.master.data_ptr(), states_end)
-            for row in (*arena.slots, *arena.publish, arena.export):
-                self._order.add_host_memory(row.data_ptr(), row.data_ptr() + row.nbytes)
+            for part in (*arena.slots, arena.publish, arena.export):
+                self._order.add_host_memory(part.data_ptr(), part.data_ptr() + part.nbytes)
 
         def submitted(worker: SupervisedWorker, message: JobMessage | Request) -> Submission:
             submission = enqueue(worker, message)

@@ -13,9 +13,6 @@ from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
-SCRATCH_BUFFER = 0
-"""Output of jobs whose weights are discarded, where blocks are submitted in backward; no other job uses it."""
-
 
 @dataclass(kw_only=True)
 class Window:
@@ -81,7 +78,7 @@ class JobsInFlight:
         worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
         slots: takes back the slots that jobs have committed.
         publisher: copies new weights into the model.
-        has_scratch: whether `SCRATCH_BUFFER` is set aside.
+        has_scratch: whether `Publisher.scratch` is set aside.
 
     Attributes:
         n_in_backward: published jobs that were submitted in backward, since the start.
@@ -95,7 +92,8 @@ class JobsInFlight:
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
-        self._n_buffers = SCRATCH_BUFFER + 1 if has_scratch else 0
+        self._n_buffers = 0
+        self._scratch = publisher.scratch if has_scratch else None
         self._free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
@@ -118,8 +116,13 @@ class JobsInFlight:
 
     def grow_buffers(self, n_buffers: int) -> None:
         """Allows jobs to use the first `n_buffers` buffers of the arena."""
-        self._free_buffers.update(dict.fromkeys(range(self._n_buffers, n_buffers)))
+        new = (buffer for buffer in range(self._n_buffers, n_buffers) if buffer != self._scratch)
+        self._free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
+
+    def free_buffer(self, block: int) -> int | None:
+        """Of `free_buffers` the one for a block's next job; None: there is none for it."""
+        return self._publisher.buffer_for(block, self._free_buffers)
 
     def sealed(self) -> None:
         """Notes that a sealed word is ordered behind the events of all `free_buffers`."""
@@ -152,7 +155,7 @@ class JobsInFlight:
         Args:
             block: index into `Partition.blocks`.
             window: of the block.
-            buffer: one of `free_buffers`; None: the weights are discarded.
+            buffer: the block's `free_buffer`; None: the weights are discarded.
             due_step: step at whose end the weights are published.
             prediction_steps: steps along the momentum by which they are ahead of the exact weights.
             overwritable: of a job in backward, whose last gradient is tentative: the event from which on no kernel of the step reads or
@@ -165,7 +168,7 @@ class JobsInFlight:
                 block=block,
                 first_step=window.first_step,
                 slots=window.slots,
-                publish_buffer=SCRATCH_BUFFER if buffer is None else buffer,
+                publish_buffer=self._publisher.scratch if buffer is None else buffer,
                 prediction_steps=prediction_steps,
                 has_tentative=has_tentative,
             )

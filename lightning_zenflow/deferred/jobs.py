@@ -32,13 +32,15 @@ class JobQueue:
     4. *submit*: the windows that close at t become jobs. From here until the job is done, its publish buffer and the block's master
        weights and moments belong to the worker, and its slots until the job that commits them is done. With d = 0, a block is submitted
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
-       behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window.
+       behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
+       themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
+       step's last read of them as well.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
        (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
-       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`).
+       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied.
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
     far.
@@ -117,7 +119,7 @@ class JobQueue:
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
         largest = dataclasses.replace(self.staggered, update_interval=self._longest, publish_lag=self._largest_lag)
-        n_slots, n_buffers = largest.n_slots, self.staggered.n_publish_buffers
+        n_slots, n_buffers = largest.n_slots, self._publisher.n_buffers(self.staggered)
         # In mid-run this may take seconds; a start is no stall.
         with self._rank.telemetry.stalls.measure("reserve") if self._slots.n_slots else nullcontext():
             self._rank.arena.reserve(n_slots=n_slots, n_publish_buffers=n_buffers, touch=self._worker.touch)
@@ -197,12 +199,12 @@ class JobQueue:
             factor: 0-D float32 on the device, a prediction; NaN: the published weights do not have the gradient.
             beta1: see `submit_closing`.
         """
-        while not self.in_flight.free_buffers:
+        while (buffer := self.in_flight.free_buffer(block)) is None:
             # Every job that was submitted in this backward pass gives its own back.
             answered = self.in_flight.read_answer("slot")
             assert answered, "as many jobs are in flight as buffers are in use"
         ahead = self._compensation.prediction_steps(self.schedule, beta1)
-        buffer, copied = next(iter(self.in_flight.free_buffers.items()))
+        copied = self.in_flight.free_buffers[buffer]
         self._write_word(self._rank.arena.block_words, block, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
@@ -236,6 +238,7 @@ class JobQueue:
         elif self._open_step is not None:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
+        self._publisher.wait_for_readers()
         for block in range(len(self._windows)):
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
@@ -333,18 +336,18 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self._free_buffer(cause) if is_shown else None
+        buffer = self._free_buffer(block, cause) if is_shown else None
         with self._rank.books:
             self._windows[block] = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
         self._worker.send()
 
-    def _free_buffer(self, cause: Cause) -> int:
-        """A publish buffer that neither a job nor the device uses, for the next job; waits until there is one."""
-        while not self.in_flight.free_buffers:
+    def _free_buffer(self, block: int, cause: Cause) -> int:
+        """A publish buffer that neither a job nor the device uses, for the block's next job; waits until there is one."""
+        while (buffer := self.in_flight.free_buffer(block)) is None:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
             self.in_flight.publish_oldest(cause)
-        buffer, copied = next(iter(self.in_flight.free_buffers.items()))
+        copied = self.in_flight.free_buffers[buffer]
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):
                 copied.synchronize()

@@ -1,13 +1,22 @@
 """Memory of the arena that goes back and forth between the training thread and the worker, and the way of new weights into the model."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, SideStream
-from lightning_zenflow.core.partition import Partition, Range, merge_ranges, ranges_of_block
+from lightning_zenflow.core.partition import (
+    Partition,
+    Range,
+    Slice,
+    build_partition,
+    merge_ranges,
+    ranges_of_block,
+)
+from lightning_zenflow.schedule.staggered import StaggeredSchedule
+from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -102,12 +111,44 @@ class Publisher:
 
     Copies in backward run on a stream of their own, beside the gradient copies (d2h) and the kernels of backward. They are ordered behind
     an event, so a device that runs behind the host makes them in backward, even where the host enqueues them at the end of the step.
+
+    Where the new weights lie, and what follows from it, is decided here: a buffer goes from one block's job to another's. Those of
+    `InPlacePublisher` are the weights.
+
+    Attributes:
+        scratch: buffer of jobs whose weights are discarded, where blocks are submitted in backward; no other job uses it.
     """
 
     def __init__(self, rank: RankState) -> None:
+        self.scratch = 0
         self._rank = rank
         self._copies = SideStream(rank.device)
         self.use(rank.partition)
+
+    @staticmethod
+    def cut(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype) -> Partition:
+        """The partition; arguments as `build_partition`, and the weights' type."""
+        return build_partition(slices, partition_sizes, n_blocks)
+
+    @staticmethod
+    def n_buffers(schedule: StaggeredSchedule) -> int:
+        """Publish buffers in use at most, with the one that is `scratch`."""
+        return schedule.n_publish_buffers
+
+    @staticmethod
+    def place(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
+        """Where the model's weights are from now on, like `weights`; without their values if that is elsewhere (`take_over`)."""
+        return weights
+
+    def take_over(self, weights: Sequence[Tensor]) -> None:
+        """Copies the values to the result of `place`, if it is other memory; once its memory has been reserved."""
+
+    def buffer_for(self, block: int, free: Collection[int]) -> int | None:
+        """Buffer of a block's next job, one of those that are free; None: none of them."""
+        return next(iter(free), None)
+
+    def wait_for_readers(self) -> None:
+        """Waits until the worker may write to free buffers without a word of the device that orders it behind their readers."""
 
     def use(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""

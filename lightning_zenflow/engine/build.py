@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import all_agree, in_common, raise_together, raising_together
-from lightning_zenflow.core.partition import Partition, Slice, build_partition
+from lightning_zenflow.core.partition import Partition, Slice
+from lightning_zenflow.deferred.in_place import InPlacePublisher
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -54,11 +55,21 @@ class ZeroPartition:
     slices: Sequence[Slice]
     """Parts of the model's parameters that lie in the partitions."""
     weights: Sequence[Tensor]
-    """For each flat partition the model's weights, on the device."""
+    """For each flat partition the model's weights."""
+    device: torch.device
+    """Training device, on which the gradients are."""
+    in_place: bool = False
+    """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
+    until the arena is closed."""
     row_lengths: Sequence[int]
     """Columns of each parameter's [out, rest] view."""
     group: dist.ProcessGroup
     """Data-parallel ranks."""
+
+    @property
+    def publisher(self) -> type[Publisher]:
+        """How new weights come into the model."""
+        return InPlacePublisher if self.in_place else Publisher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +109,7 @@ class MemoryPlan:
             n_param_groups=len(self.zero.masters),
             n_step_records=max(s.n_step_records for s in staggered),
             n_slots=max(s.n_slots for s in staggered),
-            n_publish_buffers=max(s.n_publish_buffers for s in staggered),
+            n_publish_buffers=max(map(self.zero.publisher.n_buffers, staggered)),
             dtype=self.zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=self.n_threads,
@@ -118,10 +129,11 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
         WorkerError: the worker could not be started.
         RuntimeError: page-locked memory was refused; or another rank has failed, whose error is in the message.
     """
+    assert config.is_immediate or not zero.in_place, "`with_weights_on_host` comes before"
     # Padding included.
     sizes = [master.numel() for master in zero.masters]
     n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes))
-    partition = build_partition(zero.slices, sizes, n_blocks)
+    partition = zero.publisher.cut(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
     policy = _agree(plan, resources.ranks_on_host)
     # Outermost, so that ranks that have built their parts release them if another one has not.
@@ -170,7 +182,7 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
 def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, undo: ExitStack) -> RankParts:
     """Makes the components, in the order in which one needs another; `undo` releases them."""
     config, zero, cores = plan.config, plan.zero, resources.cores.cores
-    device = zero.weights[0].device
+    device = zero.device
     # For every schedule that the configuration allows: what is not used takes no memory.
     sizes = plan.sizes(plan.candidates, tail=config.allows_tail)
     arena = Arena(plan.partition, sizes, device=device, cores=cores)
@@ -178,7 +190,8 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     rank = RankState(
         partition=plan.partition,
         arena=arena,
-        weights=zero.weights,
+        weights=zero.publisher.place(zero.weights, plan.partition, arena),
+        device=device,
         kernels=kernels_for(device),
         telemetry=Telemetry.create(device),
         d2h=SideStream(device),
@@ -191,7 +204,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     undo.callback(worker.kill)
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
-    slots, publisher = SlotPool(rank), Publisher(rank)
+    slots, publisher = SlotPool(rank), zero.publisher(rank)
     jobs = JobQueue(
         rank,
         worker,
@@ -201,6 +214,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         config.compensation,
         in_backward=config.submits_in_backward,
     )
+    publisher.take_over(zero.weights)
     selector = Selector(
         zero.row_lengths,
         topk_ratio=config.topk_ratio,

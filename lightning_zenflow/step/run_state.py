@@ -7,6 +7,7 @@ Layout 5, of plain numbers, lists and CPU tensors::
         config          keys that change numbers, with their values
         world_size
         slices          [(begin, start, numel, columns)] of `Partition.slices`
+        block_length    of the `Partition`, where its blocks have one length
     step, skipped       steps done, and how many of them were not finite
     trained             [parameter] whether it was trained, not frozen, in the last step
     ownership
@@ -75,6 +76,7 @@ def layout_of(config: ZenFlowConfig, world_size: int, partition: Partition) -> d
         "config": config.numeric_values(),
         "world_size": world_size,
         "slices": [(s.begin, s.start, s.numel, s.columns) for s in partition.slices],
+        **({} if partition.block_length is None else {"block_length": partition.block_length}),
     }
 
 

@@ -27,7 +27,8 @@ from lightning_zenflow.worker.topology import running_on
 
 _log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
+"""Multiple of the sizes of slots, publish buffers and sections."""
 
 _CACHE_LINE_BYTES = 64
 
@@ -198,7 +199,7 @@ class Arena:
                 if reserved_begin <= begin < reserved_end:
                     begin = reserved_end
             # Whole memory pages.
-            end = _round_up(end, _PAGE_BYTES)
+            end = _round_up(end, PAGE_BYTES)
             if begin < end:
                 self._reserved.append((begin, end))
                 if self._runtime.runs_behind and begin != header.master_offset:
@@ -271,7 +272,7 @@ class Arena:
         for entry, r in zip(table, ranges, strict=True):
             entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
 
-    def close(self, *, keep_state: bool) -> None:
+    def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
         """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.
 
         The worker must have ended. Tensors remain readable, since the mapping lives as long as the last of them; freed memory reads as
@@ -279,6 +280,8 @@ class Arena:
 
         Args:
             keep_state: whether to keep master weights and moments; everything behind them is always freed.
+            take_weights: copies weights that the publish buffers hold to memory of their own. It is called once, when the memory of the
+                slots, which are larger, has been freed.
         """
         if self.fd >= 0:
             os.close(self.fd)
@@ -292,12 +295,19 @@ class Arena:
                 except RuntimeError as fault:
                     # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
                     _log.warning("at the end of training the device reports: %s", fault)
-        begin = _round_up(self._header.slots_offset, mmap.PAGESIZE) if keep_state else 0
+            if take_weights is not None:
+                self._free(self._header.slots_offset, self._header.publish_offset // mmap.PAGESIZE * mmap.PAGESIZE)
+                take_weights()
+        self._free(self._header.slots_offset if keep_state else 0, len(self._memory))
+
+    def _free(self, begin: int, end: int) -> None:
+        """Frees the memory pages that begin in [begin, end)."""
+        begin = _round_up(begin, mmap.PAGESIZE)
         # A rank with only padding has no slots.
-        if begin < len(self._memory):
+        if begin < end:
             # Fails if all memory of the process is locked (`mlockall`); it is then freed with the mapping.
             with contextlib.suppress(OSError):
-                self._memory.madvise(mmap.MADV_REMOVE, begin, len(self._memory) - begin)
+                self._memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def _address(self) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -316,7 +326,7 @@ def _layout(
     dtype, moments = sizes.dtype, sizes.moments_dtype
     n_blocks, numel = len(partition.blocks), partition.numel
     # Whole memory pages, so that a slot is never split between reservations: the device copies only within one.
-    slot_numel = _round_up(partition.block_numel, _PAGE_BYTES // dtype.itemsize)
+    slot_numel = _round_up(partition.block_numel, PAGE_BYTES // dtype.itemsize)
     n_sets = 2 * sizes.n_param_groups
     record_bytes = ctypes.sizeof(protocol.StepRecord) + n_sets * ctypes.sizeof(protocol.Hyperparameters)
     record_bytes = _round_up(record_bytes, _CACHE_LINE_BYTES)
@@ -357,7 +367,7 @@ def _layout(
     for name, (kind, shape) in contents.items():
         sections[name] = end, kind, shape
         setattr(header, f"{name}_offset", end)
-        end = _round_up(end + kind.itemsize * math.prod(shape), _PAGE_BYTES)
+        end = _round_up(end + kind.itemsize * math.prod(shape), PAGE_BYTES)
     header.total_bytes = end
     return header, sections
 

@@ -47,8 +47,8 @@ class UnderWay:
 class RankState:
     """The model's weights, the optimizer state and the tools of one data-parallel rank.
 
-    The record itself never changes. Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` belong to the training
-    thread, in the order of the device's streams.
+    The record itself never changes. Ownership of the memory behind `arena` is defined in ``protocol.h``; `weights` on the device belong to
+    the training thread, in the order of the device's streams.
     """
 
     partition: Partition
@@ -56,7 +56,10 @@ class RankState:
     arena: Arena
     """Shared memory: exact state, gradient slots and publish buffers."""
     weights: Sequence[Tensor]
-    """For each parameter group the rank's flat partition of the model's weights, model dtype, on the device."""
+    """For each parameter group the rank's flat partition of the model's weights, model dtype; on the device, or in place: views of
+    `Arena.publish`, which `Arena.close` frees."""
+    device: torch.device
+    """Training device: of gradients and of what is computed from them."""
     kernels: Kernels
     """Passes over gradients and device-owned entries."""
     telemetry: Telemetry
@@ -65,11 +68,6 @@ class RankState:
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
     books: UnderWay = field(default_factory=UnderWay)
     """Entered where records of slots, windows, jobs and publish buffers change together. If a change is cut, the exact state is lost."""
-
-    @property
-    def device(self) -> torch.device:
-        """Training device."""
-        return self.weights[0].device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -69,16 +69,18 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         parameters = parameters_in_order(self)
+        weights = [
+            partitions[dist.get_rank(group=group)].detach()
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
+        ]
         zero = ZeroPartition(
             optimizer=self.optimizer,
             masters=self.single_partition_of_fp32_groups,
             slices=read_slices(self),
-            weights=[
-                partitions[dist.get_rank(group=group)].detach()
-                for partitions, group in zip(
-                    self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
-                )
-            ],
+            weights=weights,
+            device=weights[0].device,
             row_lengths=[row_length(p.shape) for p in parameters],
             group=self.dp_process_group,
         )

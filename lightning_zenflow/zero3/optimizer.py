@@ -62,6 +62,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             masters=self.fp32_partitioned_groups_flat,
             slices=read_slices(self),
             weights=[flat.detach() for flat in self.fp16_partitioned_groups_flat],
+            device=self.fp16_partitioned_groups_flat[0].device,
             row_lengths=[row_length(p.ds_shape) for p in parameters],
             group=self.dp_process_group,
         )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness import Case, Run, flatten, snapshot, untrained
+from harness import Case, Run, flatten, show, snapshot, untrained
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition, build
@@ -33,6 +33,7 @@ class DirectStep:
         optimizer: of the user, with these groups; None: AdamW with fixed hyperparameters.
         loss_scale: factor of the loss.
         max_norm: largest norm of the gradient; 0: no clipping.
+        in_place: whether the weights are in host memory, where the worker writes them.
         **keys: of the configuration.
     """
 
@@ -43,6 +44,7 @@ class DirectStep:
         optimizer: Optimizer | None = None,
         loss_scale: float = 1.0,
         max_norm: float = 0.0,
+        in_place: bool = False,
         **keys: Any,
     ) -> None:
         # Trainings in this process leave a group behind, of one rank as well.
@@ -63,13 +65,19 @@ class DirectStep:
             masters=self.masters,
             slices=slices,
             weights=self.shown,
+            device=self.shown[0].device,
+            in_place=in_place,
             row_lengths=[row_length(w.shape) for w in self.parameters],
             group=dist.group.WORLD,
         )
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})
+        config = config.with_weights_on_host() if in_place else config
         cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
         resources = RankResources(cores=WorkerCores(cores=cores, reason="test", trainer_threads=1), ranks_on_host=1)
         self.parts = build(config, zero, resources)
+        self._groups, self._in_place = groups, in_place
+        if in_place:
+            self._show(self.parts.step.rank.weights)
         self.loss_scale, self.max_norm = loss_scale, max_norm
         freezing = Freezing(self.parts.step.rank.partition, self.parameters)
         self.step = ZenFlowStep(
@@ -127,9 +135,18 @@ class DirectStep:
         assert self.step.load_state_dict(step, int(count)) == ""
 
     def close(self) -> None:
-        """Ends the worker and frees the memory."""
+        """Ends the worker and frees the memory; the weights remain."""
         self.parts.worker.kill()
-        self.parts.step.rank.arena.close(keep_state=False)
+        self.parts.step.rank.arena.close(keep_state=False, take_weights=self._take_weights)
+
+    def _take_weights(self) -> None:
+        if self._in_place:
+            self._show([flat.clone() for flat in self.shown])
+
+    def _show(self, flats: Sequence[Tensor]) -> None:
+        self.shown = list(flats)
+        for flat, group in zip(self.shown, self._groups, strict=True):
+            show(flat, group)
 
 
 @contextmanager

@@ -279,12 +279,17 @@ def flatten(weights: Sequence[Tensor]) -> Tensor:
     """The weights, end to end and padded to an even number; those that are parameters become views of it."""
     flat = torch.cat([w.detach().flatten() for w in weights])
     flat = torch.cat([flat, flat.new_zeros(len(flat) % 2)])
+    show(flat, weights)
+    return flat
+
+
+def show(flat: Tensor, weights: Sequence[Tensor]) -> None:
+    """Makes those of the weights that are parameters views of a flat tensor, end to end."""
     begin = 0
     for w in weights:
         if isinstance(w, nn.Parameter):
             w.data = flat[begin : begin + w.numel()].view(w.shape)
         begin += w.numel()
-    return flat
 
 
 def make_trainer(strategy: Any, **options: Any) -> pl.Trainer:

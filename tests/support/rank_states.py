@@ -43,6 +43,7 @@ def make_rank_state(
         partition=partition,
         arena=arena,
         weights=weights,
+        device=device,
         kernels=kernels or kernels_for(device),
         telemetry=Telemetry.create(device),
         d2h=SideStream(device),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
-from lightning_zenflow.deferred.in_flight import SCRATCH_BUFFER, JobsInFlight, Window
+from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
@@ -105,7 +105,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     def watched_enqueue(self: JobsInFlight, block: int, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)
         watched.buffers = max(watched.buffers, watched.schedule.n_publish_buffers - len(self.free_buffers))
-        watched.written[buffer is not None].add(SCRATCH_BUFFER if buffer is None else buffer)
+        watched.written[buffer is not None].add(self._publisher.scratch if buffer is None else buffer)
         watched.causes["job"] += 1
 
     def watched_commit(self: JobQueue, step: int) -> None:

@@ -1,0 +1,69 @@
+"""New weights that the worker writes where the model has them: weights in host memory, of which nothing is copied."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.partition import Partition, Slice, build_partition
+from lightning_zenflow.deferred.memory import Publisher
+from lightning_zenflow.schedule.staggered import StaggeredSchedule
+from lightning_zenflow.worker.arena import PAGE_BYTES, Arena
+from lightning_zenflow.worker.rank_state import RankState
+
+
+class InPlacePublisher(Publisher):
+    """The publish buffers are the weights: block b always publishes to buffer b, one behind the other; the buffer behind them is scratch.
+
+    With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): no step may read weights before the jobs of the one before are published.
+
+    A job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word is behind
+    the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies to the
+    device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
+    submitted, so the training thread waits for the device.
+    """
+
+    def __init__(self, rank: RankState) -> None:
+        super().__init__(rank)
+        self.scratch = len(rank.partition.blocks)
+
+    @staticmethod
+    @override
+    def cut(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype) -> Partition:
+        # Of whole memory pages, as buffers are, so that there is nothing between two of them.
+        return build_partition(slices, partition_sizes, n_blocks, multiple=PAGE_BYTES // dtype.itemsize)
+
+    @staticmethod
+    @override
+    def n_buffers(schedule: StaggeredSchedule) -> int:
+        return schedule.n_blocks + schedule.in_backward
+
+    @staticmethod
+    @override
+    def place(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
+        whole = arena.publish.view(-1)
+        return [
+            whole.narrow(0, begin, of_group.numel())
+            for begin, of_group in zip(partition.group_begins, weights, strict=True)
+        ]
+
+    @override
+    def take_over(self, weights: Sequence[Tensor]) -> None:
+        for ours, given in zip(self._rank.weights, weights, strict=True):
+            ours.copy_(given)
+
+    @override
+    def buffer_for(self, block: int, free: Collection[int]) -> int | None:
+        return block if block in free else None
+
+    @override
+    def wait_for_readers(self) -> None:
+        with self._rank.telemetry.stalls.measure("flush"):
+            runtime_of(self._rank.device).synchronize()
+
+    @override
+    def use(self, partition: Partition) -> None:
+        """Leaves nothing to copy."""
+        self._ranges = [{} for _ in partition.blocks]
