@@ -60,7 +60,7 @@ class ZeroPartition:
     """Training device, on which the gradients are."""
     in_place: bool = False
     """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
-    until the arena is closed."""
+    until the arena is closed. Forked processes do not have that memory."""
     row_lengths: Sequence[int]
     """Columns of each parameter's [out, rest] view."""
     group: dist.ProcessGroup

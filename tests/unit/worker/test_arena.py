@@ -154,6 +154,18 @@ def test_after_a_fault_of_the_device_everything_is_released(
     arena.close(keep_state=False)
 
 
+def test_weights_are_taken_from_the_publish_buffers_when_the_slots_are_free(recording: type[Recording]) -> None:
+    arena, taken = recording.arena, list[tuple[Tensor, Tensor]]()
+    arena.slots.fill_(1.0)
+    arena.publish.fill_(2.0)
+    for _ in range(2):
+        arena.close(keep_state=True, take_weights=lambda: taken.append((arena.slots.clone(), arena.publish.clone())))
+    ((slots, weights),) = taken
+    assert (slots == 0).all()
+    assert (weights == 2).all()
+    assert (arena.publish == 0).all()
+
+
 def test_small_host_memory_that_cannot_be_page_locked(
     recording: type[Recording], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,260 @@
+"""Weights in host memory that the worker writes where they are: AdamW's bits, and those of copies, whatever happens between two steps."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.recorded_device.device import RecordedDevice
+from benchmarks.recorded_device.tensors import CPU, DEVICE
+from benchmarks.recorded_device.watch import recorded_device
+from direct_step import DirectStep, direct_step
+from harness import Case, run_here
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.deferred.in_place import InPlacePublisher
+from lightning_zenflow.deferred.memory import Publisher
+from removed_waits import not_behind
+from same_bits import assert_is_adamw, assert_same_run
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+SHAPES = ((131, 61), (8, 3, 3, 50), (53, 71), (370,), (3, 1511), (1,), (5, 2, 2))
+"""Of eight to eleven blocks that end inside rows."""
+CASE = Case(
+    steps=9,
+    model_options={"shapes": SHAPES},
+    topk_ratio=0,
+    update_interval=1,
+    publish_lag=0,
+    loop="direct",
+    strategy_options={"in_place": True},
+)
+NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
+EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0, "tail": "none"}
+EXACT = {
+    "no gradient in some steps": CASE,
+    "a network": NETWORK,
+    "tied weights": replace(CASE, model="TiedNet", model_options={}),
+    "bf16": replace(NETWORK, precision="bf16-true"),
+    "at the end of the step": NETWORK.with_keys(optimizer_in_backward=False),
+    "accumulated on the host": replace(NETWORK, accumulate=2).with_keys(accumulate_on="host"),
+    "flushes, warm-up": replace(NETWORK, flush_after=(4, 5), warm_up=2),
+    "frozen and unfrozen": replace(CASE, model_options={"shapes": SHAPES, "frozen_in": {0: (4, 8), 3: (2, 100)}}),
+    "never finite": replace(CASE, model_options={"shapes": SHAPES, "factors": {4: float("nan")}}),
+}
+CLIPPED = {
+    "clipped": replace(NETWORK, max_norm=0.5),
+    "clipped, not finite": replace(
+        CASE, max_norm=0.5, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}
+    ),
+    "clipped, moments in bf16": replace(NETWORK, max_norm=0.5, precision="bf16-true").with_keys(
+        moments_dtype="bfloat16"
+    ),
+}
+
+
+@pytest.fixture
+def same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are copied have the blocks of those in place, on which predicted clip factors depend."""
+    monkeypatch.setattr(Publisher, "cut", staticmethod(InPlacePublisher.cut))
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
+    run = run_here(EXACT[name])
+    assert_is_adamw(EXACT[name], run, shown=True)
+    assert name == "accumulated on the host" or not any(map(sum, run.h2d_bytes))
+
+
+@pytest.mark.usefixtures("same_blocks")
+@pytest.mark.parametrize("name", CLIPPED)
+def test_the_bits_of_copies(name: str) -> None:
+    in_place = run_here(CLIPPED[name])
+    assert in_place.in_backward_jobs > 0
+    assert_same_run(in_place, run_here(CLIPPED[name].with_keys(in_place=False)))
+
+
+def random_tensors(seed: int, device: torch.device = CPU) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+
+
+EVENTS = ["step", "step", "flush", "step", "not finite", "step", "interrupted", "step", "accumulated", "interrupted"]
+EVENTS += ["interrupted", "accumulated", "not finite", "flush", "step", "interrupted behind the norm", "step"]
+
+
+def train(direct: DirectStep, kill: Callable[[], None] = lambda: None) -> list[list[Tensor]]:
+    """What the model shows after each of `EVENTS`, and the exact state at the end; `kill` is called where a worker may die."""
+    shown: list[list[Tensor]] = []
+    for number, event in enumerate(EVENTS):
+        gradients = random_tensors(number)
+        if event == "not finite":
+            gradients[3][7] = torch.nan
+        if event == "accumulated":
+            direct.backward(random_tensors(100 + number), last=False)
+        for index in reversed(range(2 if event == "interrupted" else 0, len(SHAPES) if event != "flush" else 0)):
+            kill()
+            direct.receive(index, gradients[index], last=True)
+        direct.join()
+        if event == "interrupted behind the norm":
+            direct.step.gradient_norm()
+        if event in ("flush", "interrupted", "interrupted behind the norm"):
+            kill()
+            direct.step.flush()
+        else:
+            kill()
+            direct.step.step()
+        shown.append([flat.clone() for flat in direct.shown])
+    direct.step.flush()
+    return [*shown, direct.state()]
+
+
+@pytest.mark.usefixtures("same_blocks")
+@pytest.mark.parametrize(
+    "keys", [{}, {"accumulate_on": "host"}, {"optimizer_in_backward": False}], ids=["", "on the host", "at the end"]
+)
+def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any]) -> None:
+    """With a clip factor that is predicted: the weights of every forward pass are those of copies."""
+    options = {"max_norm": 30.0, "loss_scale": 4.0, "max_worker_restarts": 1000, **EXACT_KEYS, **keys}
+    with direct_step([random_tensors(50)], **options) as copies:
+        expected = train(copies)
+    for deaths in (0, 0.3):
+        draw = random.Random(1)
+        with direct_step([random_tensors(50)], in_place=True, **options) as direct:
+
+            def kill(direct: DirectStep = direct, draw: random.Random = draw, deaths: float = deaths) -> None:
+                if draw.random() < deaths:
+                    # So that it may be anywhere in what it has been given.
+                    time.sleep(draw.uniform(0, 0.001))
+                    os.kill(direct.parts.worker.pid, signal.SIGKILL)
+
+            found = train(direct, kill)
+            restarts = direct.parts.step.rank.telemetry.stalls.worker_restarts
+        assert (restarts > 5) == (deaths > 0)
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert all(map(torch.equal, ours, theirs)), (number, EVENTS[number : number + 1])
+        # The arena is freed, the weights are not.
+        assert all(map(torch.equal, direct.shown, expected[-1][-len(direct.shown) :]))
+
+
+def test_a_run_continues_in_place_or_elsewhere(tmp_path: Path) -> None:
+    """Bit for bit where the blocks are the same ones; with the exact state where they are not."""
+    path = str(tmp_path / "saved")
+    expected = run_here(CLIPPED["clipped"])
+    saving = replace(CLIPPED["clipped"], save_at=5, checkpoint=path)
+    run_here(saving)
+    resumed = run_here(replace(saving, save_at=0))
+    assert all(map(torch.equal, resumed.weights, expected.weights))
+    with direct_step([random_tensors(50)], in_place=True) as direct:
+        direct.backward(random_tensors(0))
+        direct.step.step()
+        direct.step.flush()
+        saved, count = direct.step.state_dict(), int(direct.count)
+    keys = {**EXACT_KEYS, "weight_prediction": 0, "provisional_scale": 0}
+    with direct_step([random_tensors(50)], **keys) as copies:
+        assert copies.step.load_state_dict(saved, count) == "its partition is another"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("update_interval", 2),
+        ("publish_lag", 1),
+        ("tail", "device"),
+        ("topk_ratio", 0.05),
+        ("weight_prediction", 1.0),
+        ("provisional_scale", 1.0),
+    ],
+)
+def test_what_cannot_be_in_place_is_refused_by_name(key: str, value: Any) -> None:
+    assert ZenFlowConfig().with_weights_on_host().is_immediate
+    with pytest.raises(ValueError, match=f"{key} must be .*parameters are in host memory, got {value!r}"):
+        ZenFlowConfig(**{key: value}).with_weights_on_host()
+
+
+class Fetching:
+    """A training whose kernels read weights on the device, into which a stream of its own copies them from the host, forward and backward.
+
+    Args:
+        direct: the step, with weights in place.
+        device: the recorded one.
+    """
+
+    def __init__(self, direct: DirectStep, device: RecordedDevice) -> None:
+        self.direct, self._device = direct, device
+        self._fetches = device.new_stream()
+        self._inputs = random_tensors(7, DEVICE)
+
+    def fetch(self, index: int) -> Tensor:
+        """One parameter's weights; the current stream is behind the copy."""
+        s = self.direct.parts.step.rank.partition.slices[index]
+        with self._device.on(self._fetches):
+            weights = self.direct.shown[0].narrow(0, s.begin, s.numel).to(DEVICE, non_blocking=True)
+        self._device.current.wait_stream(self._fetches)
+        self._device.order.keep_for(weights.untyped_storage().data_ptr(), self._device.current.name)
+        return weights
+
+    def forward(self) -> None:
+        """Reads all weights."""
+        for index, x in enumerate(self._inputs):
+            self.fetch(index).mul_(x.flatten())
+
+    def backward(self, *, first: int = 0) -> None:
+        """Backward pass of a step; one of `first` > 0 is interrupted: the gradients of the parameters before never come."""
+        for index in reversed(range(first, len(self._inputs))):
+            self.direct.receive(index, self.fetch(index).mul_(self._inputs[index].flatten()), last=True)
+        self.direct.join()
+
+    def train(self) -> None:
+        """Steps, with interrupted ones, and flushes between forward and backward that publish anew."""
+        for event in ["", "", "flush", "interrupted", "", "flush", "interrupted", ""]:
+            self.forward()
+            if event == "flush":
+                self.direct.step.flush()
+            if event == "interrupted":
+                self.backward(first=2)
+                self.direct.step.flush()
+            else:
+                self.backward()
+                self.direct.step.step()
+        self.direct.step.flush()
+
+
+def record(**keys: Any) -> tuple[RecordedDevice, list[Tensor]]:
+    """`Fetching.train`, and the exact state after it."""
+    with recorded_device() as device:
+        with direct_step([random_tensors(50, DEVICE)], max_norm=30.0, in_place=True, **keys) as direct:
+            Fetching(direct, device).train()
+            state = direct.state()
+        assert direct.parts.step.rank.telemetry.traffic.h2d_bytes == 0
+    return device, state
+
+
+@pytest.mark.parametrize("keys", [{}, {"optimizer_in_backward": False}], ids=["in backward", "at the end"])
+def test_the_worker_writes_behind_the_last_reads(keys: dict[str, Any]) -> None:
+    device, state = record(**keys)
+    assert not device.order.races
+    assert not any(t.isnan().any() for t in state)
+
+
+PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a word that is not behind the gradients": lambda patch: patch.setattr(SideStream, "behind", not_behind),
+    "a flush during a forward pass": lambda patch: patch.setattr(InPlacePublisher, "wait_for_readers", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_races_are_found(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[error](monkeypatch)
+    device, _ = record()
+    assert re.search("read by copy_ in the model .* write by replay to a publish buffer", str(device.order.races))
