@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus-per-host", type=int, help="default 8")
     add("--host-mem", type=float, help="memory of one host, GB; default: not checked")
     add("--step-ms", type=float, required=True, help="duration of an optimizer step without offload, ms")
+    add("--stage", type=int, choices=(1, 2, 3), help="of ZeRO, default 2")
+    add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")
     add("--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s")
     add("--accumulate-grad-batches", type=int, help="micro-batches in an optimizer step, default 1")
     add("keys", nargs="*", metavar="key=value", help="keys of ZenFlowStrategy, such as update_interval=4")

@@ -7,6 +7,8 @@ import torch
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
+from lightning_zenflow.deferred.in_place import InPlacePublisher
+from lightning_zenflow.deferred.memory import Publisher
 from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, candidates_of, least_stale, occupancies
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
@@ -52,8 +54,13 @@ def estimate(setup: Setup, config: ZenFlowConfig | None = None) -> Estimate:
     Args:
         setup: training and machine.
         config: ZenFlow's keys; its defaults if None.
+
+    Raises:
+        ValueError: parameters are in host memory, and a key asks for late weights.
     """
     config = config or ZenFlowConfig()
+    if setup.offload_parameters:
+        config = config.with_weights_on_host()
     candidates = candidates_of(config.update_intervals, config.publish_lags)
     costs = {schedule: _cost(setup, config, schedule) for schedule in candidates}
     costs = {schedule: cost for schedule, cost in costs.items() if cost.fullness(setup)["host"] <= 1} or costs
@@ -89,9 +96,14 @@ def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost
         device_bytes=device,
         host_bytes=_arena_bytes(setup, config, schedule, owned),
         d2h_bytes=b * partition,
-        h2d_bytes=b * partition / s + read_back,
+        h2d_bytes=_fetched_bytes(setup) if setup.offload_parameters else b * partition / s + read_back,
         cpu_s=partition * _replay_s(setup, config, schedule) / s,
     )
+
+
+def _fetched_bytes(setup: Setup) -> float:
+    """From the host to one GPU in a step, where parameters are in host memory: its part, for forward and backward of each micro-batch."""
+    return 2.0 * setup.accumulate_grad_batches * setup.dtype_bytes * setup.partition_numel
 
 
 def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> float:
@@ -122,12 +134,13 @@ def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, 
     length = -(-numel // n_blocks)
     blocks = [Block(begin=i, end=min(i + length, numel), tiles=()) for i in range(0, numel, length)]
     partition = Partition(slices=(), tiles=(), blocks=tuple(blocks), ranges=(), group_begins=(0,), numel=numel)
-    staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward)
+    staggered = StaggeredSchedule.of(schedule, n_blocks=len(blocks), in_backward=in_backward)
+    publisher = InPlacePublisher if setup.offload_parameters else Publisher
     sizes = ArenaSizes(
         n_param_groups=1,
         n_step_records=staggered.n_step_records,
         n_slots=staggered.n_slots,
-        n_publish_buffers=staggered.n_publish_buffers,
+        n_publish_buffers=publisher.n_buffers(staggered),
         dtype=torch.bfloat16 if setup.dtype_bytes == 2 else torch.float32,
         moments_dtype=getattr(torch, config.moments_dtype),
         export_bytes=round(STATE_BYTES * owned_numel),

@@ -28,7 +28,7 @@ def as_text(found: Estimate) -> str:
         lines.append(f"The least stale schedule whose CPU work hides is {rows[-1][0]}{meaning}.")
     else:
         lines.append(f"The CPU limits: a step takes at least its {1e3 * cost.cpu_s:.0f} ms.")
-    if setup.gpus > 1:
+    if setup.gather_ms > 0:
         link = "PCIe" if setup.link is None else f"a link of {setup.link:g} GB/s"
         lines.append(
             f"At the end of a step the GPUs exchange weights: {setup.gather_ms:.0f} ms over {link}, which ZeRO-2 does not hide."
@@ -40,5 +40,6 @@ def as_text(found: Estimate) -> str:
             f"PCIe limits: gradients take {copies_ms:.0f} ms, longer than backward's {backward_ms:.0f} ms or so."
         )
     if cost.fullness(setup)["GPU"] > 1:
-        lines.append(f"GPU memory limits: {setup.weight_bytes / 1e9:.1f} GB are weights, of which every GPU has all.")
+        where = "of which every GPU has all" if setup.stage < 3 else "a GPU's own and those that DeepSpeed gathers at a time"
+        lines.append(f"GPU memory limits: {setup.weight_bytes / 1e9:.1f} GB are weights, {where}.")
     return "\n".join(lines)

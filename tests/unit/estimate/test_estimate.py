@@ -98,6 +98,26 @@ def test_the_gather_of_the_weights() -> None:
     assert at == {None: 2, 300.0: 1}
 
 
+def test_stage_3() -> None:
+    partition, buckets = 4.001e9 / 4, 2 * 2 * (4.001e9 / 32)
+    divided = cost(stage=3)
+    assert divided.device_bytes - cost().device_bytes == pytest.approx(2 * (partition + 1e9) - 2 * 4.001e9)
+    assert found(stage=3).setup.gather_ms == 0 and "exchange" not in as_text(found(stage=3))
+    assert found(stage=3, gpus=1).setup.weight_bytes == 2 * 4.001e9
+    (schedule, on_host), *others = found(stage=3, offload_parameters=True, accumulate_grad_batches=2).costs.items()
+    assert schedule.is_immediate and not others
+    assert on_host.device_bytes == pytest.approx(2 * 1e9 + buckets + 2 * partition)
+    # Forward and backward of two micro-batches; gradients in one piece.
+    assert (on_host.h2d_bytes, on_host.d2h_bytes) == pytest.approx((2 * 2 * 2 * partition, 2 * partition))
+    assert 16 * partition < on_host.host_bytes < 16.7 * partition
+    with pytest.raises(ValueError, match="publish_lag must be 0 or 'auto' where parameters are in host memory, got 1"):
+        found(ZenFlowConfig(publish_lag=1), stage=3, offload_parameters=True)
+    with pytest.raises(ValueError, match="stage must be 3 where offload_parameters is true, got 2"):
+        found(offload_parameters=True)
+    with pytest.raises(ValueError, match="stage must be 1, 2 or 3, got 4"):
+        found(stage=4)
+
+
 def test_limits() -> None:
     text = as_text(found(gpu_mem=5, pcie=1, link=100))
     assert "no: GPU" in text and "GPU memory limits: 8.0 GB are weights" in text
