@@ -208,7 +208,8 @@ class RecordedAccelerator(CpuAccelerator):
 
     @override
     def device_name(self, device_index: int | None = None) -> str:
-        return "cpu" if device_index is None else f"cpu:{device_index}"
+        # Of every rank: each has a recorded device of its own.
+        return str(DEVICE)
 
     @override
     def current_device_name(self) -> str:

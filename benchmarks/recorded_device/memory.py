@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-_OTHERS = ("strategy.", "session.", "engine.", "stage_1_and_2.")
+_OTHERS = ("strategy.", "session.", "engine.", "stage_1_and_2.", "stage3.")
 """Places whose allocations are the model's and DeepSpeed's."""
 
 

@@ -30,7 +30,7 @@ from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
 _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
-_DEEPSPEED = "stage_1_and_2.py"
+_DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 
 _VIEWS = {
     *(

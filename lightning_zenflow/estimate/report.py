@@ -40,6 +40,10 @@ def as_text(found: Estimate) -> str:
             f"PCIe limits: gradients take {copies_ms:.0f} ms, longer than backward's {backward_ms:.0f} ms or so."
         )
     if cost.fullness(setup)["GPU"] > 1:
-        where = "of which every GPU has all" if setup.stage < 3 else "a GPU's own and those that DeepSpeed gathers at a time"
+        where = (
+            "of which every GPU has all"
+            if setup.stage < 3
+            else "a GPU's own and those that DeepSpeed gathers at a time"
+        )
         lines.append(f"GPU memory limits: {setup.weight_bytes / 1e9:.1f} GB are weights, {where}.")
     return "\n".join(lines)

@@ -119,20 +119,20 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def _gather_weights(self) -> None:
-        """Drops gathered weights of before, and orders later fetches behind the new ones.
+        """Drops gathered weights of before, gathers those anew that stay gathered, and orders later fetches behind the new ones.
 
-        DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device.
+        DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
+        its pieces in place.
         """
         # Private: drops what is gathered of every parameter.
         self._partition_all_parameters()
-        self._gather_persistent()
+        if dist.get_world_size(group=self.dp_process_group) == 1:
+            return
+        if persistent := self.persistent_parameters:
+            # Private: as a fetch does. `all_gather`, which DeepSpeed's own step calls, makes the host wait for the device.
+            persistent[0].all_gather_coalesced(persistent).wait()
         if self._fetches is not None:
             self._fetches.wait_stream(runtime_of(self._rank.device).current_stream())
-
-    def _gather_persistent(self) -> None:
-        if self.persistent_parameters:
-            # Private: as in DeepSpeed's `_post_step`.
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     @override
     def flush(self) -> None:

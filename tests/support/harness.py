@@ -79,9 +79,9 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
-    loop: Literal["trainer", "fabric", "direct", "stage 3"] = "trainer"
-    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or
-    `stage3_runs`, Lightning's Trainer with plain DeepSpeed's stage 3, for which `stock` must be set."""
+    loop: Literal["trainer", "fabric", "direct", "recorded", "stage 3"] = "trainer"
+    """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or the
+    Trainer on a recorded device (`recorded_runs`), or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
     stock: bool = False
     """Whether DeepSpeed's own ZeRO offload trains."""
     stage: Literal[2, 3] = 2
@@ -211,6 +211,8 @@ class Run:
     """Jobs that were submitted in backward; this and the next one of a case with `loop="direct"`."""
     h2d_bytes: list[tuple[int, int]] = field(default_factory=list)
     """[step]: bytes of weights that were copied to the device in the last backward pass, and in the step after it."""
+    races: dict[str, int] = field(default_factory=dict)
+    """Accesses without order, by description; of a case with `loop="recorded"`."""
     error: str | None = None
     """Traceback of a run that failed."""
 
@@ -338,7 +340,9 @@ def run_case(
     if case.loop != "trainer":
         # Which import this module.
         loop = importlib.import_module(
-            {"fabric": "fabric_runs", "direct": "direct_step", "stage 3": "stage3_runs"}[case.loop]
+            {"fabric": "fabric_runs", "direct": "direct_step", "recorded": "recorded_runs", "stage 3": "stage3_runs"}[
+                case.loop
+            ]
         )
         return loop.run_case(case, devices=devices)
     run = Run()

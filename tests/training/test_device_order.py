@@ -17,6 +17,8 @@ from gpu_cases import RACES
 from harness import AUTO, EVERYTHING, Case, run_here
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
+from rank_processes import run_on_ranks
 from same_bits import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -61,10 +63,14 @@ CASES = {
     "a layer used now and then": replace(
         NETWORK, model="TiedNet", model_options={"used_every": 3}, steps=18, precision="bf16-true"
     ),
+    "stage 3": replace(NETWORK, stage=3).with_keys(overlap_comm=True),
+    "stage 3, submitted in backward": replace(
+        NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)
+    ).with_keys(overlap_comm=True),
 }
 
 
-FAST = ("a network", "submitted in backward", "fp16", "flushes, one step late", "gradients at once")
+FAST = ("a network", "submitted in backward", "fp16", "flushes, one step late", "gradients at once", "stage 3")
 
 
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
@@ -132,6 +138,35 @@ def test_fp16_with_a_dynamic_loss_scale_is_exact_in_the_state() -> None:
         assert not device.order.races
     assert_same_state(*runs)
     assert runs[0].skipped > 0
+
+
+class Unordered(pl.Callback):
+    """Trains without the order of stage 3's fetches behind what was published."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._fetches = ZenFlowZero3Optimizer._fetches
+        ZenFlowZero3Optimizer._fetches = None  # type: ignore[assignment,method-assign]
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        ZenFlowZero3Optimizer._fetches = self._fetches  # type: ignore[method-assign]
+
+
+def test_fetches_of_stage_3_are_behind_what_was_published() -> None:
+    """On two ranks, each on a device of its own: one rank alone uses its weights in place."""
+    cases = {
+        name: replace(CASES[name], loop="recorded", steps=8, flush_after=(5,))
+        for name in ("stage 3", "stage 3, submitted in backward")
+    }
+    runs = run_on_ranks(
+        {**cases, **{f"{n}, unordered": replace(c, callbacks=(Unordered(),)) for n, c in cases.items()}}
+    )
+    for name in cases:
+        for run in runs[name]:
+            assert not run.races
+        for run in runs[f"{name}, unordered"]:
+            assert any("_allgather_base_ in strategy.training_step" in race for race in run.races), run.races
 
 
 def memory_is_not_kept(patch: pytest.MonkeyPatch) -> None:
