@@ -23,6 +23,7 @@ from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.step_meter import StepMeter
@@ -267,6 +268,11 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         self._save(path, lambda folder: save(folder, content, storage_options, filter))
 
     @override
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Loads whole weights; under stage 3 each rank takes its pieces."""
+        load_whole(module, state_dict, strict=strict)
+
+    @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """State of `optimizer.state_dict()`, exact; errors are those of `flush`."""
         self.flush()
@@ -280,7 +286,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO.
+        """Loads a checkpoint of any number of ranks and any stage, saved by Fabric or the Trainer under ZenFlow or by DeepSpeed's ZeRO.
 
         Args:
             path: folder of the checkpoint; for `fabric.load_raw` a file with a state dict.
@@ -307,14 +313,18 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             if optimizer is not None and state is self._engine:
                 optimizer.reset_master_from_model()
             return {}
-        items = list((state or {}).values())
-        if not state or optimizer is None or not any(item is self._engine for item in items):
-            load = partial(super().load_checkpoint, path, state, strict, weights_only)
-            return load_weights_together(Path(path), load, items)
+        state = state or {}
+        items = list(state.values())
+        if optimizer is None or not any(item is self._engine for item in items):
+            client_state = load_weights_together(Path(path), items, strict=strict)
+            # As in the base class: what DeepSpeed has under these names is not the user's.
+            names = set(client_state) & set(state) - {"optimizer", "lr_scheduler"}
+            # Private: what Lightning's own strategies load further objects with.
+            _move_state_into(client_state, state, keys=names)
+            return client_state
         has_optimizer = any(item is optimizer for item in items)
         client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
         ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
-        # Private: what Lightning's own strategies load further objects with.
         _move_state_into(client_state, state, keys=set(state) - ours)
         return client_state
 

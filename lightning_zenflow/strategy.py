@@ -23,6 +23,7 @@ from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_sav
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.engine.config import prepare_deepspeed_config
+from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
     refuse_unsupported_module,
@@ -115,7 +116,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         self._over = False
         refuse_unsupported_module(self.lightning_module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
-        refuse_unsupported_training(self.lightning_module, callbacks)
+        refuse_unsupported_training(self.lightning_module, callbacks, in_pieces=self.zero_stage_3)
         exact = ExactWeights(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
         insert_first(callbacks, exact)
         super().setup(trainer)
@@ -233,7 +234,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO, saved by any number of ranks; under stage 3 by as many.
+        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3, saved by any number of ranks.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model.
@@ -241,11 +242,10 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         assert self.lightning_module is not None
         module, path = self.lightning_module, Path(checkpoint_path)
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
-            load = partial(super().load_checkpoint, checkpoint_path, weights_only)
-            client_state = load_weights_together(path, load, [self.deepspeed_engine])
+            client_state = load_weights_together(path, [self.deepspeed_engine], strict=module.strict_loading)
             if AVERAGED in client_state:
                 # As from Lightning's own checkpoints.
-                module.load_state_dict(client_state[AVERAGED], strict=module.strict_loading)
+                load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
             return as_lightning_saved(client_state, module)
         max_norm = self.zenflow_optimizer.clip_grad
         client_state = self._load(self.deepspeed_engine, path, strict=module.strict_loading)

@@ -7,6 +7,8 @@ import lightning.pytorch as pl
 from deepspeed import DeepSpeedEngine
 from torch.nn import Module
 
+from lightning_zenflow.engine.pieces import is_in_pieces
+
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
 
@@ -38,8 +40,13 @@ def further_names(module: Module) -> dict[str, str]:
 
 
 def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModule) -> dict[str, Any]:
-    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights."""
+    """The loaded client state with the entries that callbacks expect; the engine has loaded the model's weights.
+
+    A model in pieces has no whole weights to show: "state_dict" is absent, as under plain `DeepSpeedStrategy`.
+    """
     checkpoint = dict(client_state)
+    if is_in_pieces(module):
+        return checkpoint
     weights = module.state_dict()
     checkpoint["state_dict"] = checkpoint.pop(AVERAGED, weights)
     if "current_model_state" in checkpoint:

@@ -5,25 +5,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed.runtime.engine as engine_module
-import deepspeed.runtime.state_dict_factory as factory_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
-from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.checkpoint.engine_content import EngineContent
 from lightning_zenflow.checkpoint.files import CheckpointError
-from lightning_zenflow.checkpoint.pieces import refuse_other_ranks
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
-
-T = TypeVar("T")
 
 
 def save_together(
@@ -140,18 +137,27 @@ def _verify_model(path: Path) -> None:
             SavedCheckpoint(path).verify_model()
 
 
-def load_weights_together(path: Path, load: Callable[[], T], objects: Iterable[Any]) -> T:
-    """Result of `load`, which loads weights from a checkpoint of any number of ranks by DeepSpeed's engine. A collective: all ranks must
-    call it.
+def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> dict[str, Any]:
+    """Loads weights from a checkpoint of any number of ranks into an engine. A collective: all ranks must call it.
 
     Args:
         path: path of the checkpoint.
-        load: calls the engine's `load_checkpoint`.
-        objects: what is loaded, the engine among it.
+        items: what is loaded, one of DeepSpeed's engines among it.
+        strict: whether the model must have exactly the saved weights and buffers.
+
+    Returns:
+        The client state, as Lightning saved it.
 
     Raises:
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
+        MisconfigurationException: there is no engine, or there are several.
     """
+    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
+    if len(engines) != 1:
+        raise MisconfigurationException(
+            f"a checkpoint is loaded into one model that was set up, got {len(engines)}: load each model by itself"
+        )
+    (engine,) = engines
     _verify_model(path)
     with _loading(path):
         saved = SavedCheckpoint(path)
@@ -160,37 +166,13 @@ def load_weights_together(path: Path, load: Callable[[], T], objects: Iterable[A
         if saved.is_stage_3:
             saved.verify_optimizer(ranks)
     with _loading(path):
-        modules = [item.module for item in objects if isinstance(item, DeepSpeedEngine)]
-        states = saved.whole_model_states(further_names(modules[0])) if saved.is_stage_3 and modules else None
-    with _loading(path), _as_model_file(states):
-        return load()
-
-
-@contextmanager
-def _as_model_file(states: dict[str, Any] | None) -> Iterator[None]:
-    """Context in which DeepSpeed's `load_checkpoint` takes the content of the model's file, which a folder of stage 3 does not have.
-
-    Args:
-        states: the content; None: there is such a file.
-
-    Private: the engine asks ``SDLoaderFactory`` for what reads the file; its name is replaced inside this context only.
-    """
-    if states is None:
-        yield
-        return
-    factory = factory_module.SDLoaderFactory
-    loader = SimpleNamespace(load=lambda *_, **__: ("", states, None))
-    factory_module.SDLoaderFactory = SimpleNamespace(get_sd_loader=lambda *_, **__: loader)
-    try:
-        yield
-    finally:
-        factory_module.SDLoaderFactory = factory
+        content = EngineContent.read(saved, engine)
+    with _loading(path):
+        return content.load(engine, strict=strict)
 
 
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-    """Loads model and optimizer from a checkpoint of any number of ranks. A collective: all ranks must call it.
-
-    The engine loads the model. It refuses optimizer state of another number of ranks, so `SavedCheckpoint` reads that.
+    """Loads model and optimizer from a checkpoint of any number of ranks and of stage 2 or 3. A collective: all ranks must call it.
 
     Args:
         engine: DeepSpeed's engine.
@@ -204,25 +186,21 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     Raises:
         CheckpointError: a rank cannot continue from the checkpoint; nothing has been loaded.
     """
-    if isinstance(engine.optimizer, ZenFlowZero3Optimizer):
-        return _load_pieces(engine, path, strict=strict, optimizer_states=optimizer_states)
-    optimizer: ZenFlowZeroOptimizer = engine.optimizer
+    optimizer: ZenFlowZeroOptimizer | ZenFlowZero3Optimizer = engine.optimizer
     rank, world_size = dist.get_rank(), dist.get_world_size()
     _verify_model(path)
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
-        saved.refuse_other_model([{optimizer.param_names[p]: p.shape for p in g} for g in optimizer.bit16_groups])
+        saved.refuse_other_model(optimizer.shapes_by_name)
         # Each file once, whatever the number of ranks.
         saved.verify_optimizer(range(rank, saved.world_size, world_size))
     with _loading(path):
         state = saved.state_for(rank, optimizer.layouts, world_size=world_size)
-        states = saved.whole_model_states(further_names(engine.module)) if saved.is_stage_3 else None
-    with _loading(path), _as_model_file(states):
-        _, client_state = engine.load_checkpoint(
-            str(path), load_module_strict=strict, load_optimizer_states=False, load_lr_scheduler_states=False
-        )
-    with _loading(path):
+        trained = {name for of_group in optimizer.shapes_by_name for name in of_group}
+        content = EngineContent.read(saved, engine, trained=trained)
+    with optimizer.loading(), _loading(path):
+        client_state = content.load(engine, strict=strict)
         # DeepSpeed's `load_state_dict` takes the states of all ranks and reads its own. `zero_load_from_fp32_weights` is the engine's
         # undocumented getter of a key of the config.
         optimizer.load_state_dict(
@@ -230,25 +208,4 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
             load_optimizer_states=optimizer_states,
             load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
         )
-    return dict(client_state)
-
-
-def _load_pieces(engine: Any, path: Path, *, strict: bool, optimizer_states: bool) -> dict[str, Any]:
-    """As `load_together`, under stage 3: each rank's files by DeepSpeed's engine, on the number of ranks that saved."""
-    optimizer: ZenFlowZero3Optimizer = engine.optimizer
-    with _loading(path):
-        if dist.get_rank() == 0:
-            recover(path)
-    with _loading(path):
-        refuse_other_ranks(path, dist.get_world_size())
-    with optimizer.gathered_afterwards(), _loading(path):
-        _, client_state = engine.load_checkpoint(
-            str(path),
-            load_module_strict=strict,
-            load_optimizer_states=optimizer_states,
-            load_lr_scheduler_states=False,
-        )
-        if not optimizer_states:
-            # The engine has made the weights the master weights.
-            optimizer.zenflow_step.start_over(int(optimizer.zenflow_step.count))
-    return dict(client_state)
+    return client_state

@@ -35,9 +35,9 @@ from lightning_zenflow.checkpoint.repartition import (
     keys_of,
     repartition,
 )
+from lightning_zenflow.engine.flat_layout import FlatLayout, Layout, PieceLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
-from lightning_zenflow.zero.flat_layout import FlatLayout, Layout, PieceLayout
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class SavedCheckpoint:
         for rank in ranks:
             verify(self._optimizer_file(rank))
 
-    def refuse_other_model(self, ours: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    def refuse_other_model(self, ours: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Compares the saved parameters with those of the model: for each parameter group the shapes by name, in any order.
 
         Raises:
@@ -289,7 +289,12 @@ class SavedCheckpoint:
         if world_size != self.world_size or saved_layouts != list(layouts):
             states = lambda r: own if r == own_rank else self.optimizer_state(r)  # noqa: E731
             state = {**own, **repartition(own, states, saved_layouts, layouts, rank)}
-        return in_terms_of_stage_3(state, world_size) if isinstance(layouts[0], PieceLayout) else state
+        to_stage_3 = isinstance(layouts[0], PieceLayout)
+        if (self.is_stage_3 or to_stage_3) and saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
+            # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
+            # it saves in.)
+            state = {**state, CHECKPOINT_KEY: {**ours, "layout": {**ours["layout"], "slices": None}}}
+        return in_terms_of_stage_3(state, world_size) if to_stage_3 else state
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
         """Layout of each flat buffer, in the order that the model's file has."""
@@ -305,36 +310,66 @@ class SavedCheckpoint:
             for of_group, paddings, partition in zip(numels, all_paddings, partitions, strict=True)
         ]
 
-    def weights_for(self, rank: int, *, world_size: int) -> dict[str, Tensor]:
-        """A rank's pieces of all parameters, trained or frozen, as stage 3 cuts them. One rank's file is read at a time.
+    @cached_property
+    def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the whole parameters, trained or frozen, by the names under which they are saved; under stages 1 and 2 also of
+        buffers, and by further names.
+        """
+        module = self.model_states["module"]
+        if not self.is_stage_3:
+            return {name: tuple(w.shape) for name, w in module.items() if isinstance(w, Tensor)}
+        frozen = self.model_states.get(FROZEN_PARAM_SHAPES) or {}
+        return {n: tuple(shape) for shapes in (*self._shapes, frozen) for n, shape in shapes.items() if n in module}
+
+    def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
+        """A rank's pieces of parameters, as stage 3 cuts them. One rank's file is read at a time.
+
+        Args:
+            rank: rank of this run.
+            shapes: of the whole parameters in this run, by the first of their names.
+            world_size: number of ranks of this run.
 
         Returns:
-            For each name under which a parameter is saved [ceil(numel / world_size)], in the type of the saved model, on the CPU; 0
-            in padding.
+            For each name that is saved [ceil(numel / world_size)], in the type of the saved model, on the CPU; 0 in padding.
 
         Raises:
-            CheckpointError: a file is missing, damaged, or not what it must be.
+            CheckpointError: a parameter has another shape; or a file is missing, damaged, or not what it must be.
         """
-        module, frozen = self.model_states["module"], self.model_states.get(FROZEN_PARAM_SHAPES) or {}
-        shapes = {name: shape for of_buffer in (*self._shapes, frozen) for name, shape in of_buffer.items()}
+        module, names = self.model_states["module"], [name for name in shapes if name in self._saved_shapes]
+        for name in names:
+            if self._saved_shapes[name] != tuple(shapes[name]):
+                raise refusal(
+                    self.path,
+                    f"the model must be the saved one: {name} must be {list(self._saved_shapes[name])}, got {list(shapes[name])}",
+                )
 
         def cut(n_ranks: int, names: Iterable[str]) -> list[PieceLayout]:
-            return [PieceLayout.of({name: math.prod(shapes[name])}, n_ranks=n_ranks) for name in names]
+            return [PieceLayout.of({name: math.prod(self._saved_shapes[name])}, n_ranks=n_ranks) for name in names]
 
-        saved = [name for name in shapes if name in module]
-        targets = cut(world_size, saved)
+        targets = cut(world_size, names)
         pieces = [
-            torch.zeros(target.partition_numel, dtype=module[n].dtype) for n, target in zip(saved, targets, strict=True)
+            torch.zeros(target.partition_numel, dtype=module[n].dtype) for n, target in zip(names, targets, strict=True)
         ]
         to = [[piece] for piece in pieces]
         if self.is_stage_3:
+            frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
             masters = lambda r: [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]  # noqa: E731
             copy_parts(masters, self._layouts({}), targets, rank, to)
             fragments = lambda r: [[self._read_model(r)[FROZEN_PARAM_FRAGMENTS][name]] for name in frozen]  # noqa: E731
             copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         else:
-            copy_parts(lambda _: [[module[name].reshape(-1)] for name in saved], cut(1, saved), targets, rank, to)
-        return dict(zip(saved, pieces, strict=True))
+            copy_parts(lambda _: [[module[name].reshape(-1)] for name in names], cut(1, names), targets, rank, to)
+        return dict(zip(names, pieces, strict=True))
+
+    def own_model_states(self) -> dict[str, Any]:
+        """Content of the model's file, of which under stage 3 the weights are elsewhere; what is kept of it, besides weights, is no part of
+        a mapped file.
+        """
+        if self.is_stage_3:
+            return self._read_model(0, mapped=False)
+        states = dict(self.model_states)
+        module = states.pop("module")
+        return {**copy.deepcopy(states), "module": module}
 
     def whole_model_states(self, further_names: Mapping[str, str]) -> dict[str, Any]:
         """Content of the model's file as stage 2 has it: under stage 3 the weights are put together, [shape] in the model's type.
@@ -351,11 +386,8 @@ class SavedCheckpoint:
         if not self.is_stage_3:
             return states
         module, firsts = states["module"], {**further_names, **(states.get("shared_params") or {})}
-        frozen = states.get(FROZEN_PARAM_SHAPES) or {}
-        shapes = {name: shape for of_buffer in (*self._shapes, frozen) for name, shape in of_buffer.items()}
-        weights = {name: w.view(tuple(shapes[name])) for name, w in self.weights_for(0, world_size=1).items()}
+        shapes = self._saved_shapes
+        weights = {name: w.view(shapes[name]) for name, w in self.weights_for(0, shapes, world_size=1).items()}
         for name in module:
             module[name] = weights.get(firsts.get(name, name), module[name])
-        if frozen:
-            states[FROZEN_PARAM_FRAGMENTS] = {name: weights[name] for name in frozen if name in weights}
         return states

@@ -21,8 +21,8 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from lightning_zenflow.engine.flat_layout import Layout, Run, runs
 from lightning_zenflow.engine.host_state import MOMENTS
-from lightning_zenflow.zero.flat_layout import Layout, Run, runs
 
 _TERMS = {FP32_FLAT_GROUPS: SINGLE_PARTITION_OF_FP32_GROUPS, OPTIMIZER_STATE_DICT: BASE_OPTIMIZER_STATE}
 """Keys of stage 3 with those of stage 2: the flat master weights, and the state of the user's optimizer."""

@@ -1,7 +1,7 @@
 """What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
+from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
@@ -219,6 +220,20 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             copy: result of `copy_for_save`.
         """
         return nullcontext()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Context in which a state is loaded, entered and left by all ranks together."""
+        return nullcontext()
+
+    @property
+    @abstractmethod
+    def shapes_by_name(self) -> Sequence[Mapping[str, Sequence[int]]]:
+        """For each parameter group the shapes of its whole parameters, by name."""
+
+    @property
+    @abstractmethod
+    def layouts(self) -> Sequence[Layout]:
+        """Layout of each flat partition in training."""
 
     def _continue_from(self, own: dict[str, Any] | None, *, optimizer_states: bool) -> None:
         """Continues the run of a checkpoint, after DeepSpeed has loaded its state.

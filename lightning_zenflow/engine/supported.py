@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
@@ -39,8 +39,16 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_unsupported_training(module: pl.LightningModule, callbacks: Iterable[pl.Callback]) -> None:
-    """Refuses manual optimization, and a callback that cannot work with a DeepSpeed optimizer, before it changes the model."""
+def refuse_unsupported_training(
+    module: pl.LightningModule, callbacks: Iterable[pl.Callback], *, in_pieces: bool
+) -> None:
+    """Refuses manual optimization, and a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
+
+    Args:
+        module: what is trained.
+        callbacks: the Trainer's.
+        in_pieces: whether each rank will have only its pieces of the weights (stage 3).
+    """
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
@@ -51,6 +59,12 @@ def refuse_unsupported_training(module: pl.LightningModule, callbacks: Iterable[
             "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's"
             " is not: find the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
         )
+    for callback in callbacks if in_pieces else ():
+        if isinstance(callback, WeightAveraging):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {type(callback).__name__} must be absent with stage=3: it averages whole weights, and each rank has only"
+                " its pieces; use stage=2"
+            )
 
 
 def refuse_unsupported_module(module: Module) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zenflow.zero.flat_layout import FlatLayout, Run, runs
+from lightning_zenflow.engine.flat_layout import FlatLayout, Run, runs
 
 _CHUNK = 1 << 24
 """Elements that are exchanged at once: 64 MB of device memory."""

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,12 @@ from typing_extensions import override
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
+from lightning_zenflow.engine.flat_layout import FlatLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.supported import refuse_moved
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero.exchange import OrderedCopy
-from lightning_zenflow.zero.flat_layout import FlatLayout
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.slices import flat_layouts, fragments, parameters_in_order, read_slices
 from lightning_zenflow.zero.supported import refuse_unsupported
@@ -40,6 +40,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
 
     # DeepSpeed's own, declared for the type checker.
     overlap_comm: bool
+    bit16_groups: list[list[Tensor]]
     round_robin_bit16_groups: list[list[Tensor]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,8 +206,13 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             self._saved, self.round_robin_bit16_groups = None, ours
 
     @property
+    @override
+    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
+        return [{self.param_names[p]: p.shape for p in group} for group in self.bit16_groups]
+
+    @property
+    @override
     def layouts(self) -> list[FlatLayout]:
-        """Layout of each parameter group in training."""
         return flat_layouts(self, self.round_robin_bit16_groups)
 
     def _plain_groups(self) -> list[list[Tensor]]:

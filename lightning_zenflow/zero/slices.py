@@ -7,7 +7,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice, group_begins, row_length
-from lightning_zenflow.zero.flat_layout import FlatLayout
+from lightning_zenflow.engine.flat_layout import FlatLayout
 
 
 def read_slices(zero_optimizer: Any) -> list[Slice]:

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
+from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -149,11 +150,22 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         return state
 
     @override
+    def reset_master_from_model(self) -> None:
+        super().reset_master_from_model()
+        self._gather_weights()
+
+    @override
     def saved_as(self, copy: None) -> AbstractContextManager[None]:
-        return self.gathered_afterwards()
+        return self._gathered_afterwards()
+
+    @override
+    def loading(self) -> AbstractContextManager[None]:
+        # As DeepSpeed's engine: drops what is gathered.
+        self.checkpoint_event_prologue()
+        return self._gathered_afterwards()
 
     @contextmanager
-    def gathered_afterwards(self) -> Iterator[None]:
+    def _gathered_afterwards(self) -> Iterator[None]:
         """Context in which DeepSpeed saves or loads, which may fail on some ranks only: the weights that stay gathered are gathered again
         at its end, which all ranks reach.
         """
@@ -166,17 +178,27 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def checkpoint_event_epilogue(self) -> None:
-        """As DeepSpeed's, which gathers; nothing in `gathered_afterwards`."""
+        """As DeepSpeed's, which gathers; nothing in `_gathered_afterwards`."""
         if not self._gathers_afterwards:
             super().checkpoint_event_epilogue()
 
+    @property
+    @override
+    def shapes_by_name(self) -> list[dict[str, Sequence[int]]]:
+        groups: list[dict[str, Sequence[int]]] = [{} for _ in self.optimizer.param_groups]
+        for index, sub_group in enumerate(self.fp16_groups):
+            groups[self.sub_group_to_group_id[index]] |= {self.param_names[p]: p.ds_shape for p in sub_group}
+        return groups
+
+    @property
+    @override
+    def layouts(self) -> list[PieceLayout]:
+        n_ranks = dist.get_world_size(group=self.dp_process_group)
+        return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
+
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
-        """Loads DeepSpeed's ZeRO-3 state of the same number of ranks into the arena.
-
-        A checkpoint of this strategy with the same configuration continues the run that wrote it; after any other one nothing is
-        device-owned until the first step has selected columns.
-        """
+        """Loads DeepSpeed's ZeRO-3 state into the arena; as of stage 2."""
         self.flush()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank]

@@ -1,4 +1,4 @@
-"""Folders of plain DeepSpeed's stage 3: any number of ranks, to stage 2 and to another stage 3; and from stage 2 to stage 3.
+"""Folders of stage 3, of plain DeepSpeed and of this package: any number of ranks, to either stage; and from stage 2 to stage 3.
 
 Each number of ranks is one set of processes, since starting them takes seconds.
 """
@@ -9,19 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from lightning.fabric import Fabric
+from typing_extensions import override
 
 from checkpoint_files import edit
 from harness import EVERYTHING, Case, Run, make_trainer, run_here, snapshot, untrained
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
-from lightning_zenflow.zero.flat_layout import PieceLayout
 from rank_processes import run_on_ranks
-from same_bits import assert_same_state, assert_same_tensors
+from same_bits import assert_same_run, assert_same_state, assert_same_tensors
 from stage3_runs import INITIAL_SCALE_POWER, PiecesNet
 
 SAVED, STEPS = 4, 9
@@ -39,6 +47,34 @@ FOLDERS = {
 }
 LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "loop": "trainer", "stock": False}
 """The settings at which training is AdamW's."""
+LATE: dict[str, Any] = {**LIMIT, "topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1}
+PIECES = {
+    "stage": 3,
+    "sub_group_size": 50,
+    "stage3_param_persistence_threshold": 40,
+    "stage3_prefetch_bucket_size": 100,
+}
+
+
+def in_pieces(case: Case) -> Case:
+    """Under stage 3, with sub-groups and persistent parameters of its own."""
+    return replace(case, stage=3).with_keys(config={"zero_optimization": PIECES})
+
+
+ZENFLOW = Case(model=PiecesNet, steps=STEPS, strategy_options=EVERYTHING)
+OURS = {
+    "ours, one": (1, in_pieces(replace(ZENFLOW, **LATE, precision="bf16-true", max_norm=0.5))),
+    "ours, two": (2, in_pieces(replace(ZENFLOW, **LATE))),
+    "ours, three": (3, in_pieces(replace(ZENFLOW, **LIMIT))),
+    "ours, stage 2": (2, replace(ZENFLOW, **LATE)),
+    "plain, stage 2": (
+        2,
+        replace(ZENFLOW, **LATE | {"stock": True}).with_keys(
+            config={"zero_optimization": {"round_robin_gradients": True}}
+        ),
+    ),
+}
+"""Folders of this package, and of stage 2."""
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +84,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folders: Path) -> dict[str, Run]:
-    """For each folder the training at the save, and under "..., then" the same one at the end of all steps, without the save."""
+    """For each folder the training at the save, and under "..., then" the same one at the end of all steps, without the save, or under
+    "..., whole" with it.
+    """
     runs: dict[str, Run] = {}
     for ranks in (1, 2, 3):
         cases: dict[str, Case] = {}
-        for name, (n_ranks, case) in FOLDERS.items():
+        for name, (n_ranks, case) in (FOLDERS | OURS).items():
             if n_ranks == ranks:
                 path = str(folders / f"{name}.ckpt")
+                if name.startswith("ours"):
+                    cases[f"{name}, whole"] = replace(case, save_at=SAVED, checkpoint=str(folders / "again.ckpt"))
+                elif name in FOLDERS:
+                    cases[f"{name}, then"] = case
                 cases[name] = replace(case, steps=SAVED, save_at=SAVED, checkpoint=path)
-                cases[f"{name}, then"] = case
         runs |= {name: of_ranks[0] for name, of_ranks in run_on_ranks(cases, ranks=ranks).items()}
     return runs
 
@@ -64,7 +105,8 @@ def saved(folders: Path) -> dict[str, Run]:
 def under_zenflow(name: str, folders: Path, **changes: Any) -> Case:
     # Every forward pass with the true clip factor.
     options = {"optimizer_in_backward": False}
-    case = replace(FOLDERS[name][1], strategy_options=options, checkpoint=str(folders / f"{name}.ckpt"))
+    of_folder = (FOLDERS | OURS)[name][1]
+    case = replace(of_folder, stage=2, strategy_options=options, checkpoint=str(folders / f"{name}.ckpt"))
     return replace(case, **{**LIMIT, **changes})
 
 
@@ -74,51 +116,86 @@ def names() -> list[str]:
     return [of_parameters[id(p)] for group in model.parameter_groups() for p in group]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stage_2_continues(ranks: int, saved: dict[str, Run], folders: Path) -> None:
-    cases = {name: under_zenflow(name, folders, steps=SAVED) for name in FOLDERS}
-    cases |= {f"{name}, then": under_zenflow(name, folders) for name in FOLDERS}
-    late = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1, "strategy_options": EVERYTHING}
-    cases["weights are late"] = under_zenflow("two", folders, **late)
+class Doubled(pl.Callback):
+    """Reads the state of single parameters, which another rank may have loaded, and writes to it; in the end it is what it was."""
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for p in pl_module.parameters():
+            if p.requires_grad:
+                master, moment = safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, "exp_avg")
+                for factor in (2, 1):
+                    safe_set_full_fp32_param(p, factor * master)
+                    safe_set_full_optimizer_state(p, factor * moment, "exp_avg")
+                    assert torch.equal(safe_get_full_fp32_param(p), factor * master)
+                    assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), factor * moment)
+
+
+def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
+    """What a training begins with is what another one had at the save, in a folder."""
+    # DeepSpeed counts for each sub-group, and tells of plain stage 2 nothing.
+    assert {*theirs.counts} in ({*ours.counts}, set())
+    if theirs.master:
+        assert_same_state(replace(ours, counts=[], skipped=0), replace(theirs, counts=[], skipped=0))
+    assert_same_tensors(ours.weights, theirs.weights)
+    assert_same_tensors(list(ours.untrained.values()), list(theirs.untrained.values()))
+    exported = get_fp32_state_dict_from_zero_checkpoint(str(path))
+    assert_same_tensors(ours.master, [exported[n].contiguous() for n in names()])
+    assert torch.equal(exported["head.weight"].contiguous(), exported["embedding.weight"].contiguous())
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(2, 1), (2, 2), (3, 1), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+)
+def test_training_continues(stage: int, ranks: int, saved: dict[str, Run], folders: Path) -> None:
+    """From every folder, on any number of ranks."""
+    of_stage = in_pieces if stage == 3 else lambda case: case
+    cases = {name: of_stage(under_zenflow(name, folders, steps=SAVED)) for name in FOLDERS | OURS}
+    for name in FOLDERS | OURS:
+        cases[name] = replace(cases[name], callbacks=(Doubled(),))
+    cases |= {f"{name}, then": of_stage(under_zenflow(name, folders)) for name in FOLDERS}
+    late = {"strategy_options": EVERYTHING}
+    cases["weights are late"] = of_stage(under_zenflow("two", folders, **LATE | late))
     runs = {name: of_ranks[0] for name, of_ranks in run_on_ranks(cases, ranks=ranks).items()}
+    for name in FOLDERS | OURS:
+        assert_loaded(runs[name], saved[name], folders / f"{name}.ckpt")
     for name in FOLDERS:
-        ours, theirs = runs[name], saved[name]
-        # DeepSpeed counts for each sub-group.
-        assert {*theirs.counts} == {*ours.counts}
-        assert_same_state(replace(ours, counts=[], skipped=0), replace(theirs, counts=[]))
-        assert_same_tensors(ours.weights, theirs.weights)
-        assert_same_tensors(list(ours.untrained.values()), list(theirs.untrained.values()))
-        exported = get_fp32_state_dict_from_zero_checkpoint(str(folders / f"{name}.ckpt"))
-        assert_same_tensors(ours.master, [exported[n].contiguous() for n in names()])
-        assert torch.equal(exported["head.weight"].contiguous(), exported["embedding.weight"].contiguous())
         if "fp16" in name:
-            assert runs[f"{name}, then"].factors[0] == theirs.factors[0] == 2**-INITIAL_SCALE_POWER
+            assert runs[f"{name}, then"].factors[0] == saved[name].factors[0] == 2**-INITIAL_SCALE_POWER
         # Models of 16 bits round what they show.
         atol = 2e-6 if FOLDERS[name][1].dtype == torch.float32 else 2e-3
         for a, b in zip(runs[f"{name}, then"].master, saved[f"{name}, then"].master, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-def test_another_stage_3_continues(saved: dict[str, Run], folders: Path) -> None:
-    """DeepSpeed itself loads what the reader has cut for it, on two ranks, from folders of both stages; frozen parameters among it."""
-    stage_2 = under_zenflow("two", folders, steps=SAVED, save_at=SAVED, checkpoint=str(folders / "stage 2.ckpt"))
-    saved = {**saved, "stage 2": run_here(stage_2)}
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_as_many_ranks(ranks: int, saved: dict[str, Run], folders: Path) -> None:
+    """The same training goes on with the same bits, and plain DeepSpeed of the same stage loads what this package saved."""
+    plain = replace(STAGE_3.with_keys(sub_group_size=50, stage3_param_persistence_threshold=40), steps=SAVED)
     cases: dict[str, Case] = {}
-    for name in (*FOLDERS, "stage 2"):
-        case = FOLDERS.get(name, FOLDERS["three"])[1].with_keys(sub_group_size=50, reads=True)
-        cases[name] = replace(case, steps=SAVED, checkpoint=str(folders / f"{name}.ckpt"))
-    for name, (run, *_) in run_on_ranks(cases).items():
-        assert run.master, name
-        assert_same_state(replace(run, counts=[], skipped=0), replace(saved[name], counts=[], skipped=0))
-        assert {*run.counts} == {*saved[name].counts}
-        assert_same_tensors(run.weights, saved[name].weights)
-        assert_same_tensors(list(run.untrained.values()), list(saved[name].untrained.values()))
+    for name, (n_ranks, case) in OURS.items():
+        if n_ranks == ranks and name.startswith("ours"):
+            cases[name] = replace(case, checkpoint=str(folders / f"{name}.ckpt"))
+            if case.stage == 3:
+                cases[f"{name}, plain"] = replace(
+                    plain, precision=case.precision, checkpoint=str(folders / f"{name}.ckpt")
+                )
+    for name, (run, *_) in run_on_ranks(cases, ranks=ranks).items():
+        if name in OURS:
+            whole = saved[f"{name}, whole"]
+            assert len(run.losses) == STEPS - SAVED
+            assert_same_run(run, replace(whole, shown=whole.shown[SAVED:], losses=whole.losses[SAVED:]))
+        else:
+            of_folder = name.removesuffix(", plain")
+            assert_loaded(run, saved[of_folder], folders / f"{of_folder}.ckpt")
 
 
-@pytest.mark.parametrize("name", ["two", "three bf16"])
-def test_evaluation(name: str, saved: dict[str, Run], folders: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["two", "three bf16", "ours, two", "plain, stage 2"])
+def test_evaluation(name: str, stage: int, saved: dict[str, Run], folders: Path) -> None:
+    of_stage = in_pieces if stage == 3 else lambda case: case
+    case = of_stage(under_zenflow(name, folders))
     for function in ("validate", "test", "predict"):
-        case = under_zenflow(name, folders)
         model = case.make_model()
         trainer = make_trainer(case.make_strategy(), precision=case.precision, limit_val_batches=1)
         getattr(trainer, function)(model, ckpt_path=case.checkpoint)
@@ -130,9 +207,10 @@ def test_evaluation(name: str, saved: dict[str, Run], folders: Path) -> None:
     assert_same_tensors(snapshot(other), [w.float() for w in saved[name].weights])
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_under_fabric(trains: bool, saved: dict[str, Run], folders: Path) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(worker_cores=1))
+@pytest.mark.parametrize(("stage", "trains"), [(2, False), (2, True), (3, True)])
+def test_under_fabric(stage: int, trains: bool, saved: dict[str, Run], folders: Path, tmp_path: Path) -> None:
+    config = {"zero_optimization": PIECES if stage == 3 else {}}
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(config, worker_cores=1))
     fabric.launch()
     model = PiecesNet()
     optimizer = torch.optim.AdamW([{"params": group} for group in model.optimized()])
@@ -141,6 +219,14 @@ def test_under_fabric(trains: bool, saved: dict[str, Run], folders: Path) -> Non
     assert rest["global_step"] == SAVED
     assert_same_tensors(snapshot(model), saved["three"].weights)
     assert_same_tensors(list(untrained(model).values()), list(saved["three"].untrained.values()))
+    # A file of whole weights.
+    other = PiecesNet()
+    torch.save({name: 2 * value for name, value in other.state_dict().items()}, tmp_path / "raw.pt")
+    fabric.load_raw(tmp_path / "raw.pt", objects[0])
+    assert_same_tensors(snapshot(model), [2 * w for w in snapshot(other)])
+    if trains:
+        for p, w in zip((p for group in model.parameter_groups() for p in group), snapshot(other), strict=True):
+            assert torch.equal(safe_get_full_fp32_param(p), 2 * w)
     fabric.strategy.teardown()
 
 
@@ -209,9 +295,9 @@ def test_refused(name: str, folders: Path, tmp_path: Path) -> None:
     case = under_zenflow("three", folders, checkpoint=str(path))
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
         make_trainer(case.make_strategy(), limit_test_batches=1).test(case.make_model(), ckpt_path=path)
-    if name != "two precisions":
+    for of_stage in (case, in_pieces(case)) if name != "two precisions" else ():
         with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
-            run_here(case)
+            run_here(of_stage)
 
 
 @pytest.mark.usefixtures("saved")
@@ -226,7 +312,8 @@ def test_one_file_is_open_at_a_time(folders: Path, monkeypatch: pytest.MonkeyPat
         return read(rank)
 
     monkeypatch.setattr(SavedCheckpoint, "optimizer_state", noting)
-    pieces = checkpoint.weights_for(0, world_size=1)
+    shapes = {name: p.shape for name, p in PiecesNet().named_parameters()}
+    pieces = checkpoint.weights_for(0, shapes, world_size=1)
     assert states == [0, 0, 0]
     layouts = [PieceLayout.of({name: pieces[name].numel()}, n_ranks=1) for name in names()]
     state = checkpoint.state_for(0, layouts, world_size=1)

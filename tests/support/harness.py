@@ -256,11 +256,15 @@ class After(pl.Callback):
 
 
 class StockStrategy(ZenFlowStrategy):
-    """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU."""
+    """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return DeepSpeedStrategy.load_checkpoint(self, *args, **kwargs)
 
 
 def snapshot(model: TestModule) -> list[Tensor]:

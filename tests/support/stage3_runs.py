@@ -1,6 +1,5 @@
 """Runs cases of `harness` under plain `DeepSpeedStrategy(stage=3)` on the CPU; DeepSpeed's own functions give the exact state."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from harness import After, Case, Run, make_trainer, snapshot, untrained
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.engine.environment import RankEnvironment
-from lightning_zenflow.zero.flat_layout import PieceLayout
 from models import TestModule, generator
 
 INITIAL_SCALE_POWER = 7
@@ -60,36 +57,8 @@ class PlainStage3(RankEnvironment, DeepSpeedStrategy):
         super().__init__(config={**config, "zero_optimization": {"stage": 3, **zero}})
 
 
-class ReadingStage3(PlainStage3):
-    """Takes the optimizer's state from what `SavedCheckpoint` reads, in DeepSpeed's own way to load it."""
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        engine, optimizer, n_ranks = self.deepspeed_engine, self.deepspeed_engine.optimizer, self.world_size
-        saved = SavedCheckpoint(Path(checkpoint_path), bf16=engine.bfloat16_enabled())
-        layouts = [
-            PieceLayout.of({engine.param_names[p]: p.ds_numel for p in group}, n_ranks=n_ranks)
-            for group in optimizer.fp16_groups
-        ]
-        state = saved.state_for(self.global_rank, layouts, world_size=n_ranks)
-        optimizer.checkpoint_event_prologue()
-        optimizer.load_state_dict([state] * n_ranks)
-        pieces = saved.weights_for(self.global_rank, world_size=n_ranks)
-        for name, p in engine.module.named_parameters():
-            if not p.requires_grad:
-                p.ds_tensor.copy_(pieces[name])
-            # Of the trained ones, DeepSpeed has made these from the master weights.
-            assert torch.equal(p.ds_tensor, pieces[name]), name
-        optimizer.checkpoint_event_epilogue()
-        states = saved.whole_model_states({})
-        self.lightning_module.load_state_dict(
-            {name: states["module"][name] for name in states["buffer_names"]}, strict=False
-        )
-        return states
-
-
 def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
-    """Runs one rank of a case; `Case.strategy_options` are keys of "zero_optimization", with "reads" for `ReadingStage3`."""
+    """Runs one rank of a case; `Case.strategy_options` are keys of "zero_optimization"."""
     run, model = Run(), case.make_model()
     parameters = [p for group in model.parameter_groups() for p in group]
 
@@ -103,10 +72,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
         )
         run.weights, run.untrained = snapshot(model), untrained(model)
 
-    zero = {key: value for key, value in case.strategy_options.items() if key != "reads"}
-    strategy = (ReadingStage3 if case.strategy_options.get("reads") else PlainStage3)(
-        zero, fp16=case.dtype == torch.float16
-    )
+    strategy = PlainStage3(case.strategy_options, fp16=case.dtype == torch.float16)
     trainer = make_trainer(
         strategy,
         devices=devices,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lightning_zenflow.zero.flat_layout import FlatLayout, Layout, PieceLayout, runs
+from lightning_zenflow.engine.flat_layout import FlatLayout, Layout, PieceLayout, runs
 from lightning_zenflow.zero.flat_order import balanced_order
 
 

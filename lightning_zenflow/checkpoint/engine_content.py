@@ -1,0 +1,84 @@
+"""What DeepSpeed's engine takes from a checkpoint besides the optimizer's state: weights, buffers, counts, and what Lightning has saved."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.engine.pieces import is_in_pieces, load_pieces, whole_shapes
+
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+_OF_THE_ENGINE = (
+    "module",
+    FROZEN_PARAM_FRAGMENTS,
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+    *_COUNTS,
+)
+"""Keys that are no client state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContent:
+    """Content of a checkpoint for one rank's engine.
+
+    The engine's own `load_checkpoint` reads folders of its own stage only, and under stage 3 gathers the whole model on every rank.
+    """
+
+    states: dict[str, Any]
+    """As in the model's file."""
+    pieces: dict[str, Tensor]
+    """Where the module is in pieces, this rank's, by name."""
+
+    @classmethod
+    def read(cls, saved: SavedCheckpoint, engine: DeepSpeedEngine, *, trained: Collection[str] = ()) -> Self:
+        """Reads it.
+
+        Args:
+            saved: a checkpoint of either stage.
+            engine: has the model.
+            trained: names of parameters whose pieces the optimizer makes from its state.
+
+        Raises:
+            CheckpointError: see `SavedCheckpoint.weights_for`.
+        """
+        module = engine.module
+        if not is_in_pieces(module):
+            return cls(states=saved.whole_model_states(further_names(module)), pieces={})
+        shapes = {name: shape for name, shape in whole_shapes(module).items() if name not in trained}
+        pieces = saved.weights_for(dist.get_rank(), shapes, world_size=dist.get_world_size())
+        return cls(states=saved.own_model_states(), pieces=pieces)
+
+    def load(self, engine: DeepSpeedEngine, *, strict: bool) -> dict[str, Any]:
+        """Loads it.
+
+        Args:
+            engine: the one that it was read for.
+            strict: whether the model must have exactly the saved weights and buffers.
+
+        Returns:
+            The client state.
+
+        Raises:
+            RuntimeError: the module has other weights or buffers.
+        """
+        module = self.states["module"]
+        if is_in_pieces(engine.module):
+            load_pieces(engine.module, module, self.pieces, strict=strict)
+        else:
+            engine.module.load_state_dict(module, strict=strict)
+        for name in _COUNTS:
+            if name in self.states:
+                setattr(engine, name, self.states[name])
+        if engine.random_ltd_enabled() and "random_ltd" in self.states:
+            engine.random_ltd_scheduler.load_state_dict(self.states["random_ltd"])
+        return {key: value for key, value in self.states.items() if key not in _OF_THE_ENGINE}

@@ -1,0 +1,71 @@
+"""Loading into a module whose parameters DeepSpeed's stage 3 has divided, without gathering them: each rank takes its own pieces.
+
+Private attributes of a divided parameter: `ds_shape` (of the whole), `ds_tensor` (this rank's piece, flat, with padding),
+`ds_process_group` (of the ranks that share it) and `partition`, which drops gathered weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+
+def is_in_pieces(module: Module) -> bool:
+    """Whether stage 3 has divided the module's parameters."""
+    return any(hasattr(p, "ds_tensor") for p in module.parameters())
+
+
+def whole_shapes(module: Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole parameters of a divided module, by their first names."""
+    named: Any = module.named_parameters()
+    return {name: tuple(p.ds_shape) for name, p in named}
+
+
+@torch.no_grad()
+def load_pieces(module: Module, states: Mapping[str, Any], pieces: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Loads into a divided module, and drops what is gathered of it.
+
+    Args:
+        module: the module.
+        states: its buffers and extra state; of parameters only the names matter.
+        pieces: this rank's piece of each parameter that is to be loaded, [elements of a piece], any type.
+        strict: whether `states` must have exactly the module's names.
+
+    Raises:
+        RuntimeError: as of `Module.load_state_dict`.
+    """
+    parameters: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    # A parameter is loaded from itself: torch compares the names.
+    module.load_state_dict({name: parameters.get(name, value) for name, value in states.items()}, strict=strict)
+    for name, piece in pieces.items():
+        parameters[name].partition()
+        parameters[name].ds_tensor.copy_(piece)
+
+
+def load_whole(module: Module, states: Mapping[str, Any], *, strict: bool) -> None:
+    """`Module.load_state_dict`, also of a divided module, of which each rank takes its pieces.
+
+    Raises:
+        RuntimeError: as of `Module.load_state_dict`.
+    """
+    if not is_in_pieces(module):
+        module.load_state_dict(states, strict=strict)
+        return
+    named: Any = module.named_parameters()
+    pieces = {}
+    for name, p in named:
+        if name not in states:
+            continue
+        if tuple(states[name].shape) != tuple(p.ds_shape):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the shape must be"
+                f" {list(p.ds_shape)}, got {list(states[name].shape)}"
+            )
+        pieces[name] = torch.zeros_like(p.ds_tensor)
+        begin, flat = dist.get_rank(group=p.ds_process_group) * p.ds_tensor.numel(), states[name].reshape(-1)
+        part = flat[begin : begin + p.ds_tensor.numel()]
+        pieces[name][: part.numel()] = part
+    load_pieces(module, states, pieces, strict=strict)
