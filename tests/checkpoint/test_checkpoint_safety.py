@@ -26,6 +26,14 @@ from same_bits import assert_same_state, assert_same_tensors
 CASE = Case(topk_ratio=0.3, model="Perceptron", model_options={"widths": [300, 200]}, steps=8)
 
 
+def in_pieces(case: Case) -> Case:
+    """Under stage 3, with parameters that stay gathered."""
+    zero = replace(case, stage=3).zero_3()
+    return replace(case, stage=3).with_keys(
+        config={"zero_optimization": {**zero, "stage3_param_persistence_threshold": 250}}
+    )
+
+
 @contextmanager
 def full_disk() -> Iterator[None]:
     """No file may grow beyond what log lines need: writing fails as on a full disk, and needs no rights of its own."""
@@ -136,9 +144,11 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "full.ckpt" / MODEL_FILE, weights_only=False)["global_step"] == 2
 
 
-def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(stage: int, tmp_path: Path) -> None:
+    case = CASE if stage == 2 else in_pieces(CASE)
     damaged = {
-        tmp_path / "model.ckpt": MODEL_FILE,
+        tmp_path / "model.ckpt": MODEL_FILE if stage == 2 else RANK_FILE.replace("optim", "model"),
         tmp_path / "rank 0.ckpt": RANK_FILE,
         tmp_path / "rank 1.ckpt": RANK_FILE.replace("pp_rank_0", "pp_rank_1"),
     }
@@ -148,9 +158,9 @@ def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> N
         FailingSaves(tmp_path),
         SaveDamaged(damaged),
     )
-    cases = {"saving": replace(CASE, callbacks=saves)}
-    cases |= {path.stem: replace(CASE, checkpoint=str(path), fails=True) for path in damaged}
-    cases["saved"] = replace(CASE, checkpoint=str(tmp_path / "saved.ckpt"))
+    cases = {"saving": replace(case, callbacks=saves)}
+    cases |= {path.stem: replace(case, checkpoint=str(path), fails=True) for path in damaged}
+    cases["saved"] = replace(case, checkpoint=str(tmp_path / "saved.ckpt"))
     runs = run_on_ranks(cases)
     for path, file in damaged.items():
         for run in runs[path.stem]:
@@ -161,9 +171,13 @@ def test_one_of_two_ranks_has_a_full_disk_or_a_damaged_file(tmp_path: Path) -> N
     assert not (tmp_path / "failed.ckpt").exists()
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_each_rank_syncs_its_own_file(sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stage", "sync"), [(2, True), (2, False), (3, True)])
+def test_each_rank_syncs_its_own_files(stage: int, sync: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(collective, "sync_all", lambda paths: synced.extend(path.name for path in paths))
-    run_here(Case(steps=2, save_at=2, checkpoint=str(tmp_path / "a.ckpt")).with_keys(sync_checkpoints=sync))
-    assert synced == ([Path(RANK_FILE).name] if sync else [])
+    case = Case(steps=2, save_at=2, checkpoint=str(tmp_path / "a.ckpt"), stage=stage)
+    run_here(case.with_keys(sync_checkpoints=sync))
+    of_optimizer = Path(RANK_FILE).name
+    assert {*synced} == (
+        {of_optimizer, *([of_optimizer.replace("optim", "model")] if stage == 3 else [])} if sync else set()
+    )

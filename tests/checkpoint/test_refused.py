@@ -196,12 +196,14 @@ IN_TRAINING: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_TRAINING)
+@pytest.mark.parametrize(
+    ("name", "stage"), [*((name, 2) for name in IN_TRAINING), *((name, 3) for name in [*IN_TRAINING][-4:])]
+)
 @pytest.mark.usefixtures("no_worker_is_left")
-def test_refused_by_a_training(name: str, saved: Path, tmp_path: Path) -> None:
+def test_refused_by_a_training(name: str, stage: int, saved: Path, tmp_path: Path) -> None:
     """Content that is not what it must be, or another model."""
     damage, changes, message = IN_TRAINING[name]
     path = shutil.copytree(saved, tmp_path / "a.ckpt")
     damage(path)
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
-        run_here(replace(Case(steps=4, checkpoint=str(path)), **changes))
+        run_here(replace(Case(steps=4, checkpoint=str(path), stage=stage), **changes))

@@ -26,7 +26,9 @@ def test_the_loop_and_the_trainer(case: Case, max_norm: float | None) -> None:
     assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))
 
 
-@pytest.mark.parametrize("case", [EXACT, DEFAULTS], ids=["S=1,d=0", "S=4,d=1"])
+@pytest.mark.parametrize(
+    "case", [EXACT, DEFAULTS, replace(DEFAULTS, stage=3)], ids=["S=1,d=0", "S=4,d=1", "S=4,d=1, stage 3"]
+)
 def test_a_resumed_loop_continues_bit_for_bit(case: Case, tmp_path: Path) -> None:
     case = replace(case, loop="fabric", max_norm=0.1, accumulate=2, checkpoint=str(tmp_path / "checkpoint"))
     whole = run_here(replace(case, save_at=5))

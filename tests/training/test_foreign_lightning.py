@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,6 +36,11 @@ def test_averaged_weights_are_in_checkpoints(tmp_path: Path) -> None:
     resumed, evaluated = Net(), Net()
     make_trainer(ZenFlowStrategy(**NOTHING_LATE), **averaged(tmp_path / "resumed")).fit(resumed, ckpt_path=saved)
     make_trainer(ZenFlowStrategy(), limit_val_batches=1).validate(evaluated, ckpt_path=saved, verbose=False)
+    in_pieces = Net()
+    make_trainer(ZenFlowStrategy(stage=3), limit_val_batches=1).validate(in_pieces, ckpt_path=saved, verbose=False)
+    with GatheredParameters(list(in_pieces.parameters())):
+        for p, q in zip(in_pieces.parameters(), evaluated.parameters(), strict=True):
+            assert torch.equal(p, q)
     of_plain = torch.load(theirs, weights_only=False)["state_dict"]
     for name, p in resumed.named_parameters():
         assert torch.equal(p, whole.weights[name])

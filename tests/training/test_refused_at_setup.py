@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
@@ -133,6 +134,10 @@ OURS: Refused = [
     (
         lambda: fit(with_weights(*[torch.ones(3)] * 2)),
         r"part.1 must have memory .*, got that of part.0: to share weights, assign the parameter itself",
+    ),
+    (
+        lambda: fit(Model(), ZenFlowStrategy(stage=3), callbacks=[EMAWeightAveraging()]),
+        "EMAWeightAveraging must be absent with stage=3",
     ),
     (lambda: fit(Model(nn.Linear(3, 2).double())), r"part.weight must .* at most 32 bits, got torch.float64"),
 ]
