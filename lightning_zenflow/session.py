@@ -20,7 +20,13 @@ from lightning_zenflow.checkpoint.collective import load_together, save_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.overrides import missing_overrides
-from lightning_zenflow.engine.config import prepare_deepspeed_config, refuse_options, says_bucket_size, set_bucket_size
+from lightning_zenflow.engine.config import (
+    offloads_parameters,
+    prepare_deepspeed_config,
+    refuse_options,
+    says_bucket_size,
+    set_bucket_size,
+)
 from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.lost_ranks import LostRanks
@@ -69,10 +75,9 @@ class Session(RankEnvironment):
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
         check_keys(options, (*KEYS, *inspect.signature(base).parameters), "ZenFlowStrategy")
-        refuse_options(options)
         self.zenflow_config, self._users_config = resolve_config(config, given)
+        refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None
-        self._given_config = self.zenflow_config
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._lost_ranks: LostRanks | None = None
@@ -80,6 +85,9 @@ class Session(RankEnvironment):
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
+        if offloads_parameters(self.config):
+            self.zenflow_config = self.zenflow_config.with_weights_on_host()
+        self._given_config = self.zenflow_config
 
     def _set_up(self, initialize: Callable[[], Built], model: Module, optimizer: Optimizer | None) -> Built:
         """Builds the engine with ZenFlow's optimizer; all ranks call it together.

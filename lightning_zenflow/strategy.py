@@ -49,7 +49,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
         **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `stage`, `reduce_bucket_size` or `timeout`. With ``stage=3`` the ranks
-            share the weights as well.
+            share the weights as well; with ``offload_parameters=True`` beside it these are in host memory.
 
     Raises:
         ValueError: a key has a value that is not allowed.

@@ -50,9 +50,9 @@ class InPlacePublisher(Publisher):
         ]
 
     @override
-    def take_over(self, weights: Sequence[Tensor]) -> None:
-        for ours, given in zip(self._rank.weights, weights, strict=True):
-            ours.copy_(given)
+    def take_over(self) -> None:
+        for ours, begin in zip(self._rank.weights, self._rank.partition.group_begins, strict=True):
+            ours.copy_(self._rank.arena.master.narrow(0, begin, ours.numel()))
 
     @override
     def buffer_for(self, block: int, free: Collection[int]) -> int | None:

@@ -140,8 +140,8 @@ class Publisher:
         """Where the model's weights are from now on, like `weights`; without their values if that is elsewhere (`take_over`)."""
         return weights
 
-    def take_over(self, weights: Sequence[Tensor]) -> None:
-        """Copies the values to the result of `place`, if it is other memory; once its memory has been reserved."""
+    def take_over(self) -> None:
+        """Fills the result of `place` from the master weights, if it is other memory; once its memory has been reserved."""
 
     def buffer_for(self, block: int, free: Collection[int]) -> int | None:
         """Buffer of a block's next job, one of those that are free; None: none of them."""

@@ -1,7 +1,7 @@
 """Construction of a rank's components from DeepSpeed's optimizer."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -55,12 +55,15 @@ class ZeroPartition:
     slices: Sequence[Slice]
     """Parts of the model's parameters that lie in the partitions."""
     weights: Sequence[Tensor]
-    """For each flat partition the model's weights."""
+    """For each flat partition the model's weights, which the values of `masters` equal. In place only their lengths and type count."""
     device: torch.device
     """Training device, on which the gradients are."""
     in_place: bool = False
     """Whether the weights are to be in host memory, where the worker writes them: `RankState.weights` then take the place of `weights`,
     until the arena is closed. Forked processes do not have that memory."""
+    release_weights: Callable[[], None] | None = None
+    """Frees the memory of the model's weights where they are to be in place: when the arena has master weights, before the rest of it takes
+    memory."""
     row_lengths: Sequence[int]
     """Columns of each parameter's [out, rest] view."""
     group: dist.ProcessGroup
@@ -204,6 +207,8 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     undo.callback(worker.kill)
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
+    if zero.in_place and zero.release_weights is not None:
+        zero.release_weights()
     slots, publisher = SlotPool(rank), zero.publisher(rank)
     jobs = JobQueue(
         rank,
@@ -214,7 +219,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         config.compensation,
         in_backward=config.submits_in_backward,
     )
-    publisher.take_over(zero.weights)
+    publisher.take_over()
     selector = Selector(
         zero.row_lengths,
         topk_ratio=config.topk_ratio,

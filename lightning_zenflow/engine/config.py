@@ -41,7 +41,8 @@ _SET_BY_LIGHTNING = (
 _SET_BY_DEEPSPEED = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 
 _PARTITIONED = "ZenFlow works on ZeRO's partitioned gradients and optimizer states"
-_NO_PARAMETERS = "weights stay on the training device; ZenFlow does not keep them in host memory yet"
+_NEEDS_STAGE_3 = "ZeRO stage 3 has parameters in host memory: set stage to 3"
+_NOT_ON_DISK = "the worker writes parameters where they are, in host memory"
 
 _RULES = (
     Rule("zero_optimization.stage", lambda stage: type(stage) is int and stage in (1, 2, 3), "1, 2 or 3", _PARTITIONED),
@@ -49,8 +50,8 @@ _RULES = (
     _only("zero_optimization.parameter_alignment", False, "the worker needs no alignment"),
     _only("zero_optimization.compute_grad_norm", True, "the norm decides whether a step is applied"),
     _only("zero_optimization.elastic_checkpoint", False, "use DeepSpeed's universal checkpoints instead"),
-    _only("zero_optimization.cpu_offload_param", False, _NO_PARAMETERS),
-    _only("zero_optimization.offload_param.device", "none", _NO_PARAMETERS),
+    Rule("zero_optimization.cpu_offload_param", lambda value: isinstance(value, bool), "true, false or absent"),
+    Rule("zero_optimization.offload_param.device", lambda device: device in ("cpu", "none"), "'cpu' or 'none'", _NOT_ON_DISK),
     _only("managed_gradient_accumulation", True, "Lightning leaves the boundary to DeepSpeed"),
     _only("torch_autocast.enabled", False, "the Trainer's `precision` sets the data type"),
     *(_only(f"optimizer.params.{key}", value, "the worker's update has no other") for key, value in REQUIRED_OPTIONS.items()),
@@ -74,9 +75,9 @@ _RULES = (
 _OPTION_RULES = (
     _only("zero_optimization", True, _PARTITIONED),
     _only("offload_optimizer_device", "cpu", "the states are in host memory"),
-    _only("offload_parameters", False, _NO_PARAMETERS),
-    _only("offload_params_device", "cpu", _NO_PARAMETERS),
-    _only("remote_device", None, _NO_PARAMETERS),
+    Rule("offload_parameters", lambda value: isinstance(value, bool), "True, False or absent"),
+    _only("offload_params_device", "cpu", _NOT_ON_DISK),
+    _only("remote_device", None, "a model is made where its parameters are trained"),
     _only("load_full_weights", False, "checkpoints are folders"),
 )
 
@@ -125,6 +126,7 @@ def prepare_deepspeed_config(
         result.pop("gradient_accumulation_steps", None)
     zero = result.setdefault("zero_optimization", {})
     assert "zenflow" not in zero, "resolve_config removes this block"
+    offloads = offloads_parameters(result)
     # DeepSpeed refuses a deprecated key beside its successor.
     for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "offload_param"):
         zero.pop(old, None)
@@ -134,6 +136,8 @@ def prepare_deepspeed_config(
         contiguous_gradients=True,
         offload_optimizer={"device": "cpu", "pin_memory": False},
     )
+    if offloads:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
     if "optimizer" in result:
         _prepare_optimizer(result["optimizer"])
     # The worker replaces the torch optimizer from configure_optimizers; DeepSpeed would ask for its own class.
@@ -144,9 +148,29 @@ def prepare_deepspeed_config(
     return result
 
 
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Refuses keywords of Lightning's strategy that ask for another place of the states, with `MisconfigurationException`."""
+def offloads_parameters(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed config keeps the parameters in host memory."""
+    values = _flat(config)
+    by_old_name = values.get("zero_optimization.cpu_offload_param") is True
+    return by_old_name or values.get("zero_optimization.offload_param.device") == "cpu"
+
+
+def refuse_options(options: Mapping[str, Any], *, has_config: bool) -> None:
+    """Refuses keywords of Lightning's strategy that ask for another place of states or parameters, with `MisconfigurationException`.
+
+    Args:
+        options: the keywords.
+        has_config: whether there is a DeepSpeed config, beside which Lightning does not read keywords.
+    """
     _refuse(options, _OPTION_RULES, "ZenFlowStrategy")
+    if has_config:
+        reason = (
+            "set zero_optimization.offload_param to {'device': 'cpu'} in the DeepSpeed config that is given as well"
+        )
+    else:
+        reason = _NEEDS_STAGE_3
+    if has_config or options.get("stage", 2) != 3:
+        _refuse(options, [_only("offload_parameters", False, reason)], "ZenFlowStrategy")
 
 
 def set_bucket_size(config: dict[str, Any], model: Module) -> None:
@@ -195,6 +219,9 @@ def _rules(
     """`_RULES`, and those that depend on other keys and on the Trainer."""
     yield from _RULES
     values = _flat(config)
+    if values.get("zero_optimization.stage") != 3:
+        yield _only("zero_optimization.cpu_offload_param", False, _NEEDS_STAGE_3)
+        yield _only("zero_optimization.offload_param.device", "none", _NEEDS_STAGE_3)
     if accumulate is not None:
         # 1 is DeepSpeed's default, so it may not have been chosen.
         allowed = f"an integer >= 1 that equals the Trainer's accumulate_grad_batches ({accumulate})"

@@ -54,7 +54,7 @@ def resolve_config(config: ConfigSource, overrides: Mapping[str, Any]) -> tuple[
     if config is None:
         return given, None
     if isinstance(config, ZenFlowConfig):
-        return ZenFlowConfig(**{**dict(config), **overrides}), None
+        return ZenFlowConfig(**{**config.model_dump(exclude_unset=True), **overrides}), None
     origin = str(config) if isinstance(config, str | os.PathLike) else "config"
     keys, deepspeed = _split(_read(config, origin), origin)
     try:

@@ -23,7 +23,8 @@ class HostState:
 
     Args:
         optimizer: the user's optimizer, whose state is created here.
-        flats: DeepSpeed's flat fp32 partitions, the optimizer's parameters in its order. Their values are copied into the arena.
+        flats: DeepSpeed's flat fp32 partitions, the optimizer's parameters in its order. Their values, of any type and on any device, are
+            copied into the arena.
         partition: of this rank.
         arena: memory of the state from now on.
     """

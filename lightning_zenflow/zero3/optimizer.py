@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device."""
+"""DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -7,12 +7,13 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Stream, runtime_of
+from lightning_zenflow.core.device import Stream, runtime_of, warn_of_pageable_memory
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
@@ -27,17 +28,27 @@ REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
 
 
+def _without_memory(flat: Tensor) -> Tensor:
+    """A tensor of the same length and type that takes no memory."""
+    return flat.new_empty(1).expand(flat.numel())
+
+
 class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
     """ZeRO stage 3 under ZenFlow: each rank has a piece of every parameter, and its optimizer state.
 
     DeepSpeed gathers the weights of a module before it runs and drops them after it. What is published goes to the rank's pieces, so no
     gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
+
+    With `offload_param` the pieces are in host memory: in the arena, where the worker writes them and DeepSpeed fetches them
+    (`InPlacePublisher`). When training ends they move to memory of their own.
     """
 
     # DeepSpeed's own, declared for the type checker.
     fp16_groups: list[list[Any]]
     sub_group_to_group_id: dict[int, int]
     persistent_parameters: list[Any]
+    trainable_param_groups: list[dict[str, Any]]
+    offload_param: bool
     reduce_and_partition_stream: Stream | None
 
     def __init__(self, *args: Any, ds_config: dict[str, Any], **kwargs: Any) -> None:
@@ -62,14 +73,79 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             optimizer=self.optimizer,
             masters=self.fp32_partitioned_groups_flat,
             slices=read_slices(self),
-            weights=[flat.detach() for flat in self.fp16_partitioned_groups_flat],
-            device=self.fp16_partitioned_groups_flat[0].device,
+            # In place, memory of their own would be held until the worker has started.
+            weights=[
+                _without_memory(f) if self.offload_param else f.detach() for f in self.fp16_partitioned_groups_flat
+            ],
+            # On which they are gathered; that of no piece.
+            device=parameters[0].device,
+            in_place=self.offload_param,
+            release_weights=self._release_weights,
             row_lengths=[row_length(p.ds_shape) for p in parameters],
             group=self.dp_process_group,
         )
         self._build_step(zero, parameters, [p.ds_shape for p in parameters])
+        if self.offload_param:
+            self._use_memory_of(self._rank.weights)
+            self._page_lock_frozen()
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
+
+    @override
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Makes the memory to which each group's pieces move first; not page-locked, since torch would keep it when they move on.
+
+        Private: what DeepSpeed's constructor calls with `offload_param`.
+        """
+        self.param_groups_fp16_flat_cpu_memory = [
+            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype)
+            for group in self.trainable_param_groups
+        ]
+
+    @override
+    def _create_fp32_partitions(self) -> None:
+        """Makes the flat partitions that the optimizer has as parameters; with `offload_param` they are the weights until `HostState`
+        copies them to the arena, where DeepSpeed would make two copies in float32.
+        """
+        if not self.offload_param:
+            super()._create_fp32_partitions()
+            return
+        self.fp32_partitioned_groups_flat = [f.detach().requires_grad_() for f in self.fp16_partitioned_groups_flat]
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def _release_weights(self) -> None:
+        """Frees DeepSpeed's copy of the weights in host memory."""
+        self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
+
+    def _page_lock_frozen(self) -> None:
+        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own."""
+        for parameter in self.module.parameters():
+            if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
+                try:
+                    parameter.ds_tensor.data = get_accelerator().pin_memory(parameter.ds_tensor.data)
+                except RuntimeError as refusal:
+                    warn_of_pageable_memory(refusal)
+
+    def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
+        """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""
+        self.fp16_partitioned_groups_flat = [flat.detach() for flat in flats]
+        # Private: DeepSpeed's flat copy in host memory of each parameter group.
+        self.param_groups_fp16_flat_cpu_memory = []
+        for index in range(len(self.fp16_groups)):
+            # Private: makes each piece a view of the flat partition.
+            self._unflatten_partitioned_parameters(index)
+
+    @override
+    def _take_weights(self) -> None:
+        if not self.offload_param:
+            return
+        self._use_memory_of([flat.clone() for flat in self.fp16_partitioned_groups_flat])
+        freed = self._rank.arena.publish.untyped_storage().data_ptr()
+        for parameter in self._trained_parameters:
+            # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
+            if parameter.untyped_storage().data_ptr() == freed:
+                parameter.data = parameter.data.clone()
 
     @override
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:

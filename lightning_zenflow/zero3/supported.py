@@ -18,7 +18,6 @@ def refuse_unsupported(zero_optimizer: Any) -> None:
         ),
         "tensor parallelism": zero_optimizer.model_parallel_group is not None,
         "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
-        "parameters in host memory or on NVMe (offload_param)": zero_optimizer.offload_param,
         "master weights or gradients in half precision": zero_optimizer.master_weights_and_grads_dtype != torch.float32,
         "data_types.grad_accum_dtype other than the model's": (
             zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype

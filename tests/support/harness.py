@@ -86,6 +86,8 @@ class Case:
     """Whether DeepSpeed's own ZeRO offload trains."""
     stage: Literal[2, 3] = 2
     """Of ZeRO. Under stage 3, matrices are gathered where they are used, small parameters stay gathered."""
+    offload_parameters: bool = False
+    """Whether the parameters are in host memory; under stage 3."""
     fails: bool = False
     """Whether it ends with an error, on all ranks at the same point, so that they can go on with other cases."""
 
@@ -143,7 +145,8 @@ class Case:
             key: value for key, value in self.strategy_options.items() if key in ("reduce_bucket_size", "overlap_comm")
         }
         gathered = {"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 1000}
-        return {"stage": 3, "sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
+        sizes = {"sub_group_size": self.sub_group_size, "reduce_bucket_size": 400, **gathered, **buckets}
+        return {"stage": 3, "offload_param": {"device": "cpu" if self.offload_parameters else "none"}, **sizes}
 
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""

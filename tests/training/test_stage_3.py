@@ -141,6 +141,9 @@ class Sharded(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
+        # Lightning asks again before each run.
+        if hasattr(self, "layers"):
+            return
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3, bias=False))
 

@@ -152,7 +152,8 @@ REFUSED: list[tuple[str, list[Any], str]] = [
     ("zero_optimization.offload_optimizer", [True], "a mapping"),
     ("zero_optimization.offload_optimizer.device", ["nvme", "gpu"], "'cpu'"),
     ("zero_optimization.offload_param", ["cpu"], "a mapping"),
-    ("zero_optimization.offload_param.device", ["cpu", "nvme"], "'none'"),
+    ("zero_optimization.offload_param.device", ["nvme"], "'cpu' or 'none'"),
+    ("zero_optimization.offload_param.device", ["cpu"], "'none'"),
     ("gradient_accumulation_steps", [0, -1, 2.0, "2", True], "an integer >= 1"),
     ("gradient_clipping", [-1, NAN, float("inf"), "1.0", True, [1]], "a finite number >= 0 (0: off)"),
     ("managed_gradient_accumulation", [False], "True"),
@@ -183,12 +184,32 @@ def test_stages() -> None:
     for stage, prepared_stage in ((1, 2), (2, 2), (3, 3)):
         prepared = prepare_deepspeed_config({"zero_optimization": {"stage": stage}})
         assert prepared["zero_optimization"] == {**ZERO, "stage": prepared_stage}
+    # Of trained parameters torch would keep the page-locked memory that they have before they are in the arena.
+    expected = {**ZERO, "stage": 3, "offload_param": {"device": "cpu", "pin_memory": False}}
+    for key, value in (("offload_param", {"device": "cpu", "pin_memory": True}), ("cpu_offload_param", True)):
+        prepared = prepare_deepspeed_config({"zero_optimization": {"stage": 3, key: value}})
+        assert prepared["zero_optimization"] == prepare_deepspeed_config(prepared)["zero_optimization"] == expected
+        for stage in (1, 2):
+            assert "set stage to 3" in refusal_of({"zero_optimization": {"stage": stage, key: value}})
 
 
 def test_keywords_of_lightning_that_it_would_ignore() -> None:
-    refuse_options({"offload_optimizer_device": "cpu", "remote_device": None})
-    with pytest.raises(MisconfigurationException, match="offload_optimizer_device must be 'cpu' or absent, got 'nvme'"):
-        refuse_options({"offload_optimizer_device": "nvme"})
+    for options in (
+        {"offload_optimizer_device": "cpu", "remote_device": None},
+        {"stage": 3, "offload_parameters": True},
+    ):
+        refuse_options(options, has_config=False)
+    for option in ("offload_optimizer_device", "offload_params_device"):
+        with pytest.raises(MisconfigurationException, match=f"{option} must be 'cpu' or absent, got 'nvme'"):
+            refuse_options({option: "nvme"}, has_config=False)
+    for options, has_config, instead in (
+        ({}, False, "set stage to 3"),
+        ({"stage": 3}, True, "in the DeepSpeed config"),
+    ):
+        with pytest.raises(
+            MisconfigurationException, match=f"offload_parameters must be False .*, got True: .*{instead}"
+        ):
+            refuse_options({**options, "offload_parameters": True}, has_config=has_config)
 
 
 def prepared(kind: str, **params: Any) -> dict[str, Any]:
