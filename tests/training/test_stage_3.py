@@ -164,17 +164,30 @@ class Sharded(pl.LightningModule):
     test_dataloader = train_dataloader
 
 
-def test_a_model_that_is_made_in_pieces_and_is_tested() -> None:
+def whole(model: nn.Module) -> list[Tensor]:
+    with GatheredParameters(list(model.parameters())):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_model_that_is_made_in_pieces_and_is_tested(tmp_path: Path) -> None:
     weights = []
     for strategy in (NETWORK.make_strategy(), replace(NETWORK, stock=True).make_strategy()):
         model = Sharded()
         trainer = make_trainer(strategy, max_epochs=2, limit_test_batches=1)
         trainer.fit(model)
+        if not weights:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
         trainer.test(model, verbose=False)
-        with GatheredParameters(list(model.parameters())):
-            weights.append([p.detach().clone() for p in model.parameters()])
+        weights.append(whole(model))
     for ours, plain in zip(*weights, strict=True):
         torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
+    evaluated, resumed = Sharded(), Sharded()
+    make_trainer(NETWORK.make_strategy(), limit_test_batches=1).test(
+        evaluated, ckpt_path=tmp_path / "a.ckpt", verbose=False
+    )
+    make_trainer(NETWORK.make_strategy(), max_epochs=2).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    for model in (evaluated, resumed):
+        assert_same_tensors(whole(model), weights[0])
 
 
 def test_fp16_with_a_dynamic_loss_scale_has_the_state_of_stage_2(runs: Runs) -> None:
