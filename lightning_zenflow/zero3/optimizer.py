@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from typing_extensions import override
@@ -271,6 +272,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def layouts(self) -> list[PieceLayout]:
         n_ranks = dist.get_world_size(group=self.dp_process_group)
         return [PieceLayout.of({self.param_names[p]: p.ds_numel for p in g}, n_ranks=n_ranks) for g in self.fp16_groups]
+
+    @override
+    def destroy(self) -> None:
+        super().destroy()
+        # Private: torch's function, which DeepSpeed replaces by one that keeps less memory, in the whole process and for ever.
+        linear = torch.nn.functional.linear
+        torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear)
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:

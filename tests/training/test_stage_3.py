@@ -170,12 +170,13 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def test_a_model_that_is_made_in_pieces_and_is_tested(tmp_path: Path) -> None:
-    weights = []
+    weights, linear = [], torch.nn.functional.linear
     for strategy in (NETWORK.make_strategy(), replace(NETWORK, stock=True).make_strategy()):
         model = Sharded()
         trainer = make_trainer(strategy, max_epochs=2, limit_test_batches=1)
         trainer.fit(model)
         if not weights:
+            assert torch.nn.functional.linear is linear
             trainer.save_checkpoint(tmp_path / "a.ckpt")
         trainer.test(model, verbose=False)
         weights.append(whole(model))
