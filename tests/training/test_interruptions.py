@@ -220,7 +220,7 @@ def loop(name: str, context: Interrupt | None = None) -> Tensor | None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@strides(400, 30)
+@strides(100, 30)
 def test_a_loop_that_goes_on(name: str, stride: int) -> None:
     expected = loop(name)
     assert expected is not None
