@@ -51,8 +51,10 @@ void StepRecords::check(const UpdateJob& job) const {
             "job: first_step must be at least 1 and its sum with the number of steps representable, got ", job.first_step);
     const int64_t last_step = job.first_step + n_steps - 1;
     const int64_t resolved_step = arena_.resolved_step();
-    require(last_step - resolved_step <= capacity, "job: its last step must be at most ", resolved_step + capacity,
-            " with resolved_step = ", resolved_step, " and n_step_records = ", capacity, ", got ", last_step);
+    // Of a broken arena any number.
+    const int64_t largest = std::min(resolved_step, std::numeric_limits<int64_t>::max() - capacity) + capacity;
+    require(last_step <= largest, "job: its last step must be at most ", largest, " with resolved_step = ", resolved_step,
+            " and n_step_records = ", capacity, ", got ", last_step);
 }
 
 bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
