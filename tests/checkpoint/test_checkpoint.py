@@ -71,11 +71,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     for name in names:
         path = tmp_path / f"{name}.ckpt"
         cases |= {f"{name}: whole": saving(CASES[name], 12, path), f"{name}: rest": resuming(CASES[name], path)}
-    # Rank 1 has no slice of the last sub-group, a single element, and finds its slices where they were.
-    pieces = {"stage": 3, "sub_group_size": 10**6}
-    several = replace(saving(CASES["random selection"], 12, tmp_path / "pieces.ckpt"), stage=3)
-    one = resuming(several, tmp_path / "pieces.ckpt").with_keys(config={"zero_optimization": pieces})
-    cases |= {"sub-groups": several, "other sub-groups": replace(one, save_at=0)}
+    # Rank 1 has nothing of the last sub-group, a single element, and finds all its slices where they were.
+    single = replace(CASES["random selection"], stage=3, model_options={"shapes": ((31, 29), (37,), (1,))})
+    several, one = (single.with_keys(config={"zero_optimization": {"stage": 3, "sub_group_size": n}}) for n in (19, 99))
+    path = tmp_path / "sub-groups.ckpt"
+    cases |= {"sub-groups": saving(several, 7, path), "other sub-groups": resuming(one, path)}
     runs = run_on_ranks(cases)
     assert_same_state(runs["other sub-groups"][0], runs["sub-groups"][0])
     for name in names:
