@@ -45,9 +45,11 @@ std::optional<Inbox::Received> Inbox::next() {
     return std::nullopt;
 }
 
-// Receives what is there, and waits if nothing waits here. Returns false if the trainer is gone.
+// Waits for a message if none waits here; receives all that are there if a newer one may come first. Returns false if the trainer
+// is gone.
 bool Inbox::receive() {
-    while (waiting_.empty() || channel_.has_message()) {
+    const bool newest_first = arena_.header().newest_first != 0;
+    while (waiting_.empty() || (newest_first && channel_.has_message())) {
         const auto message = channel_.receive();
         if (!message) return false;
         waiting_.push_back(parsed(*message));

@@ -210,8 +210,6 @@ class JobsInFlight:
                     changed.append(job)
         while self._unanswered and self._worker.has_answered(self._unanswered[0].submission):
             changed.append(self._take_answer(self._unanswered[0]))
-        # The worker may have taken newer ones first.
-        changed += [self._take_answer(job) for job in [*self._unanswered] if job.submission.is_answered]
         for job in changed:
             self._publish_in_backward(job)
 
