@@ -287,8 +287,11 @@ class SavedCheckpoint:
         state = own = self.optimizer_state(own_rank)
         saved_layouts = self._layouts(own)
         if world_size != self.world_size or saved_layouts != list(layouts):
-            states = lambda r: own if r == own_rank else self.optimizer_state(r)  # noqa: E731
-            state = {**own, **repartition(own, states, saved_layouts, layouts, rank)}
+
+            def state_of(r: int) -> Mapping[str, Any]:
+                return own if r == own_rank else self.optimizer_state(r)
+
+            state = {**own, **repartition(own, state_of, saved_layouts, layouts, rank)}
         to_stage_3 = isinstance(layouts[0], PieceLayout)
         if (self.is_stage_3 or to_stage_3) and saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
             # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
@@ -353,9 +356,15 @@ class SavedCheckpoint:
         to = [[piece] for piece in pieces]
         if self.is_stage_3:
             frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
-            masters = lambda r: [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]  # noqa: E731
+
+            def masters(r: int) -> list[list[Tensor]]:
+                return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
+
+            def fragments(r: int) -> list[list[Tensor]]:
+                of_names = self._read_model(r)[FROZEN_PARAM_FRAGMENTS]
+                return [[of_names[name]] for name in frozen]
+
             copy_parts(masters, self._layouts({}), targets, rank, to)
-            fragments = lambda r: [[self._read_model(r)[FROZEN_PARAM_FRAGMENTS][name]] for name in frozen]  # noqa: E731
             copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         else:
             copy_parts(lambda _: [[module[name].reshape(-1)] for name in names], cut(1, names), targets, rank, to)
