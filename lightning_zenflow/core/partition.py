@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
+from typing_extensions import Self
+
 
 def row_length(shape: Sequence[int]) -> int:
     """Elements in a row of a parameter's [out, rest] view; 0 for fewer than two dimensions, or without elements."""
@@ -48,6 +50,20 @@ class Slice:
     """Elements in a row of the [out, rest] view; 1 for parameters of fewer than two dimensions."""
     is_matrix: bool
     """Whether the parameter has columns to select."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], *, parameter: int, param_group: int, begin: int, start: int, numel: int) -> Self:
+        """The slice of a parameter of this shape; the other arguments are its fields."""
+        columns = row_length(shape)
+        return cls(
+            parameter=parameter,
+            param_group=param_group,
+            begin=begin,
+            start=start,
+            numel=numel,
+            columns=columns or 1,
+            is_matrix=columns > 0,
+        )
 
     @property
     def end(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Slice, group_begins, row_length
+from lightning_zenflow.core.partition import Slice, group_begins
 from lightning_zenflow.engine.flat_layout import FlatLayout
 
 
@@ -24,18 +24,8 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
             number = zero_optimizer.get_param_id(parameter)
             group, start, begin, numel = zero_optimizer.grad_position[number]
             if numel > 0:
-                columns = row_length(parameter.shape)
-                slices.append(
-                    Slice(
-                        parameter=number,
-                        param_group=group,
-                        begin=begins[group] + begin,
-                        start=start,
-                        numel=numel,
-                        columns=columns or 1,
-                        is_matrix=columns > 0,
-                    )
-                )
+                place = {"param_group": group, "begin": begins[group] + begin, "start": start, "numel": numel}
+                slices.append(Slice.of(parameter.shape, parameter=number, **place))
     return slices
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_zenflow.core.partition import Slice, group_begins, row_length
+from lightning_zenflow.core.partition import Slice, group_begins
 
 
 def parameters_in_order(zero_optimizer: Any) -> list[Any]:
@@ -29,18 +29,8 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
             start = rank * padded
             numel = min(padded, parameter.ds_numel - start)
             if numel > 0:
-                columns = row_length(parameter.ds_shape)
-                slices.append(
-                    Slice(
-                        parameter=number,
-                        param_group=index,
-                        begin=begin,
-                        start=start,
-                        numel=numel,
-                        columns=columns or 1,
-                        is_matrix=columns > 0,
-                    )
-                )
+                place = {"param_group": index, "begin": begin, "start": start, "numel": numel}
+                slices.append(Slice.of(parameter.ds_shape, parameter=number, **place))
             begin += padded
             number += 1
     return slices
