@@ -30,8 +30,8 @@ REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
 def _without_memory(flat: Tensor) -> Tensor:
-    """A tensor of the same length and type that takes no memory."""
-    return flat.new_empty(1).expand(flat.numel())
+    """A tensor of the same length and type that takes no memory. It is NaN, so that a model whose construction fails is not used again."""
+    return flat.new_full((1,), torch.nan).expand(flat.numel())
 
 
 class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -141,7 +141,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def _take_weights(self) -> None:
         if not self.offload_param:
             return
-        self._use_memory_of([flat.clone() for flat in self.fp16_partitioned_groups_flat])
+        self._use_memory_of([flat.clone() for flat in self._rank.weights])
         freed = self._rank.arena.publish.untyped_storage().data_ptr()
         for parameter in self._trained_parameters:
             # On a CPU with one rank, what DeepSpeed gathers of a parameter is its piece.
