@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -72,7 +72,7 @@ class Job:
 
 class JobsInFlight:
     """Owner of the jobs that are not published yet, in the order of their submission, and of the publish buffers: phases *replay* and
-    *publish* of `JobQueue`. It alone changes a job's state.
+    *publish* of `JobQueue`. It alone changes a job's state. Jobs of one block are published in their order.
 
     Args:
         worker: processes the jobs, those of a block in order, each exactly once (see `SupervisedWorker`).
@@ -210,15 +210,18 @@ class JobsInFlight:
                     changed.append(job)
         while self._unanswered and self._worker.has_answered(self._unanswered[0].submission):
             changed.append(self._take_answer(self._unanswered[0]))
-        for job in changed:
+        for job in changed + self._take_newer_answers():
             self._publish_in_backward(job)
 
     def read_answer(self, cause: Cause) -> bool:
-        """Waits for the oldest job that has not been answered; in backward. False if the worker has none."""
-        if self._unanswered:
-            self._publish_in_backward(self._await(self._unanswered[0], cause))
-            return True
-        return False
+        """Waits for the answer to one of the jobs; in backward. False if the worker has none."""
+        if not self._unanswered:
+            return False
+        with self._rank.telemetry.stalls.measure(cause):
+            self._worker.wait_for(*(job.submission for job in self._unanswered))
+        for job in self._take_newer_answers() or [self._take_answer(self._unanswered[0])]:
+            self._publish_in_backward(job)
+        return True
 
     def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[int, int]:
         """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
@@ -228,13 +231,26 @@ class JobsInFlight:
         """
         due = [index for index, job in enumerate(self._jobs) if job.due_step <= step or not due_only]
         for _ in range(due[-1] + 1 if due else 0):
-            self.publish_oldest(cause)
+            self._publish(self._jobs[0], cause)
         published, self._published = self._published, {}
         return published
 
-    def publish_oldest(self, cause: Cause) -> None:
-        """Waits for the oldest job, copies its weights into the model and frees its slots and its buffer."""
-        job = self._jobs[0]
+    def publish_blocks(self, blocks: Iterable[int], cause: Cause) -> None:
+        """Waits for all jobs of these blocks, so that the weights are those of the last one submitted."""
+        for block in blocks:
+            while self._of_block[block]:
+                self._publish(self._of_block[block][0], cause)
+
+    def has_answers(self, block: int) -> bool:
+        """Whether the worker has done all jobs of a block."""
+        return all(self._worker.has_answered(job.submission) for job in self._of_block[block])
+
+    def free_one_buffer(self, block: int, cause: Cause) -> None:
+        """Publishes the oldest job, or the one whose buffer a block's next job needs."""
+        self._publish((self._of_block[block] if self._publisher.in_place else self._jobs)[0], cause)
+
+    def _publish(self, job: Job, cause: Cause) -> None:
+        """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
         if job.state is JobState.SUBMITTED:
             self.n_late += job.has_tentative and not self._worker.has_answered(job.submission)
             self._await(job, cause)
@@ -247,7 +263,7 @@ class JobsInFlight:
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.books:
             job.state = JobState.PUBLISHED
-            self._jobs.popleft()
+            self._jobs.remove(job)
             self._of_block[job.block].popleft()
             self._free_slots(job)
             if job.buffer is not None:
@@ -269,6 +285,12 @@ class JobsInFlight:
         with self._rank.telemetry.stalls.measure(cause):
             self._worker.wait_for(job.submission)
         return self._take_answer(job)
+
+    def _take_newer_answers(self) -> list[Job]:
+        """Takes answers that have been read while an older job has none: only where the worker takes the newest first."""
+        if not self._publisher.in_place:
+            return []
+        return [self._take_answer(job) for job in list(self._unanswered) if job.submission.is_answered]
 
     def _take_answer(self, job: Job) -> Job:
         """Takes the worker's answer, and frees slots."""

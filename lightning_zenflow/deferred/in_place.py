@@ -17,13 +17,17 @@ from lightning_zenflow.worker.rank_state import RankState
 class InPlacePublisher(Publisher):
     """The publish buffers are the weights: block b always publishes to buffer b, one behind the other; the buffer behind them is scratch.
 
-    With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): no step may read weights before the jobs of the one before are published.
+    With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): a step reads weights when their jobs of the step before are published
+    (`JobsInFlight.publish_blocks`). Layers whose gradients come last in backward are fetched first in the next forward pass. So the newest
+    job is the most urgent one, and each is in time if the work fits into backward and forward.
 
     A job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word is behind
     the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies to the
     device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
     submitted, so the training thread waits for the device.
     """
+
+    in_place = True
 
     def __init__(self, rank: RankState) -> None:
         super().__init__(rank)

@@ -40,7 +40,8 @@ class JobQueue:
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
     6. *publish*: jobs that are due at t are waited for (this is the stall that is measured), and their weights are copied into the model
        (h2d). No kernel of step t reads a slice's weights any more once its gradient has arrived: the copies are ordered behind that event
-       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied.
+       in *fill*, and those of jobs that are done in time are enqueued there (`Publisher`). In place, nothing is copied, and a job is waited
+       for where its weights are fetched in step t + 1 (`await_slice`).
 
     *flush* closes every open window, commits what is tentative and publishes every job; then the arena is the exact state of all steps so
     far.
@@ -179,7 +180,7 @@ class JobQueue:
                 of_block = self.staggered.of_block(block)
                 overlapping = of_block.publish_lag >= of_block.update_interval
                 at_once = synchronous or (overlapping and block in drain)
-                due_step = step if at_once else self.staggered.publish_step(step, block)
+                due_step = step if at_once else self._due_step(step, block)
                 ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
                 self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=block not in not_shown)
         return closing
@@ -212,7 +213,12 @@ class JobQueue:
             window = self._fill_window(block, step, self._slots.of_block(block))
             self._windows[block] = Window(first_step=step, slots=window.slots[-1:])
             self.in_flight.enqueue(
-                block, window, buffer, due_step=step, prediction_steps=ahead, overwritable=overwritable
+                block,
+                window,
+                buffer,
+                due_step=self._due_step(step, block),
+                prediction_steps=ahead,
+                overwritable=overwritable,
             )
             self._submitted_in_backward.add(block)
         self._worker.send()
@@ -256,6 +262,14 @@ class JobQueue:
         self._rank.arena.block_words.reset()
         self._rank.arena.step_words[step].zero_()
 
+    def await_slice(self, index: int) -> None:
+        """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
+        self.in_flight.publish_blocks(self._rank.partition.blocks_of_slice[index], "publish_wait")
+
+    def is_written(self, index: int) -> bool:
+        """Whether `await_slice` would return at once; reads the answers that are there."""
+        return all(map(self.in_flight.has_answers, self._rank.partition.blocks_of_slice[index]))
+
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
 
@@ -276,6 +290,10 @@ class JobQueue:
         with self._rank.d2h.behind(reads=factor):
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
+
+    def _due_step(self, step: int, block: int) -> int:
+        # In place: the end of the next step, if nothing fetches the weights before.
+        return self.staggered.publish_step(step, block) + self._publisher.in_place
 
     def _fill_window(self, block: int, step: int, slot: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""
@@ -346,7 +364,7 @@ class JobQueue:
         """A publish buffer that neither a job nor the device uses, for the block's next job; waits until there is one."""
         while (buffer := self.in_flight.free_buffer(block)) is None:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.
-            self.in_flight.publish_oldest(cause)
+            self.in_flight.free_one_buffer(block, cause)
         copied = self.in_flight.free_buffers[buffer]
         if copied is not None and not copied.query():
             with self._rank.telemetry.stalls.measure("publish_buffer"):

@@ -116,8 +116,12 @@ class Publisher:
     `InPlacePublisher` are the weights.
 
     Attributes:
+        in_place: whether buffers are the weights. They are awaited where they are fetched, not at the end of a step, and the worker takes
+            the newest job first.
         scratch: buffer of jobs whose weights are discarded, where blocks are submitted in backward; no other job uses it.
     """
+
+    in_place = False
 
     def __init__(self, rank: RankState) -> None:
         self.scratch = 0

@@ -116,6 +116,7 @@ class MemoryPlan:
             dtype=self.zero.weights[0].dtype,
             moments_dtype=getattr(torch, config.moments_dtype),
             n_threads=self.n_threads,
+            newest_first=self.zero.in_place,
             export_bytes=export_bytes(self.partition, config.owned_ratio),
         )
 

@@ -33,7 +33,8 @@ class ZenFlowStep:
        time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them. Blocks that the device owns entirely are left out.
+       device-owned weights are written over them. Blocks that the device owns entirely are left out. In place: in the next forward pass
+       (`await_weights`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
@@ -142,6 +143,14 @@ class ZenFlowStep:
     def unused_parameters(self) -> list[Tensor]:
         """Trained parameters with a slice on this rank and without a gradient in the step that is next."""
         return [self._freezing.parameter_of(index) for index in self._fill.unused()]
+
+    def await_weights(self, slice_index: int) -> None:
+        """Waits until a slice's weights are those that the last step has given it, before they are fetched from where they are in place."""
+        self._jobs.await_slice(slice_index)
+
+    def has_weights(self, slice_index: int) -> bool:
+        """Whether `await_weights` would not wait."""
+        return self._jobs.is_written(slice_index)
 
     def state_written(self) -> None:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""

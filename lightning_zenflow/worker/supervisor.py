@@ -116,14 +116,14 @@ class SupervisedWorker:
         ids = {"type": MessageType.TOUCH, "request_id": next(self._request_ids)}
         self.wait_for(self.submit(Touch(**ids, offset=offset, n_rows=n_rows, row_bytes=row_bytes)))
 
-    def wait_for(self, submission: Submission) -> None:
-        """Waits for an answer, across restarts.
+    def wait_for(self, *submissions: Submission) -> None:
+        """Waits for one of the answers, across restarts.
 
         Raises:
             WorkerError: the worker failed, died too often, or did not answer in time.
         """
         self.send()
-        while not submission.is_answered:
+        while not any(submission.is_answered for submission in submissions):
             self._carry_out(self._receive, None)
 
     def has_answered(self, submission: Submission) -> bool:

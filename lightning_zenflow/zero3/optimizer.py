@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -21,6 +22,7 @@ from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
+from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
 from lightning_zenflow.zero3.slices import parameters_in_order, read_slices
 from lightning_zenflow.zero3.state_access import StateAccess
 from lightning_zenflow.zero3.supported import refuse_unsupported
@@ -41,11 +43,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     gather ends a step; parameters that DeepSpeed keeps gathered, because they are small, are gathered again.
 
     With `offload_param` the pieces are in host memory: in the arena, where the worker writes them and DeepSpeed fetches them
-    (`InPlacePublisher`). When training ends they move to memory of their own.
+    (`InPlacePublisher`). The worker's answers are awaited there (`Piece`), not at the end of a step. When training ends the pieces move to
+    memory of their own.
     """
 
     # DeepSpeed's own, declared for the type checker.
     fp16_groups: list[list[Any]]
+    fp16_partitioned_groups: list[list[Tensor]]
     sub_group_to_group_id: dict[int, int]
     persistent_parameters: list[Any]
     trainable_param_groups: list[dict[str, Any]]
@@ -89,6 +93,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         if self.offload_param:
             self._use_memory_of(self._rank.weights)
             self._page_lock_frozen()
+            self._await_answers_in_fetches()
         for dtype, bucket in self.ipg_buckets.items():
             bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=self._rank.device)
 
@@ -127,6 +132,32 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                     parameter.ds_tensor.data = get_accelerator().pin_memory(parameter.ds_tensor.data)
                 except RuntimeError as refusal:
                     warn_of_pageable_memory(refusal)
+
+    def _await_answers_in_fetches(self) -> None:
+        """Makes whatever reads a piece wait for the worker's updates of it."""
+        for sub_group, pieces in zip(self.fp16_groups, self.fp16_partitioned_groups, strict=True):
+            for index, parameter in enumerate(sub_group):
+                parameter.ds_tensor = pieces[index] = Piece.of(pieces[index], partial(self._before_use, parameter))
+        self.parameter_offload.param_coordinator = FetchCoordinator(
+            self.parameter_offload.param_coordinator,
+            self._fetches,
+            before_use=self._before_use,
+            is_written=self._is_written,
+            one_rank=dist.get_world_size(group=self.dp_process_group) == 1,
+        )
+
+    def _slice_in_flight(self, parameter: Any) -> int | None:
+        """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
+        number = self._numbers.get(parameter.ds_id)
+        return None if number is None or self.closed else self._slice_of_parameter.get(number)
+
+    def _before_use(self, parameter: Any) -> None:
+        if (index := self._slice_in_flight(parameter)) is not None:
+            self.zenflow_step.await_weights(index)
+
+    def _is_written(self, parameter: Any) -> bool:
+        index = self._slice_in_flight(parameter)
+        return index is None or self.zenflow_step.has_weights(index)
 
     def _use_memory_of(self, flats: Sequence[Tensor]) -> None:
         """Makes other memory that of this rank's pieces; drops the one before, DeepSpeed's."""
@@ -200,10 +231,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         """Drops gathered weights of before, gathers those anew that stay gathered, and orders later fetches behind the new ones.
 
         DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
-        its pieces in place.
+        its pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
         """
         # Private: drops what is gathered of every parameter.
         self._partition_all_parameters()
+        if self.offload_param:
+            self.parameter_offload.param_coordinator.weights_change()
+            return
         if dist.get_world_size(group=self.dp_process_group) == 1:
             return
         if persistent := self.persistent_parameters:

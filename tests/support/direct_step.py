@@ -75,7 +75,7 @@ class DirectStep:
         cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
         resources = RankResources(cores=WorkerCores(cores=cores, reason="test", trainer_threads=1), ranks_on_host=1)
         self.parts = build(config, zero, resources)
-        self._groups, self._in_place = groups, in_place
+        self._groups, self._in_place, self._fetches = groups, in_place, in_place
         if in_place:
             self._show(self.parts.step.rank.weights)
         self.loss_scale, self.max_norm = loss_scale, max_norm
@@ -90,6 +90,11 @@ class DirectStep:
             ),
             gather_weights=lambda: None,
         )
+
+    def fetch(self, *indices: int) -> None:
+        """Waits for the weights of some slices, or of all, as stage 3 does before it fetches them from where they are in place."""
+        for index in (indices or range(len(self.parts.step.rank.partition.slices))) if self._fetches else ():
+            self.step.await_weights(index)
 
     def receive(self, index: int, gradient: Tensor, *, last: bool) -> None:
         """Gives one slice's gradient to the step, times the loss scale."""
@@ -137,6 +142,7 @@ class DirectStep:
     def close(self) -> None:
         """Ends the worker and frees the memory; the weights remain."""
         self.parts.worker.kill()
+        self._fetches = False
         self.parts.step.rank.arena.close(keep_state=False, take_weights=self._take_weights)
 
     def _take_weights(self) -> None:
@@ -191,6 +197,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
             scheduler.step()
         model.on_train_start()
         for number in range(first, case.steps):
+            direct.fetch()
             run.shown.append(snapshot(model))
             run.losses.append([])
             for micro in range(case.accumulate):

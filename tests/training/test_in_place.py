@@ -114,6 +114,7 @@ def train(direct: DirectStep, kill: Callable[[], None] = lambda: None) -> list[l
         else:
             kill()
             direct.step.step()
+        direct.fetch()
         shown.append([flat.clone() for flat in direct.shown])
     direct.step.flush()
     return [*shown, direct.state()]
@@ -197,6 +198,7 @@ class Fetching:
 
     def fetch(self, index: int) -> Tensor:
         """One parameter's weights; the current stream is behind the copy."""
+        self.direct.fetch(index)
         s = self.direct.parts.step.rank.partition.slices[index]
         with self._device.on(self._fetches):
             weights = self.direct.shown[0].narrow(0, s.begin, s.numel).to(DEVICE, non_blocking=True)
