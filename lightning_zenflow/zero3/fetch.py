@@ -1,13 +1,16 @@
-"""Fetches of parameters in host memory behind the worker's updates: each waits for what the worker has not written yet, where it is needed."""
+"""Fetches of parameters in host memory, behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, iter_params
+from deepspeed.utils import z3_leaf_module
 from torch import Tensor
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
@@ -56,57 +59,30 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
 
 
 class LateGather:
-    """Handle, as DeepSpeed's, of a gather that begins where it is waited for, or as soon as the worker has written all of it.
+    """Handle, as DeepSpeed's, of a parameter whose gather has not begun.
 
     Args:
-        parameters: not gathered; "in flight" from now on.
-        before_use: waits until the worker has written a parameter's piece.
-        begin: gathers; returns DeepSpeed's handle.
-        dropped: called with each parameter if the gather could not begin.
+        begin: begins it, and sets `handle`.
     """
 
-    def __init__(
-        self,
-        parameters: list[Any],
-        before_use: Callable[[Any], None],
-        begin: Callable[[list[Any]], Any],
-        dropped: Callable[[Any], None],
-    ) -> None:
-        self.parameters = parameters
-        self._before_use, self._begin, self._dropped = before_use, begin, dropped
-        self._handle: Any = None
-        for parameter in parameters:
-            parameter.ds_status = ZeroParamStatus.INFLIGHT
-
-    def begin(self) -> None:
-        """Begins the gather, if it has not begun."""
-        if self._handle is not None:
-            return
-        try:
-            # First: the longest wait, which an interrupt cuts most likely.
-            for parameter in self.parameters:
-                self._before_use(parameter)
-            for parameter in self.parameters:
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            self._handle = self._begin(self.parameters)
-        except BaseException:
-            for parameter in self.parameters:
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-                self._dropped(parameter)
-            raise
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+        self.handle: Any = None
+        """DeepSpeed's, once the gather has begun."""
 
     def wait(self, **kwargs: Any) -> None:
         """As DeepSpeed's."""
-        self.begin()
-        self._handle.wait(**kwargs)
+        if self.handle is None:
+            self._begin()
+        self.handle.wait(**kwargs)
 
 
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
     """DeepSpeed's coordinator of fetches, whose prefetches do not wait for weights that the worker has not written, while others could be
-    fetched and modules could run.
+    fetched and modules could run: their gathers begin where the weights are needed, or as soon as they are written.
 
-    All ranks gather in the same order, but their workers are not equally fast. So of several ranks, each fetches a parameter for the first
-    time after a step where it is needed; one rank, as soon as it is written.
+    All ranks gather in the same order, but their workers are not equally fast. So several ranks fetch a parameter where it is needed for
+    the first time after a step, one rank as soon as it is written.
 
     Private: takes over the state of DeepSpeed's, which is new, and its names, which begin with the name of the class.
 
@@ -127,42 +103,62 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         is_written: Callable[[Any], bool],
         one_rank: bool,
     ) -> None:
-        vars(self).update(vars(deepspeeds))
+        self.__dict__.update(vars(deepspeeds))
         self._stream = stream
         self._before_use, self._is_written, self._one_rank = before_use, is_written, one_rank
-        self._late: list[LateGather] = []
-        self._fetched: set[Any] = set()
+        self._late: dict[Any, LateGather] = {}
+        self._fetched: set[Any] = set()  # since the last step
+        self._needed: frozenset[Any] = frozenset()  # now
 
     def weights_change(self) -> None:
         """Notes that the worker writes all weights anew: a step has ended."""
         self._fetched.clear()
-        self._late.clear()
 
-    def _PartitionedParameterCoordinator__all_gather_params_(  # noqa: N802  # private: begins all fetches
+    @override
+    def fetch_sub_module(self, current_submodule: Module, forward: bool) -> None:
+        self._needed = frozenset(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
+        written = [p for p in self._late if self._is_written(p)] if self._one_rank else []
+        for parameters in ([p for p in self._late if p in self._needed], written):
+            self._begin([p for p in parameters if p in self._late])
+        super().fetch_sub_module(current_submodule, forward)
+
+    def _PartitionedParameterCoordinator__all_gather_params_(  # private: begins all fetches
         self, params: Iterable[Any], forward: bool, quantize: bool = False
     ) -> None:
-        if self._one_rank:
-            for gather in self._late:
-                if all(map(self._is_written, gather.parameters)):
-                    gather.begin()
-        late = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE and not self._is_known(p)]
-        at_once = [p for p in params if not any(p is other for other in late)]
+        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        late = [p for p in missing if not (p in self._needed or self._is_known(p))]
+        at_once = [p for p in missing if p not in set(late)]
+        for parameter in at_once:
+            # Before their status changes, so that an interrupt of the wait leaves them as they were.
+            self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
-        if late:
-            in_flight = self._PartitionedParameterCoordinator__inflight_param_registry
-            self._PartitionedParameterCoordinator__n_available_params += sum(p.ds_numel for p in late)
-            gather = LateGather(late, self._before_use, self._gather, lambda p: in_flight.pop(p, None))
-            self._late.append(gather)
-            in_flight.update(dict.fromkeys(late, gather))
+        self._fetched.update(at_once)
+        for parameter in late:
+            self._late[parameter] = LateGather(partial(self._begin, [parameter]))
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            self._PartitionedParameterCoordinator__inflight_param_registry[parameter] = self._late[parameter]
+            self._PartitionedParameterCoordinator__n_available_params += parameter.ds_numel
 
     def _is_known(self, parameter: Any) -> bool:
-        if parameter in self._fetched or (self._one_rank and self._is_written(parameter)):
-            self._fetched.add(parameter)
-            return True
-        return False
+        return parameter in self._fetched or (self._one_rank and self._is_written(parameter))
 
-    def _gather(self, parameters: list[Any]) -> Any:
+    def _begin(self, parameters: list[Any]) -> None:
+        """Begins late gathers, as one."""
+        if not parameters:
+            return
+        try:
+            for parameter in parameters:
+                self._before_use(parameter)
+            for parameter in parameters:
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            with get_accelerator().stream(self._stream):
+                handle = parameters[0].all_gather_coalesced(parameters)
+        except BaseException:
+            for parameter in parameters:
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                self._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter, None)
+                del self._late[parameter]
+            raise
+        for parameter in parameters:
+            self._late.pop(parameter).handle = handle
         self._fetched.update(parameters)
-        self._late = [gather for gather in self._late if gather.parameters is not parameters]
-        with get_accelerator().stream(self._stream):
-            return parameters[0].all_gather_coalesced(parameters)

@@ -79,6 +79,8 @@ class Case:
     """Further ones, of classes that other processes can import."""
     recorded: bool = True
     """Whether losses and shown weights are kept, for which the host waits for a GPU in every step."""
+    watched: bool = True
+    """Whether shown weights are kept: they are read before each step, besides by the model."""
     loop: Literal["trainer", "fabric", "direct", "recorded", "stage 3"] = "trainer"
     """Who runs the steps: Lightning's Trainer, or in plain Python `fabric_runs` under Fabric, or `direct_step` without DeepSpeed; or the
     Trainer on a recorded device (`recorded_runs`), or with plain DeepSpeed's stage 3 (`stage3_runs`), for which `stock` must be set."""
@@ -230,7 +232,10 @@ class Recorder(pl.Callback):
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self._case.accumulate == 0:
-            self._run.shown.append(snapshot(pl_module))
+            if self._case.watched:
+                self._run.shown.append(snapshot(pl_module))
+            elif not self._run.losses:
+                snapshot(pl_module)  # the first one decides which parameters are compared
             self._run.losses.append([])
 
     @override

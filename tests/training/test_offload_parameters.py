@@ -57,6 +57,7 @@ def cases(folder: Path) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name, case in SAME.items():
         found |= {f"device: {name}": case, f"host: {name}": on_host(case)}
+        found[f"not watched: {name}"] = replace(on_host(case), watched=False)
     for name, case in PLAIN.items():
         found |= {f"ours: {name}": on_host(case), f"plain: {name}": on_host(replace(case, stock=True))}
     for name, case in CLIPPED.items():
@@ -94,6 +95,13 @@ def test_the_bits_of_parameters_on_the_device(name: str, runs: dict[str, list[Ru
     for ours, theirs in zip(runs[f"host: {name}"], runs[f"device: {name}"], strict=True):
         assert_same_run(ours, theirs)
         assert (ours.skipped > 0) == ("fp16" in name)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_nothing_but_the_model_reads_the_weights(name: str, runs: dict[str, list[Run]]) -> None:
+    """So the worker's answers are awaited where the model's layers are fetched."""
+    for ours, theirs in zip(runs[f"not watched: {name}"], runs[f"device: {name}"], strict=True):
+        assert_same_run(ours, replace(theirs, shown=[]))
 
 
 def assert_has_bits_of_adamw(case: Case, runs: list[Run], **options: Any) -> None:

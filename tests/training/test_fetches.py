@@ -1,0 +1,216 @@
+"""Fetches of parameters in host memory behind the worker's updates: nothing reads stale weights, nothing waits before it must."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.worker.process import JobMessage
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+from lightning_zenflow.zero3 import fetch
+from lightning_zenflow.zero3.fetch import FetchCoordinator
+from models import generator
+from worker_killer import optimizer_of
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+N_LAYERS, WIDTH, STEPS = 6, 64, 6
+
+
+class Deep(pl.LightningModule):
+    """Layers that are used one after another, the first one again at the end, by its weight alone; keeps the losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(N_LAYERS))
+        with torch.no_grad():
+            for index, layer in enumerate(self.layers):
+                layer.weight.copy_(torch.randn(WIDTH, WIDTH, generator=generator(3, index)) / 8)
+        self.losses: list[float] = []
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(8, WIDTH, generator=generator(5, batch_idx))
+        for layer in self.layers:
+            x = functional.gelu(layer(x))
+        loss = functional.linear(x, self.layers[0].weight).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(*callbacks: pl.Callback, offload_parameters: bool = True, **options: Any) -> Deep:
+    """A training whose parameters are partitioned one by one, with prefetches."""
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu" if offload_parameters else "none"},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 2 * WIDTH * WIDTH,
+        "reduce_bucket_size": WIDTH * WIDTH,
+    }
+    strategy = ZenFlowStrategy(
+        {"zero_optimization": zero},
+        update_interval=1,
+        publish_lag=0,
+        topk_ratio=0,
+        tail="none",
+        worker_cores=1,
+        stall_monitor=False,
+    )
+    model = Deep()
+    make_trainer(strategy, max_steps=STEPS, callbacks=list(callbacks), **options).fit(
+        model, torch.utils.data.DataLoader(range(STEPS))
+    )
+    return model
+
+
+class SleepingWorker(pl.Callback):
+    """The worker sleeps but while the training thread waits for it, and counts as not done until then."""
+
+    def __init__(self) -> None:
+        self.pid = 0  # during training
+        self.doing: Any = None
+        self.waits: list[tuple[Any, set[int]]] = []
+        """Waits for a sleeping worker: "step", the module whose weights were fetched, or None; and the blocks."""
+        self.blocks: dict[nn.Module, set[int]] = {}
+        """Of each layer."""
+
+    @contextmanager
+    def sleeps(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Context of the training."""
+        wait_for, has_answered = SupervisedWorker.wait_for, SupervisedWorker.has_answered
+        fetch_module = FetchCoordinator.fetch_sub_module
+
+        def wakes(worker: SupervisedWorker, *submissions: Submission) -> None:
+            waits = self.pid and not any(s.is_answered for s in submissions)
+            if waits:
+                os.kill(self.pid, signal.SIGCONT)
+                jobs = [s.message for s in submissions if isinstance(s.message, JobMessage)]
+                self.waits.append((self.doing, {job.block for job in jobs}))
+            wait_for(worker, *submissions)
+            if waits:
+                os.kill(self.pid, signal.SIGSTOP)
+
+        def watched_fetch(coordinator: FetchCoordinator, module: nn.Module, forward: bool) -> None:
+            before, self.doing = self.doing, module if forward else self.doing
+            fetch_module(coordinator, module, forward)
+            self.doing = before
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SupervisedWorker, "wait_for", wakes)
+            patch.setattr(SupervisedWorker, "has_answered", lambda w, s: not self.pid and has_answered(w, s))
+            patch.setattr(FetchCoordinator, "fetch_sub_module", watched_fetch)
+            yield
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = optimizer_of(trainer)
+        partition = optimizer.parts.rank.partition
+        for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
+            index = optimizer._slice_of_parameter[optimizer._numbers[parameter.ds_id]]
+            self.blocks[layer] = set(partition.blocks_of_slice[index])
+        # Where it is used outside of its module, DeepSpeed fetches it for the module that does.
+        self.blocks[pl_module] = self.blocks[pl_module.layers[0]]
+
+        worker = optimizer._worker
+        assert worker is not None
+        self.pid = worker.pid
+        os.kill(self.pid, signal.SIGSTOP)
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        self.doing = "backward"
+
+    @override
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.doing = "step"
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.doing = "between steps"
+
+    @override
+    def on_train_end(self, *_: Any) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self.pid = 0
+
+
+def test_each_layer_waits_for_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the end of a step, nor a prefetch of other layers."""
+    expected = fit(offload_parameters=False)
+    worker = SleepingWorker()
+    with worker.sleeps(monkeypatch):
+        model = fit(worker)
+    assert model.losses == expected.losses
+    # In backward for slots, of which there are not enough for a whole step; between steps for the exact state at the end of fit.
+    assert {module for module, _ in worker.waits if isinstance(module, str)} == {"backward", "between steps"}
+    by_layer = [(module, blocks) for module, blocks in worker.waits if not isinstance(module, str)]
+    assert len(by_layer) >= 2 * (STEPS - 1)
+    assert [b - worker.blocks[m] for m, b in by_layer if b - worker.blocks[m]] == []
+
+
+class Reads(pl.Callback):
+    """Reads the first layer's weights, which the worker is given last, right after each step."""
+
+    def __init__(self, read: Callable[[nn.Parameter], Tensor]) -> None:
+        self._read = read
+        self.found: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        weight = pl_module.layers[0].weight
+        self.found.append(self._read(weight).clone().view(WIDTH, WIDTH))
+
+
+def gathered(weight: nn.Parameter) -> Tensor:
+    with GatheredParameters([weight]):
+        return weight.detach().clone()
+
+
+def gathered_alone(weight: Any) -> Tensor:
+    weight.all_gather()
+    found = weight.detach().clone()
+    weight.partition()
+    return found
+
+
+READERS: dict[str, Callable[[Any], Tensor]] = {
+    "GatheredParameters": gathered,
+    "all_gather": gathered_alone,
+    "the piece": lambda weight: weight.ds_tensor + 0,
+    "in a list": lambda weight: torch.cat([weight.ds_tensor]),
+    "safe_get_full_fp32_param": safe_get_full_fp32_param,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_stale_weights_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, expected, worker = Reads(READERS[name]), Reads(gathered), SleepingWorker()
+    fit(expected, offload_parameters=False)
+    with worker.sleeps(monkeypatch):
+        fit(worker, reads)
+    assert all(map(torch.equal, reads.found, expected.found))
+
+
+def test_without_the_wait_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, expected, worker = Reads(gathered), Reads(gathered), SleepingWorker()
+    fit(expected, offload_parameters=False)
+    monkeypatch.setattr(fetch, "_pieces_in", lambda _: [])
+    with worker.sleeps(monkeypatch):
+        fit(worker, reads)
+    assert not any(map(torch.equal, reads.found, expected.found))
