@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 as Lightning strategies, run as its users would run it.
+"""DeepSpeed's ZeRO-2 and ZeRO-3 as Lightning strategies, run as its users would run it.
 
 Offloading needs a GPU under Lightning's `DeepSpeedStrategy`. Here it runs on the CPU by the part of `ZenFlowStrategy` that makes DeepSpeed
 do so, and by nothing else of it.
@@ -7,6 +7,9 @@ do so, and by nothing else of it.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
@@ -15,34 +18,39 @@ from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.config import set_bucket_size
-from lightning_zenflow.zero.engine import zenflow_optimizer
+from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
+from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 
 
 class ZeroOffload(ZenFlowStrategy):
-    """ZeRO-2 offload with the module's optimizer, for instance torch's AdamW on 32-bit master weights.
+    """ZeRO offload with the module's optimizer, for instance torch's AdamW on 32-bit master weights.
+
+    Gradients have the buckets of `ZenFlowStrategy`, which are faster than Lightning's for models of less than 200 million parameters.
 
     Args:
-        default_buckets: use Lightning's default bucket size. It is slower for models of less than 200 million parameters than the bucket
-            size of `ZenFlowStrategy`, which is the default here.
+        super_offload: DeepSpeed's SuperOffload; under stage 3.
         **options: of Lightning's `DeepSpeedStrategy`.
     """
 
-    def __init__(self, *, default_buckets: bool = False, **options: Any) -> None:
+    def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self._default_buckets = default_buckets
+        self._super_offload = super_offload
 
     @override
     def _format_config(self) -> None:
         super()._format_config()
         assert isinstance(self.config, dict)
+        zero = self.config["zero_optimization"]
         # As DeepSpeed's guides advise; `ZenFlowStrategy` page-locks its own memory instead.
-        self.config["zero_optimization"]["offload_optimizer"]["pin_memory"] = self.root_device.type == "cuda"
+        for key in {"offload_optimizer", "offload_param"} & {*zero}:
+            zero[key]["pin_memory"] = self.root_device.type == "cuda"
+        if self._super_offload:
+            zero["offload_optimizer"] |= {"super_offload": True, "cpuadam_cores_perc": 0.9}
 
     @override
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
-        if not self._default_buckets:
-            assert isinstance(self.config, dict)
-            set_bucket_size(self.config, model)
+        assert isinstance(self.config, dict)
+        set_bucket_size(self.config, model)
         return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.
@@ -80,10 +88,34 @@ class _DroppingOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepS
         self.optimizer._opt_called = True
 
 
+class _DroppingOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """Drops reduced gradients of stage 3, and has no state. Private: all that it overrides but `step`."""
+
+    @override
+    def _setup_for_real_optimizer(self) -> None:
+        for dtype, bucket in self.ipg_buckets.items():
+            device = get_accelerator().current_device_name()
+            bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
+
+    @override
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
+        for parameter in params_to_release:
+            parameter.grad = None
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._pre_step()
+        self._partition_all_parameters()
+        self.optimizer._opt_called = True
+
+
 class Floor(ZeroOffload):
-    """Lower bound of a step: the model, Lightning, DeepSpeed's engine and buckets; gradients are dropped."""
+    """Lower bound of a step: the model, Lightning, DeepSpeed's engine, buckets and fetches; gradients are dropped."""
 
     @override
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
-        with zenflow_optimizer(_DroppingOptimizer, model):
+        assert isinstance(self.config, dict)
+        is_3 = self.config["zero_optimization"]["stage"] == 3
+        entry: Any = zero3_in_engine(_DroppingOptimizer3, model) if is_3 else zero_in_engine(_DroppingOptimizer, model)
+        with entry:
             return super()._setup_model_and_optimizer(model, *args, **kwargs)

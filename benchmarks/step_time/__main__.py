@@ -5,14 +5,15 @@
     python -m benchmarks.step_time --device simulated --params 150e6 --embedding --methods floor,zero_offload,zenflow_auto
     python -m benchmarks.step_time --device simulated --params 150e6 --asynchronous --methods floor,zero_offload,zenflow_exact
     python -m benchmarks.step_time --device simulated --params 151e6 --asynchronous --ranks 2 --worker-shares 0.3,0.5,0.7
+    python -m benchmarks.step_time --params 151e6 --asynchronous --stage 3 --worker-shares 0.5,0.7,0.8,0.9 --share-of step
     python -m benchmarks.step_time --device cpu --params 150e6 --tokens 16
     python -m benchmarks.step_time --methods floor,zenflow --repeats 1
 
 Runs are interleaved: every method once, then every method again. Numbers are medians over the repeats, ratios are formed within each
 repeat. With `--worker-shares` a first run, whose steps are long, measures the worker's pass, and everything is timed with backward passes
-of which the pass is such a part; of several ranks the pass of all of them one after the other, if they share the workers' cores. Methods
-that do not apply to a device are not among its defaults, and are refused by name. Prints a table; writes RESULTS/step_time_NAME.json
-(every step of every run) and .md.
+(or with `--share-of step` with forward and backward passes) of which the pass is such a part; of several ranks the pass of all of them one
+after the other, if they share the workers' cores. Methods that do not apply to a device are not among its defaults, and are refused by
+name. Prints a table; writes RESULTS/step_time_NAME.json (every step of every run) and .md.
 """
 
 import argparse
@@ -30,8 +31,8 @@ from benchmarks.common.cpu_adam import compile_cpu_adam
 from benchmarks.common.processes import run_process
 from benchmarks.common.provenance import with_origin
 from benchmarks.common.results import report
-from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS
-from benchmarks.step_time.models import BACKWARD_SHARE
+from benchmarks.step_time.methods import DEVICES, METHODS, OF_RANKS, OF_STAGE_3
+from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.report import tables
 from benchmarks.step_time.run import StepResult, StepSpec, results_of, run
 
@@ -63,8 +64,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--worker-shares",
         type=list_of(float),
         metavar="SHARE,...",
-        help="the worker's pass as parts of the simulated accelerator's backward, instead of --compute-ms",
+        help="the worker's pass as parts of what the simulated accelerator computes, instead of --compute-ms",
     )
+    add("--share-of", choices=list(PART_OF_STEP), default="backward", help="what --worker-shares are parts of")
+    add("--stage", type=int, choices=[2, 3], default=2, help="of ZeRO, for the methods by default")
+    add("--pcie", type=float, default=25.0, help="GB/s at which the simulated accelerator fetches parameters")
     add(
         "--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers; default: auto"
     )
@@ -76,7 +80,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--name", help="of the result files; default: device and size")
     parser.add_results()
     options = parser.parse(arguments)
-    options.methods = options.methods or (OF_RANKS if options.ranks > 1 else DEVICES[options.device])
+    by_default = OF_STAGE_3 if options.stage == 3 else OF_RANKS if options.ranks > 1 else DEVICES[options.device]
+    options.methods = options.methods or by_default
     for name in options.methods:
         reason = METHODS[name].not_on.get(options.device)
         if reason is not None:
@@ -86,7 +91,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if of_simulated and options.device != "simulated":
         name = of_simulated[0].replace("_", "-")
         parser.error(f"--{name} applies to --device simulated only, got --device {options.device}")
+    if options.ranks > 1 and any(METHODS[name].stage == 3 for name in options.methods):
+        parser.error(
+            f"--ranks must be 1 with methods of stage 3, whose fetches are simulated for one, got {options.ranks}"
+        )
     marks = [name for name in of_simulated if name in ("embedding", "asynchronous")]
+    marks += ["stage_3"] if options.stage == 3 else []
     marks += [f"{options.ranks}_ranks"] if options.ranks > 1 else []
     size = "_".join([f"{options.params / 1e6:g}M", *marks])
     options.name = options.name or f"{options.device}_{size}_{options.batch}x{options.tokens}"
@@ -102,10 +112,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     computes_s = {0.0: options.compute_ms / 1e3}
     if options.worker_shares:
-        alone = run_process(run, _spec(options, "zenflow_exact", 0.0, _ALONE_S), timeout=options.timeout)
+        ours = "zenflow3" if options.stage == 3 else "zenflow_exact"
+        alone = run_process(run, _spec(options, ours, 0.0, _ALONE_S), timeout=options.timeout)
         in_turn = options.ranks / len(options.worker_cores) if options.worker_cores else 1
         pass_s = max(1.0, in_turn) * median(alone.worker_s)
-        computes_s = {share: pass_s / share / BACKWARD_SHARE for share in options.worker_shares}
+        part = PART_OF_STEP[options.share_of]
+        computes_s = {share: pass_s / share / part for share in options.worker_shares}
     for repeat in range(options.repeats):
         runs.append([])
         for (share, compute_s), method in itertools.product(computes_s.items(), options.methods):
@@ -137,7 +149,9 @@ def _spec(options: argparse.Namespace, method: str, worker_share: float, compute
         asynchronous=options.asynchronous,
         ranks=options.ranks,
         worker_share=worker_share,
+        share_of=options.share_of,
         worker_cores=options.worker_cores,
+        pcie=options.pcie,
     )
 
 

@@ -1,17 +1,23 @@
-"""Collectives of the simulated accelerator's ranks: as on GPUs, they take time of the device and of a link, and none of the host's cores.
+"""Links of the simulated accelerator: as on GPUs, what they move takes time of the device and of the link, and none of the host's cores.
 
-Every rank computes the same prepared gradients: their mean is the rank's own. Reductions, which a GPU hides behind backward, are therefore
-left out, and so is their division by the number of ranks (`MeanIsOwn`). The gather of the ranks' weights at the end of a step takes its
-bytes' time on the link; what it would copy is left out, since the simulated device does not read weights. Small tensors, and what the
-ranks agree on, really are exchanged.
+Collectives of its ranks: every rank computes the same prepared gradients, so their mean is the rank's own. Reductions, which a GPU hides
+behind backward, are therefore left out, and so is their division by the number of ranks (`MeanIsOwn`). The gather of the ranks' weights at
+the end of a step takes its bytes' time on the link; what it would copy is left out, since the simulated device does not read weights. Small
+tensors, and what the ranks agree on, really are exchanged.
+
+Fetches of stage 3 with parameters in host memory (`HostLink`): DeepSpeed starts them ahead of the layers that need them.
 """
 
 import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.futures import Future
@@ -24,6 +30,54 @@ LINK_BYTES_PER_S = 25e9
 
 _SMALL = 1 << 16
 """Elements up to which tensors really are exchanged."""
+
+
+class HostLink:
+    """The link over which one rank's device fetches parameters from host memory: one copy after the other, on a stream of DeepSpeed's.
+
+    As on a GPU, the host waits before a layer runs until the stream has done all that was started before, also for layers that come later;
+    the device computes meanwhile, if it is asynchronous.
+
+    Args:
+        bytes_per_s: of the link.
+
+    Attributes:
+        n_bytes: fetched so far.
+    """
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.n_bytes = 0
+        self._bytes_per_s = bytes_per_s
+        self._idle_at = 0.0
+
+    def installed(self) -> AbstractContextManager[object]:
+        """Context in which fetches take the link's time."""
+        # Private: starts the fetch of parameters of which the rank has all.
+        start = partition_parameters._no_gather_coalesced
+
+        def started(parameters: Iterable[Any]) -> "_Fetch":
+            parameters = list(parameters)
+            n_bytes = sum(p.ds_tensor.nbytes for p in parameters)
+            self.n_bytes += n_bytes
+            self._idle_at = max(self._idle_at, time.perf_counter()) + n_bytes / self._bytes_per_s
+            return _Fetch(start(parameters), self._wait)
+
+        return mock.patch.object(partition_parameters, "_no_gather_coalesced", started)
+
+    def _wait(self) -> None:
+        time.sleep(max(0.0, self._idle_at - time.perf_counter()))
+
+
+class _Fetch:
+    """DeepSpeed's handle of a fetch."""
+
+    def __init__(self, handle: Any, wait_for_link: Callable[[], None]) -> None:
+        self._handle, self._wait_for_link = handle, wait_for_link
+
+    def wait(self, **options: Any) -> None:
+        """The host waits; `options` are DeepSpeed's."""
+        self._wait_for_link()
+        self._handle.wait(**options)
 
 
 class MeanIsOwn(pl.Callback):

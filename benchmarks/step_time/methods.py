@@ -1,9 +1,9 @@
 """Methods of the step-time benchmark, by name, and those of each device."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -25,8 +25,14 @@ class StepMethod:
     title: str
     optimizer: Callable[..., Optimizer] = torch.optim.AdamW
     """Takes parameters, `lr` and `weight_decay`."""
-    clips: bool = True
-    """Clips gradients by norm."""
+    max_norm: float | None = 1.0
+    """To which gradients are clipped."""
+    unsteady: bool = False
+    """This and the norm: every step clips, by another factor than the one before (`SimulatedAccelerator`)."""
+    stage: Literal[2, 3] = 2
+    """Of ZeRO."""
+    host_bytes: float | None = None
+    """Host memory in bytes a parameter by formula, under stage 3."""
     has_keys: bool = False
     """`make_strategy` takes keys of `ZenFlowStrategy` as well."""
     peer: bool = False
@@ -35,12 +41,26 @@ class StepMethod:
     """Devices to which the method does not apply -> reason."""
 
 
-def _zenflow(title: str, *, clips: bool = True, **keys: Any) -> StepMethod:
+def _zenflow(title: str, *, max_norm: float | None = 1.0, **keys: Any) -> StepMethod:
     return StepMethod(
         make_strategy=partial(ZenFlowStrategy, topk_ratio=0.05, **keys),
         title=f"ZenFlowStrategy, {title}",
-        clips=clips,
+        max_norm=max_norm,
         has_keys=True,
+    )
+
+
+_AT_ONCE = {"update_interval": 1, "publish_lag": 0}
+_ON_HOST = {"stage": 3, "offload_parameters": True}
+
+
+def _zenflow3(title: str, *, host_bytes: float, **keys: Any) -> StepMethod:
+    return StepMethod(
+        make_strategy=partial(ZenFlowStrategy, **_AT_ONCE, **_ON_HOST, **keys),
+        title=f"ZenFlowStrategy, stage 3, {title}",
+        has_keys=True,
+        stage=3,
+        host_bytes=host_bytes,
     )
 
 
@@ -61,12 +81,6 @@ METHODS = {
         optimizer=DeepSpeedCPUAdam,
         peer=True,
     ),
-    "zero_offload_default_buckets": StepMethod(
-        make_strategy=partial(ZeroOffload, default_buckets=True),
-        title="the same with Lightning's default buckets",
-        optimizer=DeepSpeedCPUAdam,
-        peer=True,
-    ),
     "deepspeed_zenflow": StepMethod(
         make_strategy=partial(DeepSpeedZenFlow, repair=False), title="DeepSpeed ZenFlow, S=4, overlap", peer=True
     ),
@@ -74,7 +88,7 @@ METHODS = {
         make_strategy=lambda: SingleDeviceStrategy(torch.device("cuda", 0)),
         title="torchao CPUOffloadOptimizer, bf16 states, no clipping",
         optimizer=_torchao,
-        clips=False,
+        max_norm=None,
         peer=True,
         not_on={"cpu": _NEEDS_CUDA, "simulated": _NEEDS_CUDA},
     ),
@@ -84,21 +98,47 @@ METHODS = {
     ),
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
     "zenflow_s4_d0": _zenflow("S=4, d=0", update_interval=4, publish_lag=0),
-    "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", update_interval=1, publish_lag=0),
+    "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", **_AT_ONCE),
     "zenflow_module_order": StepMethod(
-        make_strategy=partial(ModuleOrder, topk_ratio=0.05, update_interval=1, publish_lag=0),
+        make_strategy=partial(ModuleOrder, topk_ratio=0.05, **_AT_ONCE),
         title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
         has_keys=True,
     ),
     "zenflow_auto": _zenflow("auto"),
-    "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", update_interval=1, publish_lag=0, clips=False),
+    "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", max_norm=None, **_AT_ONCE),
     "zenflow_at_the_end": _zenflow(
-        "S=1, d=0, submitted after backward, no clipping",
-        update_interval=1,
-        publish_lag=0,
-        optimizer_in_backward=False,
-        clips=False,
+        "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
     ),
+    "floor3": StepMethod(
+        make_strategy=partial(Floor, **_ON_HOST),
+        title="floor: stage 3, offload_param, gradients dropped, no step",
+        stage=3,
+        host_bytes=2,
+    ),
+    "zero3_offload": StepMethod(
+        make_strategy=partial(ZeroOffload, **_ON_HOST),
+        title="DeepSpeed ZeRO-3, offload_param (DeepSpeedCPUAdam)",
+        optimizer=DeepSpeedCPUAdam,
+        peer=True,
+        stage=3,
+        host_bytes=20,
+    ),
+    "superoffload": StepMethod(
+        make_strategy=partial(ZeroOffload, super_offload=True, **_ON_HOST),
+        title="DeepSpeed SuperOffload, offload_param",
+        optimizer=DeepSpeedCPUAdam,
+        peer=True,
+        stage=3,
+        not_on=dict.fromkeys(
+            ("cpu", "simulated"), "SuperOffload only supports NVIDIA CUDA GPUs, as its assertion says"
+        ),
+    ),
+    "zenflow3": _zenflow3("parameters on the host", host_bytes=16.7),
+    "zenflow3_clipped": replace(
+        _zenflow3("the same, every step clips, by another factor", host_bytes=16.7), max_norm=0.1, unsteady=True
+    ),
+    "zenflow3_bf16": _zenflow3("parameters on the host, bf16 moments", host_bytes=12.7, moments_dtype="bfloat16"),
+    "zenflow3_on_device": replace(_zenflow("stage 3, parameters on the device", stage=3, **_AT_ONCE), stage=3),
 }
 
 _ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_exact"]
@@ -110,3 +150,5 @@ DEVICES = {
 """Device -> methods by default."""
 OF_RANKS = ["floor", "zero_offload", "deepspeed_zenflow", "zenflow_exact", "zenflow_module_order"]
 """Methods by default on several ranks."""
+OF_STAGE_3 = [name for name, method in METHODS.items() if method.stage == 3 and "simulated" not in method.not_on]
+"""Methods by default with `--stage 3`."""

@@ -81,7 +81,7 @@ class _AsynchronousClock(_SynchronousClock):
         time.sleep(max(0.0, self.idle_at - time.perf_counter()))
 
 
-class _Layer(torch.autograd.Function):
+class _Compute(torch.autograd.Function):
     """Takes the device's time, and returns the prepared gradient as the weight's."""
 
     @staticmethod
@@ -105,9 +105,33 @@ class _Layer(torch.autograd.Function):
         return outputs[0], ctx.gradient.detach(), None, None, None, None
 
 
+class _Layer(nn.Module):
+    """A weight matrix: a module, before which stage 3 fetches it.
+
+    Args:
+        rows: of the matrix.
+        computes: whether it takes time.
+    """
+
+    def __init__(self, rows: int, *, computes: bool) -> None:
+        super().__init__()
+        self.rows, self.computes = rows, computes
+        self.weight = nn.Parameter(torch.randn(rows, COLUMNS) * 0.02)
+
+    @override
+    def forward(
+        self, x: Tensor, gradient: Tensor, clock: _SynchronousClock, forward_s: float, backward_s: float
+    ) -> Any:
+        times = self.computes * forward_s, self.computes * backward_s
+        return _Compute.apply(x, self.weight, gradient[: self.rows], clock, *times)  # type: ignore[no-untyped-call]
+
+
+ROWS, COLUMNS = 4096, 1024
+"""Of a layer's weights."""
+
 _EMBEDDING_SHARE = 0.15
 
-BACKWARD_SHARE = 2 / 3
+PART_OF_STEP = {"step": 1.0, "backward": 2 / 3}
 """Of the time that a step computes."""
 
 
@@ -120,33 +144,40 @@ class SimulatedAccelerator(TimedModule):
         compute_s: seconds a step.
         embedding: make the first layer an embedding of 15 % of the weights, which takes no time to compute; its gradient comes last.
         asynchronous: the device computes while the host works.
+        unsteady: the half of the gradients that comes last is ten times as large in every other step: the whole norm cannot be foretold.
     """
 
     def __init__(
-        self, *, steps: int, params: float, compute_s: float, embedding: bool = False, asynchronous: bool = False
+        self,
+        *,
+        steps: int,
+        params: float,
+        compute_s: float,
+        embedding: bool = False,
+        asynchronous: bool = False,
+        unsteady: bool = False,
     ) -> None:
         super().__init__(steps)
-        rows, columns = 4096, 1024
-        n_layers = max(1 + embedding, int(params / (rows * columns)))
+        n_layers = max(1 + embedding, int(params / (ROWS * COLUMNS)))
         n_embedding = max(1, round(_EMBEDDING_SHARE * n_layers)) if embedding else 0
         n_layers -= n_embedding
-        shapes = [(n_embedding * rows, columns)] * embedding + [(rows, columns)] * n_layers
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes)
-        # Columns of different norms, as in real gradients; a buffer, so that it takes the model's dtype.
-        largest = max(shape[0] for shape in shapes)
-        self.register_buffer("gradient", torch.randn(largest, columns) * torch.logspace(-5, -3, columns))
+        embeddings = [_Layer(n_embedding * ROWS, computes=False)] * embedding
+        self.layers = nn.ModuleList([*embeddings, *(_Layer(ROWS, computes=True) for _ in range(n_layers))])
+        # Columns of different norms, as in real gradients; buffers, so that they take the model's dtype.
+        gradient = torch.randn(max(n_embedding, 1) * ROWS, COLUMNS) * torch.logspace(-5, -3, COLUMNS)
+        self.register_buffer("gradient", gradient)
+        self.register_buffer("large", 10 * gradient if unsteady else None)
         self.clock = _AsynchronousClock() if asynchronous else _SynchronousClock()
-        self._computes = [0] * embedding + [1] * n_layers
         layer_s = compute_s / n_layers
-        self._forward_s, self._backward_s = (1 - BACKWARD_SHARE) * layer_s, BACKWARD_SHARE * layer_s
+        backward_s = PART_OF_STEP["backward"] * layer_s
+        self._times = layer_s - backward_s, backward_s
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = torch.ones(1, requires_grad=True)
-        for weight, computes in zip(self.weights, self._computes, strict=True):
-            gradient = self.gradient[: weight.shape[0]]
-            times = computes * self._forward_s, computes * self._backward_s
-            x = _Layer.apply(x, weight, gradient, self.clock, *times)  # type: ignore[no-untyped-call]
+        for number, layer in enumerate(self.layers):
+            is_large = self.large is not None and batch_idx % 2 and 2 * number < len(self.layers)
+            x = layer(x, self.large if is_large else self.gradient, self.clock, *self._times)
         return x.float().sum()
 
 

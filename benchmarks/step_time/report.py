@@ -6,10 +6,10 @@ from statistics import mean, median
 from benchmarks.common.results import markdown
 from benchmarks.step_time.arrivals import SHARES
 from benchmarks.step_time.methods import METHODS
-from benchmarks.step_time.models import BACKWARD_SHARE
+from benchmarks.step_time.models import PART_OF_STEP
 from benchmarks.step_time.run import StepResult
 
-_BASELINES = ("floor", "none")
+_BASELINES = ("floor", "none", "floor3")
 """Steps without offloading: the first of these that was run."""
 
 
@@ -48,14 +48,13 @@ def _compared(
 
 def tables(results: Sequence[Sequence[StepResult]]) -> str:
     """A table of the methods for each time that the device computes; of several ranks the arrival of gradients as well."""
-    shares = {r.spec.worker_share: r.spec.compute_s for of_repeat in results for r in of_repeat}
+    specs = {r.spec.worker_share: r.spec for of_repeat in results for r in of_repeat}
     parts = []
-    for share, compute_s in shares.items():
+    for share, spec in specs.items():
         of_share = [[r for r in of_repeat if r.spec.worker_share == share] for of_repeat in results]
-        backward_ms = 1e3 * BACKWARD_SHARE * compute_s
-        parts += (
-            [f"The worker's pass is {share:.0%} of backward, which takes {backward_ms:.0f} ms:"] if share > 0 else []
-        )
+        if share > 0:
+            takes_ms = 1e3 * PART_OF_STEP[spec.share_of] * spec.compute_s
+            parts.append(f"The worker's pass is {share:.0%} of {spec.share_of}, which takes {takes_ms:.0f} ms:")
         parts.append(table(of_share))
     parts += _arrivals(r for of_repeat in results for r in of_repeat)
     return "\n\n".join(parts)
@@ -83,7 +82,7 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
     """A Markdown table with a row for each method."""
     runs = runs_by_method(results)
     baseline = baseline_of(runs)
-    peers = [name for name in ("zero_offload", "deepspeed_zenflow", "torchao") if name in runs]
+    peers = [name for name in runs if METHODS[name].peer]
     every_run = [r for of_method in runs.values() for r in of_method]
     rows = []
     for method, of_method in runs.items():
@@ -109,8 +108,9 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
                 sizes = [r.moved_sizes[way] for r in of_method if r.moved_sizes]
                 row[name] = f"{median(sizes):.2f}" if sizes else ""
         row["host GB"] = f"{median(r.host_bytes for r in of_method) / 1e9:.2f}"
-        if "floor" in runs and any(r.arena_bytes for r in every_run):
-            for name, value in _host_bytes(of_method, runs["floor"]).items():
+        floor = "floor3" if METHODS[method].stage == 3 else "floor"
+        if floor in runs and any(r.arena_bytes for r in every_run):
+            for name, value in _host_bytes(of_method, runs[floor]).items():
                 row[name] = f"{value:.1f}" if value else ""
         if any(r.device_bytes for r in every_run):
             row["device GB"] = f"{median(r.device_bytes for r in of_method) / 1e9:.2f}"
@@ -119,12 +119,15 @@ def table(results: Sequence[Sequence[StepResult]]) -> str:
 
 
 def _host_bytes(runs: Sequence[StepResult], floor: Sequence[StepResult]) -> dict[str, float]:
-    """Host memory in bytes a parameter: what is resident beside the floor, the arena, what of it is page-locked."""
-    n_params = runs[-1].n_params
+    """Host memory in bytes a parameter: what is resident beside the floor, by formula, the arena, what of it is page-locked."""
+    method, n_params = METHODS[runs[-1].spec.method], runs[-1].n_params
     resident = median(r.host_bytes for r in runs) - median(r.host_bytes for r in floor)
-    values = {
-        "host bytes/param": resident,
-        "arena": median(r.arena_bytes for r in runs),
-        "page-locked": median(r.page_locked_bytes for r in runs),
+    if method.host_bytes:
+        # The floor's weights are in host memory as well.
+        resident += (METHODS[floor[-1].spec.method].host_bytes or 0) * n_params
+    return {
+        "host bytes/param": resident / n_params,
+        **({"by formula": method.host_bytes or 0} if method.stage == 3 else {}),
+        "arena": median(r.arena_bytes for r in runs) / n_params,
+        "page-locked": median(r.page_locked_bytes for r in runs) / n_params,
     }
-    return {name: value / n_params for name, value in values.items()}

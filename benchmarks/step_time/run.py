@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,15 +20,23 @@ from benchmarks.step_time import links
 from benchmarks.step_time.arrivals import ArrivalTimer
 from benchmarks.step_time.copied_bytes import CopyMeter
 from benchmarks.step_time.methods import METHODS
-from benchmarks.step_time.models import SimulatedAccelerator, TimedGpt, TimedModule
+from benchmarks.step_time.models import COLUMNS, ROWS, SimulatedAccelerator, TimedGpt, TimedModule
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.config import offloads_parameters
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.user_optimizer import whole_numel
 
 Device = Literal["simulated", "cpu", "cuda"]
 
 PROFILED_STEPS = 4
 """Steps after the timed ones in which the profiler counts copies, on CUDA: a whole window of the methods with S=4."""
 _DTYPE_BYTES = 2
+_FEW_GATHERED = {
+    "stage3_max_live_parameters": 4 * ROWS * COLUMNS,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": ROWS * COLUMNS,
+}
+"""Of the simulated accelerator's model as many layers as of one that is larger than a GPU; by default DeepSpeed would keep all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,10 @@ class StepSpec:
     ranks: int = 1
     """Simulated accelerators, on this host."""
     worker_share: float = 0.0
-    """The worker's pass, with its share of the workers' cores, as a part of backward; 0: not measured before the run."""
+    """The worker's pass, with its share of the workers' cores, as a part of `share_of`; 0: not measured before the run."""
+    share_of: str = "backward"
+    pcie: float = 25.0
+    """GB/s at which a simulated accelerator fetches parameters from host memory."""
     worker_cores: Sequence[int] = ()
     """Logical cores of all ranks' workers; without any `worker_cores` is `auto`."""
 
@@ -130,17 +142,17 @@ def _clocks(optimizer: ZenFlowOptimizer | None) -> tuple[float, float, float]:
     return time.perf_counter(), stalls.device_s, stalls.worker_busy_s
 
 
-def _counted(optimizer: ZenFlowOptimizer) -> tuple[int, int]:
+def _counted(optimizer: ZenFlowOptimizer, link: links.HostLink) -> tuple[int, int]:
     reading = optimizer.counters.read()
-    return reading.d2h_bytes, reading.h2d_bytes
+    return reading.d2h_bytes, reading.h2d_bytes + link.n_bytes
 
 
 class StepTimer(pl.Callback):
     """Times from the end of one step to the end of the next; other measurements are taken outside of the timed steps."""
 
-    def __init__(self, result: StepResult, arrivals: ArrivalTimer) -> None:
+    def __init__(self, result: StepResult, arrivals: ArrivalTimer, link: links.HostLink) -> None:
         self._result = result
-        self._arrivals = arrivals
+        self._arrivals, self._link = arrivals, link
         self._first, self._end = result.spec.warm_up, result.spec.warm_up + result.spec.steps
         self._last = _clocks(None)
         self._counted = (0, 0)
@@ -149,14 +161,14 @@ class StepTimer(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._result.n_params = sum(p.numel() for p in pl_module.parameters())
+        self._result.n_params = sum(map(whole_numel, pl_module.parameters()))
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
         self._losses.append(outputs["loss"].detach())  # read at the end: nothing may wait for the device
         step, optimizer, on_cuda = trainer.global_step, _zenflow_optimizer(trainer), self._result.spec.device == "cuda"
         if step == self._first and optimizer is not None:
-            self._counted = _counted(optimizer)
+            self._counted = _counted(optimizer, self._link)
         if step == self._first:
             # Otherwise the first full collection after the imports would fall into a timed step.
             gc.collect()
@@ -205,7 +217,7 @@ class StepTimer(pl.Callback):
         rank = optimizer.parts.rank
         self._result.arena_bytes = rank.arena.reserved_bytes
         self._result.page_locked_bytes = sum(end - begin for begin, end in rank.arena.ranges_of_device())
-        moved = [now - before for now, before in zip(_counted(optimizer), self._counted, strict=True)]
+        moved = [now - before for now, before in zip(_counted(optimizer, self._link), self._counted, strict=True)]
         self._result.counted_sizes = self._result.in_model_sizes(moved, self._result.spec.steps)
 
 
@@ -224,6 +236,7 @@ def make_module(spec: StepSpec) -> TimedModule:
             compute_s=spec.compute_s,
             embedding=spec.embedding,
             asynchronous=spec.asynchronous,
+            unsteady=METHODS[spec.method].unsteady,
         )
     # Billions of random weights take the device a second, one core minutes.
     with torch.device("cuda" if spec.device == "cuda" else "cpu"):
@@ -255,7 +268,7 @@ def train(spec: StepSpec, strategy: Strategy, **options: Any) -> None:
         "strategy": strategy,
         "precision": "bf16-true",
         "max_steps": spec.total_steps,
-        "gradient_clip_val": 1.0 if method.clips else None,
+        "gradient_clip_val": method.max_norm,
     }
     quiet_trainer(**given, **options).fit(module)
 
@@ -267,6 +280,13 @@ def run(spec: StepSpec) -> StepResult:
     if spec.ranks > 1:
         links.register()
         given["process_group_backend"] = links.NAME
-    callbacks = [StepTimer(result, arrivals), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
-    train(spec, method.make_strategy(**given), callbacks=callbacks)
+    strategy, link = method.make_strategy(**given), links.HostLink(1e9 * spec.pcie)
+    callbacks = [StepTimer(result, arrivals, link), *([arrivals, links.MeanIsOwn()] if spec.ranks > 1 else [])]
+    with ExitStack() as stack:
+        if spec.device == "simulated" and method.stage == 3:
+            config: Any = strategy.config
+            config["zero_optimization"] |= _FEW_GATHERED
+            if offloads_parameters(config):
+                stack.enter_context(link.installed())
+        train(spec, strategy, callbacks=callbacks)
     return result
