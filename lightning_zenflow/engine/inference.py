@@ -8,10 +8,16 @@ import deepspeed
 import torch
 from torch.nn import Module
 
+from lightning_zenflow.engine.pieces import is_in_pieces
+
 
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
-    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration."""
-    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in ("fp16", "bf16") if key in config}}
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration.
+
+    Whole weights stay whole. Those that stage 3 has divided, as `fabric.init_module` makes them, are gathered where they are used.
+    """
+    keys = ("fp16", "bf16", *(["zero_optimization"] if is_in_pieces(module) else []))
+    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     engine, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=device.index),
         config=settings,
