@@ -25,7 +25,11 @@ from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
 from lightning_zenflow.zero3.slices import parameters_in_order, read_slices
 from lightning_zenflow.zero3.state_access import StateAccess
-from lightning_zenflow.zero3.supported import refuse_unsupported
+from lightning_zenflow.zero3.supported import (
+    check_inputs_of_leaf_modules,
+    refuse_second_gradient,
+    refuse_unsupported,
+)
 
 REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
@@ -180,12 +184,23 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 parameter.data = parameter.data.clone()
 
     @override
+    def create_reduce_and_remove_grad_hooks(self) -> None:
+        """As DeepSpeed's, and what it does not check.
+
+        Private: what DeepSpeed's constructor calls to register hooks, and its list of those that `destroy` removes.
+        """
+        super().create_reduce_and_remove_grad_hooks()
+        self._leaf_module_hooks += check_inputs_of_leaf_modules(self.module)
+
+    @override
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
         """Routes this rank's pieces of reduced gradients, on the stream of the reduction, before their bucket is reused."""
         runtime, last = runtime_of(self._rank.device), self.is_gradient_accumulation_boundary()
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
             index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
             if index is not None:
+                if last and index in self.parts.fill.arrivals.arrived:
+                    refuse_second_gradient(self.param_names[parameter])
                 numel = self._rank.partition.slices[index].numel
                 self.zenflow_step.receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
             if parameter.grad is not None:
