@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -194,3 +195,90 @@ class OddNet(TestModule):
         x = torch.randn(2, 3, 4, 4, generator=generator(10, step, micro, rank)).to(self.scale.dtype)
         x = self.same(self.convolution(x).mean((2, 3))) * self.scale.exp() + self.vector
         return (torch.tanh(x) @ self.frozen.t()).float().square().mean() + sum(p.float().sum() for p in self.nothing)
+
+
+class Experts(nn.Module):
+    """Experts that are modules, of which each token runs one; the last one gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        result = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if (rows := (chosen == i).nonzero()[:, 0]).numel():
+                result = result.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return result
+
+
+class SparseNet(TestModule):
+    """Two layers of experts, of which ranks choose different ones; leaf modules of ZeRO stage 3.
+
+    Args:
+        layer_before: whether a layer is trained before the first experts.
+    """
+
+    def __init__(self, *, layer_before: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.first = nn.Linear(8, 8) if layer_before else nn.Identity()
+            self.layers = nn.ModuleList(Experts() for _ in range(2))
+        set_z3_leaf_modules(self, [Experts])
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        x = torch.randn(2, 8, generator=generator(14, step, micro, rank)).to(self.device)
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class _Returns(nn.Module):
+    """A parameter as a module's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 8))
+
+    @override
+    def forward(self) -> Tensor:
+        return self.scale
+
+
+class _Uses(nn.Module):
+    """A layer that also uses the weight of another one, which is not its child."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self._others = [other]
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(functional.linear(self.own(x), self._others[0].weight))
+
+
+class OutsideNet(TestModule):
+    """Parameters that others use than the module that has them: a child's in its sibling and in the root, and one that is an output."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.root = nn.Parameter(torch.randn(8, 8))
+            self.child = nn.Linear(8, 8)
+            self.returns = _Returns()
+            self.uses = _Uses(self.child)
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        x = torch.randn(4, 8, generator=generator(15, step, micro, rank)).to(self.device)
+        x = self.uses(x @ self.root)
+        x = functional.linear(x, self.child.weight, self.child.bias)
+        return (x @ self.returns()).square().mean()

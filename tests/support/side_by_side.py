@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from harness import StockStrategy, make_trainer
+from harness import Case, Run, StockStrategy, make_trainer, snapshot
 from lightning_zenflow import ZenFlowStrategy
 from models import OptimizerOptions
 from networks import SmallNet
@@ -135,3 +135,25 @@ def compare(
     for other in others:
         assert_same(ours, train(other, make_model, options), atol=atol)
     return ours
+
+
+def torch_alone(case: Case, *, ranks: int = 1) -> list[Run]:
+    """Losses and final weights of a case under torch's own optimizer, without clipping; one run a rank, on all data in this process.
+
+    What a step does not use has a gradient of zero, as under DeepSpeed.
+    """
+    model, runs = case.make_model(), [Run() for _ in range(ranks)]
+    configured = model.configure_optimizers()
+    for step in range(case.steps):
+        losses = [model.loss(step, 0, rank) for rank in range(ranks)]
+        torch.stack(losses).mean().backward()
+        for p in (p for group in model.parameter_groups() for p in group if p.grad is None):
+            p.grad = torch.zeros_like(p)
+        configured["optimizer"].step()
+        configured["lr_scheduler"]["scheduler"].step()
+        model.zero_grad()
+        for run, loss in zip(runs, losses, strict=True):
+            run.losses.append([float(loss.detach())])
+    for run in runs:
+        run.weights = snapshot(model)
+    return runs

@@ -1,0 +1,228 @@
+"""Users' modules under ZeRO stage 3, whose weights DeepSpeed gathers where a module runs: torch's AdamW, wherever the parameters are.
+
+All cases of a number of ranks run in the same processes, as in test_stage_3.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from test_offload_parameters import on_host
+from test_stage_3 import NETWORK
+from torch import Tensor, nn
+from typing_extensions import override
+
+from harness import Case, Run, run_here
+from lightning_zenflow.fabric import ZenFlowStrategy
+from models import TestModule, generator
+from rank_processes import run_on_ranks
+from same_bits import assert_same_run
+from side_by_side import torch_alone
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def gpt2() -> Any:
+    """The embedding's matrix is the head's."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=2, **off))
+
+
+def t5() -> Any:
+    """Encoder, decoder and head have the same embedding; relative positions are of the first layers alone."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=31, dropout_rate=0.0, decoder_start_token_id=0, **sizes))
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1))
+
+
+class OfTransformers(TestModule):
+    def __init__(self, *, make: Callable[[], nn.Module], use_reentrant: bool | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.network: Any = make()
+        if use_reentrant is not None:
+            self.network.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        tokens = torch.randint(31, (2, 9), generator=generator(13, step, micro, rank)).to(self.device)
+        loss: Tensor = self.network(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class Lora(nn.Module):
+    """Adapters on a frozen layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class LoraLlama(OfTransformers):
+    """Its embedding is frozen as well, as what comes before the first adapter."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(make=llama, **options)
+        self.network.requires_grad_(False)
+        self.network.enable_input_require_grads()
+        with torch.random.fork_rng():
+            torch.manual_seed(6)
+            for layer in self.network.model.layers:
+                layer.self_attn.q_proj = Lora(layer.self_attn.q_proj)
+                layer.mlp.up_proj = Lora(layer.mlp.up_proj)
+
+    @override
+    def optimized(self) -> list[list[nn.Parameter]]:
+        return [[p for p in self.parameters() if p.requires_grad]]
+
+
+class CompiledLlama(OfTransformers):
+    def __init__(self, *, in_place: bool = True, **options: Any) -> None:
+        super().__init__(make=llama, **options)
+        layers = self.network.model.layers
+        for i, layer in enumerate(layers):
+            if in_place:
+                layer.compile(backend="aot_eager")
+            else:
+                layers[i] = torch.compile(layer, backend="aot_eager")
+
+
+def case_of(model: type[TestModule] | str, **options: Any) -> Case:
+    return replace(NETWORK, model=model, model_options=options, steps=10)
+
+
+def of_transformers(make: Callable[[], nn.Module], **options: Any) -> Case:
+    return case_of(OfTransformers, make=make, **options)
+
+
+RANKS_MATTER = {
+    "T5": of_transformers(t5),
+    "Mixtral": of_transformers(mixtral),
+    "experts": case_of("SparseNet"),
+    "used outside": case_of("OutsideNet"),
+    "LoRA, reentrant": case_of(LoraLlama, use_reentrant=True),
+}
+CASES = {
+    **RANKS_MATTER,
+    "Llama": of_transformers(llama),
+    "Llama, reentrant": of_transformers(llama, use_reentrant=True),
+    "Llama, non-reentrant": of_transformers(llama, use_reentrant=False),
+    "GPT-2": of_transformers(gpt2),
+    "T5, reentrant": of_transformers(t5, use_reentrant=True),
+    "Mixtral, non-reentrant": of_transformers(mixtral, use_reentrant=False),
+    "LoRA": case_of(LoraLlama),
+    "compiled": case_of(CompiledLlama),
+    "compiled, non-reentrant": case_of(CompiledLlama, use_reentrant=False),
+    "tied, reentrant": case_of("TiedNet", checkpoint="reentrant"),
+    "tied, head in non-reentrant": case_of("TiedNet", checkpoint="non-reentrant", head_in_checkpoint=True),
+}
+PLACES: dict[str, Callable[[Case], Case]] = {"device": lambda case: case, "host": on_host}
+
+
+IN_FAST_TESTS = ("T5", "Mixtral", "experts", "used outside", "LoRA, reentrant", "Llama, non-reentrant", "GPT-2")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[str, list[Run]]:
+    cases = {f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()}
+    return run_on_ranks(cases)
+
+
+def compare(name: str, on_device: list[Run], in_host_memory: list[Run]) -> None:
+    expected = torch_alone(CASES[name], ranks=len(on_device))
+    for ours, theirs, plain in zip(on_device, in_host_memory, expected, strict=True):
+        assert_same_run(theirs, ours)
+        torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
+        torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_FAST_TESTS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_numbers_are_those_of_torchs_adamw(name: str) -> None:
+    compare(name, *([run_here(change(CASES[name]))] for change in PLACES.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS_MATTER)
+def test_numbers_on_two_ranks(name: str, on_two_ranks: dict[str, list[Run]]) -> None:
+    compare(name, *(on_two_ranks[f"{name}, {place}"] for place in PLACES))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (case_of("TiedNet", checkpoint="reentrant", shared=True), "must have one gradient .* use_reentrant=False"),
+        (case_of("TiedNet", checkpoint="reentrant", head_in_checkpoint=True), "embedding.weight must have one gradient"),
+        (case_of("SparseNet", layer_before=False), "a positional argument of layers.0, a leaf module .* `requires_grad_"),
+        (case_of(CompiledLlama, in_place=False), r"network.model.layers.0 must be compiled in place .* `module.compile"),
+    ],
+)
+def test_what_deepspeed_would_train_wrongly_is_refused(case: Case, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        run_here(on_host(case))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_fabric_gives_the_same_bits(place: str) -> None:
+    case = PLACES[place](CASES["experts"])
+    assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))
+
+
+def test_a_teacher_that_fabric_makes_in_pieces() -> None:
+    """Beside a student that is made so."""
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=ZenFlowStrategy(stage=3, offload_parameters=True))
+    fabric.launch()
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with fabric.init_module():
+            made.append(nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 2)))
+    teacher = fabric.setup(made[0])
+    student, optimizer = fabric.setup(made[1], torch.optim.AdamW(made[1].parameters()))
+    x = torch.randn(4, 8, generator=generator(16))
+    with torch.no_grad():
+        first = teacher(x)
+        assert torch.equal(student(x), first)
+    fabric.backward((student(x) - first + 1).square().mean(), model=student)
+    optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(teacher(x), first)
+        assert not torch.equal(student(x), first)
+    fabric.strategy.teardown()
