@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
+from lightning_zenflow.engine.pieces import is_in_pieces
 
 _SUPPORTED: dict[type, str] = {
     torch.optim.AdamW: "torch.optim.AdamW",
@@ -47,17 +48,24 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
         found = f"{kind.__module__}.{kind.__qualname__}"
         raise MisconfigurationException(f"optimizer must be exactly one of {supported}, not a subclass, got {found}")
     known = {id(parameter) for parameter in module.parameters()}
+    # Who asks for the shapes of divided parameters gets empty ones, and all parameters in one group.
+    divided = (
+        "; or choose groups by `p.ds_shape` or by name: stage 3 has divided the parameters, and `p.shape` and `p.ndim` are those of"
+        " nothing"
+        if is_in_pieces(module)
+        else ""
+    )
     for index, group in enumerate(optimizer.param_groups):
         for option, required in REQUIRED_OPTIONS.items():
             value = group.get(option, required)
             if bool(value) != required:
                 raise MisconfigurationException(f"{_place(optimizer, index)}{option} must be {required}, got {value!r}")
         params = group["params"]
-        if (params or scheduled) and not any(p.requires_grad and whole_numel(p) > 0 for p in params):
+        if (params or scheduled or divided) and not any(p.requires_grad and whole_numel(p) > 0 for p in params):
             raise MisconfigurationException(
                 f"{_place(optimizer, index)}params must be a list with a trainable parameter, got {len(params)} frozen or empty ones;"
                 " remove the group: DeepSpeed cannot hold one that trains nothing at setup, and drops one of no parameters, which a"
-                " scheduler counts"
+                f" scheduler counts{divided}"
             )
         for place, p in enumerate(params):
             # Checkpoints have no name for it.

@@ -12,11 +12,11 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_offload_parameters import on_host
-from test_stage_3 import NETWORK
+from test_stage_3 import NETWORK, Sharded
 from torch import Tensor, nn
 from typing_extensions import override
 
-from harness import Case, Run, run_here
+from harness import Case, Run, make_trainer, run_here
 from lightning_zenflow.fabric import ZenFlowStrategy
 from models import TestModule, generator
 from rank_processes import run_on_ranks
@@ -160,7 +160,9 @@ IN_FAST_TESTS = ("T5", "Mixtral", "experts", "used outside", "LoRA, reentrant", 
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[str, list[Run]]:
-    cases = {f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()}
+    cases = {
+        f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()
+    }
     return run_on_ranks(cases)
 
 
@@ -189,14 +191,35 @@ def test_numbers_on_two_ranks(name: str, on_two_ranks: dict[str, list[Run]]) -> 
     ("case", "message"),
     [
         (case_of("TiedNet", checkpoint="reentrant", shared=True), "must have one gradient .* use_reentrant=False"),
-        (case_of("TiedNet", checkpoint="reentrant", head_in_checkpoint=True), "embedding.weight must have one gradient"),
-        (case_of("SparseNet", layer_before=False), "a positional argument of layers.0, a leaf module .* `requires_grad_"),
-        (case_of(CompiledLlama, in_place=False), r"network.model.layers.0 must be compiled in place .* `module.compile"),
+        (
+            case_of("TiedNet", checkpoint="reentrant", head_in_checkpoint=True),
+            "embedding.weight must have one gradient",
+        ),
+        (
+            case_of("SparseNet", layer_before=False),
+            "a positional argument of layers.0, a leaf module .* `requires_grad_",
+        ),
+        (
+            case_of(CompiledLlama, in_place=False),
+            r"network.model.layers.0 must be compiled in place .* `module.compile",
+        ),
     ],
 )
 def test_what_deepspeed_would_train_wrongly_is_refused(case: Case, message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         run_here(on_host(case))
+
+
+class GroupedByShape(Sharded):
+    @override
+    def configure_optimizers(self) -> Any:
+        groups = [[p for p in self.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+        return torch.optim.AdamW([{"params": group} for group in groups])
+
+
+def test_parameter_groups_by_the_shapes_of_divided_parameters_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="group 0: params must .* choose groups by `p.ds_shape`"):
+        make_trainer(NETWORK.make_strategy(), max_steps=1).fit(GroupedByShape())
 
 
 @pytest.mark.parametrize("place", PLACES)
