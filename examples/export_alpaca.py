@@ -28,7 +28,8 @@ MODEL_PREFIX = "model."
 
 def read_lightning_state(checkpoint: Path) -> dict[str, Any]:
     """What Lightning has put into a DeepSpeed checkpoint: hyperparameters and the like; the weights stay on disk."""
-    (path,) = Path(ds_checkpoint_dir(str(checkpoint))).glob("mp_rank_00_model_states.pt")
+    # Under stage 3 there is one of each rank.
+    path = min(Path(ds_checkpoint_dir(str(checkpoint))).glob("*mp_rank_00_model_states.pt"))
     state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     return state
 

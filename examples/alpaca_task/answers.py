@@ -23,7 +23,7 @@ class AnswerSamples(pl.Callback):
     """Lets the model answer the first instructions of the validation set.
 
     The answers go to the log, and as text to TensorBoard and W&B; the share of answers that are exactly the wanted ones is
-    `val/exact_match`. The first rank does this alone: under ZeRO-2 it has all weights.
+    `val/exact_match`. All ranks answer alike, since under ZeRO stage 3 each has only a part of the weights; the first one shows it.
     """
 
     def __init__(self, *, count: int = 64, shown: int = 6, max_new_tokens: int = 64) -> None:
@@ -44,7 +44,7 @@ class AnswerSamples(pl.Callback):
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.sanity_checking:
             return
         assert isinstance(pl_module, InstructionTuner)
         data = trainer.datamodule
@@ -58,8 +58,9 @@ class AnswerSamples(pl.Callback):
             max_new_tokens=self.max_new_tokens,
         )
         right = sum(record.output == text for record, text in zip(records, answers, strict=True))
-        pl_module.log("val/exact_match", right / len(records), prog_bar=True, rank_zero_only=True)
-        self._show(trainer, records[: self.shown], answers[: self.shown])
+        pl_module.log("val/exact_match", right / len(records), prog_bar=True, sync_dist=True)
+        if trainer.is_global_zero:
+            self._show(trainer, records[: self.shown], answers[: self.shown])
 
     @staticmethod
     def _show(trainer: pl.Trainer, records: Sequence[Record], answers: Sequence[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import restore_init_context, shutdown_init_context
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -33,9 +37,19 @@ def build_llama(*, layers: int, width: int, heads: int, vocab_size: int, max_len
 
 
 def load_llama(
-    name: str, *, tokenizer: str, vocab_size: int, max_length: int, attention: str | None
+    name: str,
+    *,
+    tokenizer: str,
+    vocab_size: int,
+    max_length: int,
+    attention: str | None,
+    stage_3: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A pretrained model by name or folder, in torch's default dtype; ValueError where tokenizer or texts do not fit it."""
+    """A pretrained model by name or folder, in torch's default dtype; ValueError where tokenizer or texts do not fit it.
+
+    `stage_3` is DeepSpeed's configuration where ZeRO stage 3 divides the weights. Each rank then has the whole model in host memory until
+    it has divided it; the GPU has one parameter of it at a time.
+    """
     config = AutoConfig.from_pretrained(name, use_cache=False)
     bytes_differ = tokenizer == BYTE_TOKENIZER and config.vocab_size != vocab_size
     if bytes_differ or config.vocab_size < vocab_size:
@@ -49,9 +63,16 @@ def load_llama(
         )
     # Lightning's context asks for weights on the training device; transformers would need the package `accelerate` for that.
     with torch.device("cpu"):
-        model = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=torch.get_default_dtype(), attn_implementation=attention
-        )
+        # In `configure_model` stage 3 divides parameters as they are made, of which transformers knows nothing.
+        shutdown_init_context()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, config=config, dtype=torch.get_default_dtype(), attn_implementation=attention
+            )
+        finally:
+            restore_init_context()
+    if stage_3 is not None:
+        deepspeed.zero.Init(module=model, config_dict_or_path=stage_3)
     # It comes in evaluation mode, in which Lightning would leave it: without activation checkpointing and dropout.
     return model.train()
 

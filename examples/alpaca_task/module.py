@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -89,10 +90,17 @@ class InstructionTuner(pl.LightningModule):
                 vocab_size=settings["vocab_size"],
                 max_length=settings["max_length"],
                 attention=settings["attention"],
+                stage_3=self._stage_3(),
             )
         if settings["activation_checkpointing"]:
             checkpoint_activations(self.model)
         self._float32_buffers = Float32Buffers(self.model)
+
+    def _stage_3(self) -> dict[str, Any] | None:
+        """DeepSpeed's configuration where it divides the weights."""
+        # Without a Trainer, `self.trainer` is an error.
+        strategy = None if self._trainer is None else self.trainer.strategy
+        return strategy.config if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3 else None
 
     @override
     def forward(self, batch: Batch) -> Tensor:

@@ -24,11 +24,16 @@ def adamw_with_warmup(
 
     The learning rate rises from 0 in the share `warmup_ratio` of all `steps`; then it falls to 0.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            # Where ZeRO stage 3 has divided a parameter, its own shape is empty.
+            is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
+            groups[is_matrix].append(parameter)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+            {"params": groups[True], "weight_decay": weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
         ],
         lr=lr,
         betas=betas,

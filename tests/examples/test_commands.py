@@ -21,13 +21,14 @@ from lightning_zenflow import ZenFlowStrategy
 
 CONF = ROOT / "conf"
 PROGRAMS = {"glue": glue, "alpaca": alpaca}
-SETTINGS = {
-    "glue": ["--config", str(CONF / "glue.yaml"), f"--data.data_dir={GLUE_SAMPLE}", "--trainer.accelerator=cpu"],
+DATA = {
+    "glue": [f"--data.data_dir={GLUE_SAMPLE}", "--trainer.accelerator=cpu"],
     "alpaca": [
-        *("--config", str(CONF / "alpaca.yaml"), "--trainer.accelerator=cpu"),
         *(f"--data.{split}_file={ALPACA_SAMPLE / split}.json" for split in ("train", "val")),
+        "--trainer.accelerator=cpu",
     ],
 }
+SETTINGS = {program: ["--config", str(CONF / f"{program}.yaml"), *arguments] for program, arguments in DATA.items()}
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 SMALL = ["--model.layers=1", "--model.heads=2"]
 
@@ -36,11 +37,15 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`python examples/PROGRAM.py SUBCOMMAND ARGUMENTS` with its default configuration, in this process, at work in `tmp_path`."""
+    """`python examples/PROGRAM.py SUBCOMMAND ARGUMENTS` with its default configuration or another one, in this process, at work in
+    `tmp_path`.
+    """
     monkeypatch.chdir(tmp_path)
 
-    def run(program: str, subcommand: str, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [program, subcommand, *SETTINGS[program], *QUIET, *arguments])
+    def run(program: str, subcommand: str, *arguments: str, file: str = "") -> None:
+        config = str(CONF / (file or f"{program}.yaml"))
+        argv = [program, subcommand, "--config", config, *DATA[program], *QUIET, *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
         PROGRAMS[program].main()
 
     return run
@@ -56,10 +61,10 @@ def test_configurations_have_known_keys_and_build_their_strategy(
     file: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match=r"^(None|0)?$"):
-        run(re.split(r"[_.]", file)[0], "fit", "--config", str(CONF / file), "--print_config")
+        run(re.split(r"[_.]", file)[0], "fit", "--print_config", file=file)
     settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
     assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
-    ZenFlowStrategy(**settings.init_args)
+    ZenFlowStrategy(**settings.init_args, **settings.get("dict_kwargs", {}))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,31 @@ def test_pretrained_folder_and_deepspeed_json_in_bfloat16(
     assert not torch.equal(tuned.lm_head.weight, before.lm_head.weight)
     assert tuned.config.use_cache
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == tuned.config.vocab_size
+
+
+@pytest.mark.usefixtures("no_worker_is_left")
+def test_a_model_larger_than_the_gpu_in_small(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_llama: Path
+) -> None:
+    """Random and pretrained weights, divided over the ranks; the checkpoint resumes, and is exported to what stage 3 divides again."""
+    file = "alpaca_larger_than_gpu.yaml"
+    short = ["--trainer.val_check_interval=4", "--trainer.limit_val_batches=2", "--data.batch_size=4"]
+    small = [*SMALL, "--model.width=32", "--model.lr=1e-2"]
+    run("alpaca", "fit", *small, *short, "--trainer.max_steps=4", file=file)
+    run("alpaca", "fit", *small, *short, "--trainer.max_steps=8", "--ckpt_path=alpaca_output/last.ckpt", file=file)
+    losses = [*logged(tmp_path, "train/loss"), *logged(tmp_path, "train/loss", version=1)]
+    assert len(losses) == 8 and losses[-1] < losses[0]
+    export(monkeypatch, "alpaca_output/last.ckpt", "model", "--dtype=bfloat16")
+    # The weights in the model's own type that were validated, here in pieces and there whole.
+    for version, strategy in ((2, []), (3, ["--trainer.strategy=auto"])):
+        run("alpaca", "validate", "--model.pretrained=model", *short[1:], *strategy, file=file)
+        # To bfloat16's rounding, which depends on how weights are aligned.
+        expected = pytest.approx(logged(tmp_path, "val/loss", version=1), rel=1e-4)
+        assert logged(tmp_path, "val/loss", version=version) == expected
+
+    pretrained = [f"--model.pretrained={tiny_llama}", f"--data.tokenizer={tiny_llama}", "--data.max_length=256"]
+    run("alpaca", "fit", *pretrained, *short, "--trainer.max_steps=2", file=file)
+    assert len(logged(tmp_path, "train/loss", version=4)) == 2
 
 
 @pytest.mark.slow
