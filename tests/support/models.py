@@ -97,8 +97,8 @@ class TestModule(pl.LightningModule):
 
     def optimized(self) -> list[list[nn.Parameter]]:
         """What the optimizer gets, frozen or not: matrices, and everything else."""
-        parameters = list(self.parameters())
-        return [[p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]]
+        shapes = [(p, getattr(p, "ds_shape", p.shape)) for p in self.parameters()]
+        return [[p for p, shape in shapes if (len(shape) > 1) == is_matrix] for is_matrix in (True, False)]
 
     def parameter_groups(self) -> list[list[nn.Parameter]]:
         """Those of `optimized` with elements that were not frozen at the first call."""
