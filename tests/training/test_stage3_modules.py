@@ -1,7 +1,4 @@
-"""Users' modules under ZeRO stage 3, whose weights DeepSpeed gathers where a module runs: torch's AdamW, wherever the parameters are.
-
-All cases of a number of ranks run in the same processes, as in test_stage_3.
-"""
+"""Users' modules under ZeRO stage 3, whose weights DeepSpeed gathers where a module runs: torch's AdamW, wherever the parameters are."""
 
 from collections.abc import Callable
 from dataclasses import replace
