@@ -20,12 +20,12 @@ from lightning_zenflow.engine.environment import CpuAccelerator
 class RecordedDevice:
     """Owner of the order, of the streams and of the stack of current streams."""
 
-    def __init__(self, *, events_are_reached: bool) -> None:
+    def __init__(self, *, events_are_reached: bool, memory: DeviceMemory) -> None:
         self.order = Order()
         self.events_are_reached = events_are_reached
         """What `Event.query` answers: both must be right."""
         self.main = RecordedStream(self, MAIN)
-        self.memory = DeviceMemory()
+        self.memory = memory
         self.is_within_pass = False
         """Whether a pass of `kernels` is running (`passes`)."""
         self.page_locked: dict[int, int] = {}

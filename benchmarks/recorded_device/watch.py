@@ -1,5 +1,6 @@
 """Sees the operations of torch and of the worker while a training runs on the recorded device."""
 
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing_extensions import override
 import lightning_zenflow
 from benchmarks.recorded_device.clocks import HOST, WORKER, Clock, Span, join
 from benchmarks.recorded_device.device import RecordedAccelerator, RecordedDevice, RecordedRuntime
+from benchmarks.recorded_device.memory import DeviceMemory
 from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
@@ -33,37 +35,14 @@ _PACKAGE = str(Path(lightning_zenflow.__file__).parent)
 _DEEPSPEED = ("stage_1_and_2.py", "stage3.py")
 
 _VIEWS = {
-    *(
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "as_strided",
-        "alias",
-        "detach",
-        "set_",
-        "lift_fresh",
-        "is_pinned",
-        "expand",
-        "permute",
-    ),
-    *(
-        "slice",
-        "select",
-        "narrow",
-        "t",
-        "transpose",
-        "unsqueeze",
-        "squeeze",
-        "unbind",
-        "split",
-        "unsafe_split",
-        "split_with_sizes",
-    ),
+    *("view", "_unsafe_view", "_reshape_alias", "as_strided", "alias", "detach", "set_", "lift_fresh", "is_pinned"),
+    *("expand", "permute", "slice", "select", "narrow", "t", "transpose", "unsqueeze", "squeeze", "unbind", "split"),
+    *("unsafe_split", "split_with_sizes"),
 }
-_ALLOCATIONS = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
-_SHAPE_ONLY = frozenset(
-    ["new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "full_like", "new_full", "new_ones"]
-)
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_SHAPE_ONLY = {
+    *("new_zeros", "zeros_like", "new_empty", "empty_like", "ones_like", "full_like", "new_full", "new_ones"),
+}
 
 
 def place() -> str:
@@ -184,8 +163,8 @@ class Watch(TorchDispatchMode):
         if base:
             self._order.allocate(base, self._device.current.name)
             weakref.finalize(storage, self._order.free, base)
-            self._device.memory.allocate(base, storage.nbytes(), place(), counts=not self._device.is_within_pass)
             weakref.finalize(storage, self._device.memory.free, base)
+            self._device.memory.allocate(base, storage.nbytes(), place(), counts=not self._device.is_within_pass)
 
     def spans(self, tensor: Tensor) -> list[Span]:
         """Parts of memory whose order matters: the device's, and of the host's what the device or the worker uses."""
@@ -297,9 +276,9 @@ class WatchedWorker:
 
 
 @contextmanager
-def recorded_device(*, events_are_reached: bool = False) -> Iterator[RecordedDevice]:
-    """Trains on the recorded device in the context; strategies in it are made for a CPU."""
-    device = RecordedDevice(events_are_reached=events_are_reached)
+def recorded_device(*, events_are_reached: bool = False, memory_limit: float = math.inf) -> Iterator[RecordedDevice]:
+    """Trains on the recorded device in the context, with at most so many bytes on it; strategies in it are made for a CPU."""
+    device = RecordedDevice(events_are_reached=events_are_reached, memory=DeviceMemory(limit=memory_limit))
     watch = Watch(device)
     with ExitStack() as stack:
         stack.callback(set_accelerator, get_accelerator())
