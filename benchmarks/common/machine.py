@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
+
+from lightning_zenflow.doctor.speed import measure_pcie
 
 _GPU_FIELDS = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "pcie.link.gen.current",
-    "pcie.link.gen.max",
-    "pcie.link.width.current",
+    *("name", "driver_version", "memory.total"),
+    *(f"pcie.link.{what}" for what in ("gen.current", "gen.max", "width.current")),
 )
-_COPIED = 1 << 30
 
 
 def machine(device: str) -> dict[str, Any]:
-    """CPU, cores and memory; on "cuda" also the GPU, its driver and its PCIe link with measured speeds."""
+    """CPU, cores and memory; on "cuda" also the GPU, its driver and its PCIe link with its measured speed."""
     found: dict[str, Any] = {
         "cpu": _cpu_model(),
         "logical_cores": os.cpu_count(),
@@ -34,7 +30,7 @@ def machine(device: str) -> dict[str, Any]:
         answer = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
         values = answer.partition("\n")[0].split(", ")
         found |= {"gpu": dict(zip(_GPU_FIELDS, values, strict=False)), "topology": _output("nvidia-smi", "topo", "-m")}
-        found["pcie_gb_s"] = pcie_gb_s()
+        found["pcie_gb_s"] = round(measure_pcie(0), 1)
     return found
 
 
@@ -42,26 +38,10 @@ def summary(found: Mapping[str, Any]) -> str:
     """What `machine` has found that decides how fast a step is, in a few words."""
     words = [f"{found['cpu']}, {found['physical_cores']} physical cores, {found['memory_gib']:g} GiB"]
     if "gpu" in found:
-        gpu, speed = found["gpu"], found["pcie_gb_s"]
+        gpu = found["gpu"]
         link = f"PCIe {gpu.get('pcie.link.gen.current')}.0 x{gpu.get('pcie.link.width.current')}"
-        words.append(f"driver {gpu.get('driver_version')}, {link} (d2h {speed['d2h']:g}, h2d {speed['h2d']:g} GB/s)")
+        words.append(f"driver {gpu.get('driver_version')}, {link} ({found['pcie_gb_s']:g} GB/s each way)")
     return "; ".join(words)
-
-
-def pcie_gb_s() -> dict[str, float]:
-    """Speed of a copy of 1 GiB between page-locked memory and the device, in 1e9 bytes a second."""
-    host = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(_COPIED, dtype=torch.uint8, device="cuda")
-    speeds = {}
-    for name, target, source in (("h2d", on_device, host), ("d2h", host, on_device)):
-        target.copy_(source, non_blocking=True)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        speeds[name] = round(_COPIED / 1e6 / begin.elapsed_time(end), 1)
-    return speeds
 
 
 def _cpu_model() -> str:

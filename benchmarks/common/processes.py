@@ -16,16 +16,9 @@ from benchmarks.common.provenance import ROOT
 
 T = TypeVar("T")
 
-_RENDEZVOUS = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_RENDEZVOUS = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
 _CALL, _RESULT, _OUTPUT = "call.pickle", "result.pickle", "output.txt"
 _TAIL = 2000
 _PR_SET_PDEATHSIG = 1
@@ -42,11 +35,7 @@ def fresh_environment(**variables: str) -> dict[str, str]:
 
 
 def run_process(
-    function: Callable[..., T],
-    *arguments: Any,
-    timeout: float,
-    cores: Sequence[int] | None = None,
-    **environment: str,
+    function: Callable[..., T], *arguments: Any, timeout: float, cores: Sequence[int] | None = None, **environment: str
 ) -> T:
     """Calls a function in a process of its own, and ends all that is left of its session afterwards.
 

@@ -5,13 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-_OFF = (
-    "logger",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "use_distributed_sampler",
-)
+_OFF = ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"]
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:

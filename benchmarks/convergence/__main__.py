@@ -3,7 +3,6 @@
     python -m benchmarks.convergence                                     # everything: hours on two cores
     python -m benchmarks.convergence --settings fast --methods adamw,zenflow_s4 --seeds 1
     python -m benchmarks.convergence --report-only
-    python -m benchmarks.convergence --check-repeat
 
 The first seed is run at every learning rate, the others at each method's best one; `--all-seeds-at-all-lrs` runs everything. Each run is a
 process with its own cores and one thread. Its record is appended to RESULTS/convergence.jsonl at once. Runs that the same code has finished
@@ -39,12 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = CommandLine("benchmarks.convergence", __doc__)
     add = parser.add_argument
     add("--settings", type=list_of(one_of(SETTINGS, "setting")), default=list(SETTINGS), metavar="NAME,...")
-    add(
-        "--methods",
-        type=list_of(one_of(METHODS, "method")),
-        metavar="NAME,...",
-        help="default: those of the setting",
-    )
+    add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...", help="default: the setting's")
     add("--lrs", type=list_of(float), metavar="LR,...", help="peak learning rates; default: the setting's")
     add("--seeds", type=list_of(int), default=[1, 2, 3], metavar="SEED,...", help="the first chooses the learning rate")
     add("--all-seeds-at-all-lrs", action="store_true", help="run every seed at every learning rate")
@@ -53,7 +47,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--timeout", type=float, default=3600, help="limit of a run in seconds")
     add("--cache", type=Path, default=CACHE, metavar="FOLDER", help="for the pre-trained model")
     add("--again", action="store_true", help="repeat finished runs")
-    add("--check-repeat", action="store_true", help="run zenflow_s4 twice and compare the bits of the final weights")
     parser.add_results()
     options = parser.parse(arguments)
     if options.jobs < 1:
@@ -135,28 +128,12 @@ def run_missing(specs: Sequence[Spec], options: argparse.Namespace, path: Path) 
         )
 
 
-def check_repeat(options: argparse.Namespace) -> int:
-    """Runs zenflow_s4 twice; the exit status is 0 if the final weights have the same bits."""
-    spec = grid(argparse.Namespace(**{**vars(options), "methods": ["zenflow_s4"]}), options.seeds)[0]
-    first, second = run_all([spec, spec], options)
-    if first.error or second.error:
-        print(first.error or second.error)
-        return 1
-    equal = first.final_weights == second.final_weights
-    found = "the same bits" if equal else "DIFFERENT"
-    print(f"{spec}: final weights {first.final_weights} and {second.final_weights}: {found}")
-    return 0 if equal else 1
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     options = parse_arguments(arguments)
     path = options.results / "convergence.jsonl"
     if not options.report_only:
         provenance.check_origin()
-    if options.check_repeat:
-        return check_repeat(options)
-    if not options.report_only:
         first, rest = grid(options, options.seeds[:1]), grid(options, options.seeds[1:])
         if options.all_seeds_at_all_lrs:
             run_missing([*first, *rest], options, path)

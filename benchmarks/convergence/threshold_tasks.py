@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -33,24 +33,9 @@ class Task:
     train: Callable[[int, torch.Generator], Examples]
     """Makes so many training examples."""
     held_out: Examples
-    network: Callable[[], nn.Module]
-    """Tokens -> logits [N, T, classes]."""
-    threshold: float
-    """Accuracy that counts as learned."""
+    network: Callable[[], GPT]
     weight_decay: float = 0.01
     batch: int = 64
-
-
-class _NextTokens(nn.Module):
-    """A GPT's logits."""
-
-    def __init__(self, *, vocabulary: int, context: int, width: int, layers: int) -> None:
-        super().__init__()
-        self.gpt = GPT(vocabulary=vocabulary, width=width, heads=4, layers=layers, context=context)
-
-    @override
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.gpt.logits(tokens)
 
 
 def _generator() -> torch.Generator:
@@ -74,8 +59,7 @@ def recall(*, pairs: int = 8, keys: int = 32, values: int = 32) -> Task:
     return Task(
         train=examples,
         held_out=examples(256, _generator()),
-        network=lambda: _NextTokens(vocabulary=keys + values, context=4 * pairs, width=64, layers=2),
-        threshold=0.99,
+        network=lambda: GPT(vocabulary=keys + values, context=4 * pairs, width=64, heads=4, layers=2),
     )
 
 
@@ -94,8 +78,7 @@ def modular_addition(*, p: int = 31) -> Task:
     return Task(
         train=examples,
         held_out=(inputs[held_out], targets[held_out]),
-        network=lambda: _NextTokens(vocabulary=p + 1, context=3, width=128, layers=1),
-        threshold=0.99,
+        network=lambda: GPT(vocabulary=p + 1, context=3, width=128, heads=4, layers=1),
         weight_decay=1.0,
         batch=256,
     )
@@ -121,11 +104,6 @@ class _Examples(Dataset[Examples]):
         return self._task.train(self._task.batch, generator)
 
 
-def _only(batches: list[Examples]) -> Examples:
-    """The only one; a loader's batch is a batch already."""
-    return batches[0]
-
-
 class ThresholdModule(pl.LightningModule):
     """Trains a task until the held-out accuracy of the weights, as the method shows them in training, reaches the threshold.
 
@@ -138,6 +116,8 @@ class ThresholdModule(pl.LightningModule):
 
     EVERY = 10
     """Steps between two measurements of the accuracy."""
+    THRESHOLD = 0.99
+    """Accuracy that counts as learned."""
 
     def __init__(self, task: Task, *, lr: float, make_optimizer: MakeOptimizer, seed: int) -> None:
         super().__init__()
@@ -152,7 +132,7 @@ class ThresholdModule(pl.LightningModule):
     def loss_and_accuracy(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """Mean cross entropy and share of right answers, 0-D."""
         inputs, targets = batch
-        logits = self.network(inputs).float()
+        logits = self.network.logits(inputs).float()
         answered = targets != IGNORED
         right = (logits.argmax(-1) == targets)[answered].float().mean()
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED), right
@@ -168,7 +148,7 @@ class ThresholdModule(pl.LightningModule):
         with torch.no_grad():
             loss, accuracy = self.loss_and_accuracy(self._task.held_out)
         self.held_out_loss = float(loss)
-        if float(accuracy) >= self._task.threshold:
+        if float(accuracy) >= self.THRESHOLD:
             self.steps_to_threshold = self.trainer.global_step
             self.trainer.should_stop = True
 
@@ -190,4 +170,5 @@ class ThresholdData(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Examples]:
-        return DataLoader(self._train, collate_fn=_only)
+        # Its items are batches already.
+        return DataLoader(self._train, batch_size=None)

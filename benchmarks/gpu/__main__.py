@@ -9,6 +9,7 @@ Each call ends within --minutes and goes on where the last one stopped. Results:
 """
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -21,13 +22,16 @@ from benchmarks.gpu.calls import Calls
 from benchmarks.gpu.pack import find_worker
 from lightning_zenflow.worker.memory import HOST_MEMORY
 
+_PARTS = {"tests": ("suite", "run_tests"), "bench": ("bench", "run_bench"), "train": ("training", "run_training")}
+"""Module and function; each imports what the others do not need."""
+
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("tests", "bench", "train"))
+    parser.add_argument("what", choices=list(_PARTS))
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny case, to try the commands"
     )
@@ -52,26 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what != "tests":
         # Virtual machines that are lent by the hour may grow with use. A run for which memory does not suffice fails by itself.
         os.environ.setdefault(HOST_MEMORY, "inf")
-    name = {"tests": "tests", "bench": "bench", "train": "training"}[options.what]
-    calls = Calls(
-        options.results.resolve() / f"{name}.json",
-        command=options.command,
-        device=options.device,
-        minutes=options.minutes,
-        again=options.again,
-    )
-    # Each imports what the others do not need.
-    if options.what == "tests":
-        from benchmarks.gpu.suite import run_tests
-
-        return run_tests(options, calls)
-    if options.what == "bench":
-        from benchmarks.gpu.bench import run_bench
-
-        return run_bench(options, calls)
-    from benchmarks.gpu.training import run_training
-
-    return run_training(options, calls)
+    name = "training" if options.what == "train" else options.what
+    path = options.results.resolve() / f"{name}.json"
+    calls = Calls(path, command=options.command, device=options.device, minutes=options.minutes, again=options.again)
+    module, function = _PARTS[options.what]
+    status: int = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)(options, calls)
+    return status
 
 
 if __name__ == "__main__":

@@ -21,16 +21,9 @@ from benchmarks.common.provenance import PACK, PACKED, ROOT, STEP_CODE, commit_o
 _BUILT = "deepspeed"
 """Has no wheels. Without its compiled operations it is pure Python."""
 _DOWNLOADED = (
-    "hjson",
-    "pydantic",
-    "pydantic_core",
-    "annotated-types",
-    "typing-inspection",
-    "omegaconf",
+    *("hjson", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "omegaconf"),
     # For the command line of examples/alpaca.py.
-    "jsonargparse",
-    "docstring_parser",
-    "typeshed_client",
+    *("jsonargparse", "docstring_parser", "typeshed_client"),
     # One method of the step-time benchmark.
     "torchao",
 )
@@ -69,16 +62,8 @@ def install() -> None:
     """Installs the packed wheels that are missing here or have another version; the folder precedes others on PYTHONPATH."""
     missing = [wheel for wheel in sorted(PACK.glob("*.whl")) if not _is_installed(wheel)]
     if missing:
-        options = [
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-            "--no-cache-dir",
-            "--upgrade",
-            "--target",
-            str(PACK / "site"),
-        ]
-        _pip("install", *options, *map(str, missing))
+        options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+        _pip("install", *options, "--target", str(PACK / "site"), *map(str, missing))
 
 
 def _is_installed(wheel: Path) -> bool:

@@ -25,18 +25,9 @@ _PATH, _COMMAND, _DEVICE, _DEADLINE = (f"ZENFLOW_SUITE_{name}" for name in ("PAT
 
 def command_of(device: str, arguments: Sequence[str]) -> list[str]:
     """Command that runs the tests with this plugin."""
+    options = ["-q", "-p", "benchmarks.gpu.suite", f"--timeout={_LONGEST_TEST}"]
     marker = ["-m", "gpu"] if device == "cuda" else []
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "benchmarks.gpu.suite",
-        f"--timeout={_LONGEST_TEST}",
-        *marker,
-    ]
-    return [*command, *(arguments or FILES)]
+    return [sys.executable, "-m", "pytest", *options, *marker, *(arguments or FILES)]
 
 
 def environment_of(calls: Calls, *, command: str, device: str, deadline: float) -> dict[str, str]:

@@ -3,10 +3,8 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 import torch
 
@@ -39,12 +37,6 @@ def measure_replay(elements: int, cores: Sequence[int]) -> tuple[float, dict[str
         )
         for m in measured
     }
-
-
-def triad_gb_per_s(written: Mapping[str, Any]) -> float:
-    """The memory bandwidth to which the shares in a result file refer."""
-    ns, share = (written[key]["DeepSpeedCPUAdam"] for key in ("ns", "share"))
-    return median(BYTES_OF_ONE_STEP / n / s for n, s in zip(ns, share, strict=True))
 
 
 def one_step_of(

@@ -18,14 +18,12 @@ DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
 
 _COPIES = frozenset(["copy_", "_to_copy", "_foreach_copy_"])
 _INDEXED = frozenset(["index", "index_put", "index_put_"])
-_READ_BY_THE_HOST = frozenset(
-    [
-        *("_local_scalar_dense", "equal", "allclose", "is_nonzero"),
-        # The size of their results depends on values.
-        *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
-        *("repeat_interleave", "bincount"),
-    ]
-)
+_READ_BY_THE_HOST = {
+    *("_local_scalar_dense", "equal", "allclose", "is_nonzero"),
+    # The size of their results depends on values.
+    *("nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+    "bincount",
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,7 @@ from benchmarks.step_time.models import SHAPES, TimedGpt
 from benchmarks.step_time.run import StepSpec, run
 
 _DEFAULT_METHODS = [
-    "floor",
-    "zero_offload",
-    "deepspeed_zenflow",
-    "zenflow",
-    "zenflow_no_provisional",
-    "zenflow_at_once",
+    *("floor", "zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_no_provisional", "zenflow_at_once"),
 ]
 _OWN_STEP = "the model's own step"
 

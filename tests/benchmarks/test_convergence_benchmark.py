@@ -73,7 +73,7 @@ def test_tasks() -> None:
         task = make()
         first, again, other = (task.train(8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
         assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
-        logits = task.network()(first[0])
+        logits = task.network().logits(first[0])
         assert logits.shape[:-1] == first[1].shape and int(first[1].max()) < logits.shape[-1]
 
 
