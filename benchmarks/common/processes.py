@@ -51,38 +51,31 @@ def run_process(
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / _CALL).write_bytes(pickle.dumps((function, arguments)))
-        with open(Path(folder) / _OUTPUT, "w+b") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.common.processes", folder],
-                cwd=ROOT,
-                env=fresh_environment(**environment),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                os.sched_setaffinity(process.pid, cores or os.sched_getaffinity(0))
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                pass  # the missing result says so
-            finally:
-                _end_session(process)
-            result = Path(folder) / _RESULT
-            if result.exists():
-                value: T = pickle.loads(result.read_bytes())
-                return value
-            output.seek(0)
-            tail = output.read().decode(errors="replace").strip()[-_TAIL:]
-    raise RuntimeError(f"no result (exit status {process.returncode}, after at most {timeout:g} s): {tail}")
+        command, output = [sys.executable, "-m", "benchmarks.common.processes", folder], Path(folder) / _OUTPUT
+        status = run_command(command, timeout=timeout, output=output, cores=cores, **environment)
+        result = Path(folder) / _RESULT
+        if result.exists():
+            value: T = pickle.loads(result.read_bytes())
+            return value
+        tail = output.read_text(errors="replace").strip()[-_TAIL:]
+    raise RuntimeError(f"no result (exit status {status}, after at most {timeout:g} s): {tail}")
 
 
-def run_command(command: Sequence[str], *, timeout: float, output: Path | None = None, **environment: str) -> int:
+def run_command(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    output: Path | None = None,
+    cores: Sequence[int] | None = None,
+    **environment: str,
+) -> int:
     """Runs a command from the root of the repository, and ends all that is left of its session afterwards.
 
     Args:
         command: program and arguments.
         timeout: seconds.
         output: file for both outputs; None: those of this process.
+        cores: as of `run_process`.
         environment: variables to set.
 
     Returns:
@@ -98,9 +91,10 @@ def run_command(command: Sequence[str], *, timeout: float, output: Path | None =
             start_new_session=True,
         )
         try:
+            os.sched_setaffinity(process.pid, cores or os.sched_getaffinity(0))
             process.wait(max(timeout, 0))
         except subprocess.TimeoutExpired:
-            pass  # the status says so
+            pass  # the status, and a missing result, say so
         finally:
             _end_session(process)
     return process.returncode

@@ -101,13 +101,8 @@ def build(cache: Path, *, lr: float, seed: int) -> tuple[pl.LightningModule, See
     data = SeededGlueData(order_seed=seed, **options)
     keys = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(keys, dict)
-    keys = {
-        **keys,
-        "task": config.data.task,
-        "vocab_size": data.vocab_size,
-        "pad_token_id": data.pad_token_id,
-        "max_length": config.data.max_length,
-    }
+    keys |= {"task": config.data.task, "vocab_size": data.vocab_size, "pad_token_id": data.pad_token_id}
+    keys["max_length"] = config.data.max_length
     del keys["lr"]
     torch.manual_seed(RECIPE.seed)
     language_model = LanguageModel(**keys, lr=RECIPE.lr)

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from benchmarks.convergence.optimizers import DelayedOptimizer, MakeOptimizer, Rule, adamw
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
-from benchmarks.peers.rounded_moments import RoundedMoments
-from benchmarks.peers.zero_offload import ZeroOffload
+from benchmarks.peers.zero_offload import RoundedMoments, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
 
 Family = Literal["AdamW", "ZenFlowStrategy", "ZenFlowStrategy, switched off in part", "others"]

@@ -68,6 +68,15 @@ CASES: dict[str, dict[str, Case]] = {
             warm_up=4,
             timeout=360,
         ),
+        # 52 GiB of host memory, DeepSpeed's 62; each method fetches the weights twice a step.
+        "3B_stage_3": Case(
+            title="2.9e9 parameters, 8 x 2048 tokens, activation checkpointing, stage 3 with parameters in host memory",
+            methods=("floor3", "zenflow3", "zero3_offload", "superoffload", "zenflow3_bf16", "zenflow3_on_device"),
+            spec={"params": 3e9, "batch": 8, "tokens": 2048, "recompute": True},
+            steps=12,
+            warm_up=4,
+            timeout=360,
+        ),
         "1.5B_1x1024": Case(
             title=_BILLION.format(1), methods=_FIRST + _OTHERS, spec={"params": 1.5e9, "batch": 1, "tokens": 1024}
         ),
@@ -87,6 +96,9 @@ CASES: dict[str, dict[str, Case]] = {
             steps=8,
             warm_up=0,
             losses=True,
+        ),
+        "stage_3": Case(
+            title="stage 3", methods=("floor3", "zenflow3"), spec={"params": 25e6, "narrow": True}, steps=4, warm_up=4
         ),
     },
 }

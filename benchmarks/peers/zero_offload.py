@@ -65,6 +65,19 @@ class ZeroOffload(ZenFlowStrategy):
         DeepSpeedStrategy.on_train_batch_start(self, batch, batch_idx)
 
 
+class RoundedMoments(ZeroOffload):
+    """Moments have values of bfloat16 between steps, rounded to nearest, to compare `moments_dtype` with; a step computes in 32 bits."""
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        # DeepSpeed's optimizer around the module's, whose state holds one flat partition for each parameter group.
+        for state in self.deepspeed_engine.optimizer.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+        return output
+
+
 class NoOffload(ZeroOffload):
     """ZeRO-2 with the optimizer states on the device."""
 

@@ -81,28 +81,26 @@ class _AsynchronousClock(_SynchronousClock):
         time.sleep(max(0.0, self.idle_at - time.perf_counter()))
 
 
+Times = tuple[float, float]
+"""Seconds of a layer's forward and backward pass."""
+
+
 class _Compute(torch.autograd.Function):
     """Takes the device's time, and returns the prepared gradient as the weight's."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        gradient: Tensor,
-        clock: _SynchronousClock,
-        forward_s: float,
-        backward_s: float,
+        ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, clock: _SynchronousClock, times: Times
     ) -> Tensor:
-        ctx.gradient, ctx.clock, ctx.backward_s = gradient, clock, backward_s
+        ctx.gradient, ctx.clock, (forward_s, ctx.backward_s) = gradient, clock, times
         clock.forward(forward_s)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         ctx.clock.backward(ctx.backward_s)
         # A tensor of its own, so that autograd keeps it without a copy.
-        return outputs[0], ctx.gradient.detach(), None, None, None, None
+        return outputs[0], ctx.gradient.detach(), None, None, None
 
 
 class _Layer(nn.Module):
@@ -119,11 +117,9 @@ class _Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(rows, COLUMNS) * 0.02)
 
     @override
-    def forward(
-        self, x: Tensor, gradient: Tensor, clock: _SynchronousClock, forward_s: float, backward_s: float
-    ) -> Any:
-        times = self.computes * forward_s, self.computes * backward_s
-        return _Compute.apply(x, self.weight, gradient[: self.rows], clock, *times)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, gradient: Tensor, clock: _SynchronousClock, times: Times) -> Any:
+        times = times if self.computes else (0.0, 0.0)
+        return _Compute.apply(x, self.weight, gradient[: self.rows], clock, times)  # type: ignore[no-untyped-call]
 
 
 ROWS, COLUMNS = 4096, 1024
@@ -177,7 +173,7 @@ class SimulatedAccelerator(TimedModule):
         x = torch.ones(1, requires_grad=True)
         for number, layer in enumerate(self.layers):
             is_large = self.large is not None and batch_idx % 2 and 2 * number < len(self.layers)
-            x = layer(x, self.large if is_large else self.gradient, self.clock, *self._times)
+            x = layer(x, self.large if is_large else self.gradient, self.clock, self._times)
         return x.float().sum()
 
 

@@ -1,6 +1,6 @@
 """Tables of step times."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import mean, median
 
 from benchmarks.common.results import markdown
@@ -20,11 +20,6 @@ def runs_by_method(results: Iterable[Iterable[StepResult]]) -> dict[str, list[St
         for result in of_repeat:
             runs.setdefault(result.spec.method, []).append(result)
     return {method: runs[method] for method in METHODS if method in runs}
-
-
-def baseline_of(methods: Container[str]) -> str | None:
-    """The method whose step stands for a step without offloading, if any."""
-    return next((name for name in _BASELINES if name in methods), None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -81,7 +76,7 @@ def _arrivals(results: Iterable[StepResult]) -> list[str]:
 def table(results: Sequence[Sequence[StepResult]]) -> str:
     """A Markdown table with a row for each method."""
     runs = runs_by_method(results)
-    baseline = baseline_of(runs)
+    baseline = next((name for name in _BASELINES if name in runs), None)
     peers = [name for name in runs if METHODS[name].peer]
     every_run = [r for of_method in runs.values() for r in of_method]
     rows = []

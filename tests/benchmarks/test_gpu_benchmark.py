@@ -62,13 +62,13 @@ def test_bench_goes_on_and_reports(
     monkeypatch.setattr(bench, "run_process", run_process)
     cut = open_calls()
     assert bench.run_bench(options, cut) == 1
-    assert "2 runs are left: call again" in capsys.readouterr().out
+    assert "4 runs are left: call again" in capsys.readouterr().out
     assert bench.run_bench(options, open_calls()) == 1  # the failed run stays failed
-    assert measured == ["floor", "zenflow", "none", "none", "zenflow_exact"]
+    assert measured == ["floor", "zenflow", "none", "none", "zenflow_exact", "floor3", "zenflow3"]
     text = cut.path.with_suffix(".md").read_text()
     assert "failed\n\n```\nout of memory" in text and "killed" not in text
     assert "| 2.5000   | 0.5000               | 0.5000            |" in text
-    assert bench.run_bench(options, open_calls()) == 1 and len(measured) == 5
+    assert bench.run_bench(options, open_calls()) == 1 and len(measured) == 7
 
 
 @pytest.mark.slow
@@ -95,6 +95,7 @@ def test_all_of_it_on_the_cpu(what: str, tmp_path: Path) -> None:
     if what == "bench":
         text = (tmp_path / "bench.md").read_text()
         assert "ZenFlowStrategy, S=4, d=1" in text and "largest difference" in text
+        assert "floor: stage 3" in text and "ZenFlowStrategy, stage 3" in text and "failed" not in text
     else:
         steps = json.loads((tmp_path / "training.json").read_text())["done"]["training"]["steps_loss_ms"]
         assert [step for step, _, _ in steps] == [1, 2, 3, 4]

@@ -14,9 +14,9 @@ from benchmarks.kernel.measure import measure_replay
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import bookkeeping, timelines
-from benchmarks.step_time.drawing import lanes
 from benchmarks.step_time.methods import METHODS
 from benchmarks.step_time.run import StepSpec
+from benchmarks.step_time.timelines import lanes
 
 
 @pytest.mark.slow
@@ -59,6 +59,24 @@ def test_step_time_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert len(run["arrivals"]) == 2 and all(a[0] > 0 and a == sorted(a) and a[-1] < 1 for a in run["arrivals"])
     # The rank with the first layers has its first gradient when the other one has had all of its own.
     assert runs[3]["arrivals"][0][0] >= runs[3]["arrivals"][1][-1] > runs[2]["arrivals"][1][0]
+
+
+@pytest.mark.slow
+def test_step_time_of_stage_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fetches over a slow link take longer than what is computed."""
+    arguments = ["--device", "simulated", "--params", "17e6", "--asynchronous", "--stage", "3", "--share-of", "step"]
+    arguments += ["--worker-shares", "0.5", "--repeats", "1", "--steps", "4", "--warm-up", "4", "--pcie", "0.2"]
+    arguments += ["--methods", "floor3,zenflow3,zenflow3_clipped", "--results", str(tmp_path), "--name", "stage_3"]
+    assert step_time.main(arguments) == 0, capsys.readouterr().out
+    runs = json.loads((tmp_path / "step_time_stage_3.json").read_text())["runs"][0]
+    # Of four layers, the last one is fetched once for both passes.
+    fetched_s = 7 * 2 * 4096 * 1024 / 0.2e9
+    for run in runs:
+        assert min(run["step_s"]) >= fetched_s > run["spec"]["compute_s"]
+    assert runs[1]["counted_sizes"] == pytest.approx([1, 7 / 4], abs=0.01)
+    assert runs[1]["arena_bytes"] / runs[1]["n_params"] == pytest.approx(16.7, abs=0.2)
+    text = (tmp_path / "step_time_stage_3.md").read_text()
+    assert "The worker's pass is 50% of step" in text and "by formula" in text
 
 
 def test_kernel() -> None:

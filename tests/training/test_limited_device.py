@@ -79,7 +79,7 @@ def strategy_of(place: str, kind: type[ZenFlowStrategy] = ZenFlowStrategy) -> Ze
 
 
 def test_a_model_of_four_times_the_devices_memory() -> None:
-    losses, device = train(strategy_of("cpu"))
+    losses, _ = train(strategy_of("cpu"))
     assert losses[-1] < losses[0]
     limited, of_limited = train(strategy_of("cpu"), memory_limit=MODEL_BYTES / 4)
     assert limited == losses and not of_limited.order.races
