@@ -5,6 +5,7 @@ Multi-query associative recall (arXiv 2312.04927) and modular addition (arXiv 22
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.common.gpt import GPT
@@ -87,23 +88,6 @@ def modular_addition(*, p: int = 31) -> Task:
 TASKS: dict[str, Callable[[], Task]] = {"recall": recall, "modular": modular_addition}
 
 
-class _Examples(Dataset[Examples]):
-    """Batches by step, each a function of seed and step."""
-
-    def __init__(self, task: Task, *, steps: int, seed: int) -> None:
-        self._task, self._steps, self._seed = task, steps, seed
-
-    def __len__(self) -> int:
-        return self._steps
-
-    @override
-    def __getitem__(self, index: int) -> Examples:
-        if index >= self._steps:
-            raise IndexError(index)
-        generator = torch.Generator().manual_seed(1_000_003 * self._seed + index)
-        return self._task.train(self._task.batch, generator)
-
-
 class ThresholdModule(pl.LightningModule):
     """Trains a task until the held-out accuracy of the weights, as the method shows them in training, reaches the threshold.
 
@@ -165,10 +149,12 @@ class ThresholdData(pl.LightningDataModule):
     def __init__(self, task: Task, *, steps: int, seed: int) -> None:
         super().__init__()
         self.sha256 = digest(b"".join(part.numpy().tobytes() for part in task.held_out))
-        self._task = task
-        self._train = _Examples(task, steps=steps, seed=seed)
+        self._task, self._steps, self._seed = task, steps, seed
+
+    def _batch(self, step: int) -> Examples:
+        """A function of seed and step."""
+        return self._task.train(self._task.batch, torch.Generator().manual_seed(1_000_003 * self._seed + step))
 
     @override
-    def train_dataloader(self) -> DataLoader[Examples]:
-        # Its items are batches already.
-        return DataLoader(self._train, batch_size=None)
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(self._steps), batch_size=None, collate_fn=self._batch)  # type: ignore[arg-type]

@@ -48,30 +48,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--params", type=float, default=150e6, help="weights; for cpu and cuda one of 25e6, 150e6, 1.5e9, 3e9, 7e9")
     add("--batch", type=int, default=1, help="sequences in a step")
     add("--tokens", type=int, default=16, help="length of a sequence")
-    add("--compute-ms", type=float, default=540.0, help="forward and backward of the simulated accelerator")
-    add(
-        "--embedding",
-        action="store_true",
-        help="15 %% of the simulated accelerator's weights are an embedding, whose gradient comes last",
-    )
-    add(
-        "--asynchronous",
-        action="store_true",
-        help="the simulated accelerator computes while the host copies, as a GPU does",
-    )
-    add("--ranks", type=int, default=1, help="simulated accelerators, on this host")
-    add(
-        "--worker-shares",
-        type=list_of(float),
-        metavar="SHARE,...",
-        help="the worker's pass as parts of what the simulated accelerator computes, instead of --compute-ms",
-    )
+    add("--compute-ms", type=float, default=540.0, help="forward and backward; this and what follows of simulated ones")
+    add("--embedding", action="store_true", help="15 %% of the weights are an embedding, whose gradient comes last")
+    add("--asynchronous", action="store_true", help="the device computes while the host copies, as a GPU does")
+    add("--ranks", type=int, default=1, help="devices, on this host")
+    add("--worker-shares", type=list_of(float), metavar="SHARE,...", help="the worker's pass; replaces --compute-ms")
     add("--share-of", choices=list(PART_OF_STEP), default="backward", help="what --worker-shares are parts of")
     add("--stage", type=int, choices=[2, 3], default=2, help="of ZeRO, for the methods by default")
     add("--pcie", type=float, default=25.0, help="GB/s at which the simulated accelerator fetches parameters")
-    add(
-        "--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers; default: auto"
-    )
+    add("--worker-cores", type=list_of(int), default=[], metavar="CORE,...", help="of all ranks' workers")
     add("--methods", type=list_of(one_of(METHODS, "method")), metavar="NAME,...")
     add("--repeats", type=int, default=3)
     add("--steps", type=int, default=24, help="timed steps")

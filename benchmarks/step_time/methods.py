@@ -64,6 +64,15 @@ def _zenflow3(title: str, *, host_bytes: float, **keys: Any) -> StepMethod:
     )
 
 
+def _peer3(title: str, strategy: Callable[..., Strategy], *, host_bytes: float) -> StepMethod:
+    is_floor = strategy is Floor
+    optimizer = torch.optim.AdamW if is_floor else DeepSpeedCPUAdam
+    make = partial(strategy, **_ON_HOST)
+    return StepMethod(
+        make_strategy=make, title=title, optimizer=optimizer, peer=not is_floor, stage=3, host_bytes=host_bytes
+    )
+
+
 def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
     from benchmarks.peers.torchao import HostAdamW
 
@@ -109,29 +118,11 @@ METHODS = {
     "zenflow_at_the_end": _zenflow(
         "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
     ),
-    "floor3": StepMethod(
-        make_strategy=partial(Floor, **_ON_HOST),
-        title="floor: stage 3, offload_param, gradients dropped, no step",
-        stage=3,
-        host_bytes=2,
-    ),
-    "zero3_offload": StepMethod(
-        make_strategy=partial(ZeroOffload, **_ON_HOST),
-        title="DeepSpeed ZeRO-3, offload_param (DeepSpeedCPUAdam)",
-        optimizer=DeepSpeedCPUAdam,
-        peer=True,
-        stage=3,
-        host_bytes=20,
-    ),
-    "superoffload": StepMethod(
-        make_strategy=partial(ZeroOffload, super_offload=True, **_ON_HOST),
-        title="DeepSpeed SuperOffload, offload_param",
-        optimizer=DeepSpeedCPUAdam,
-        peer=True,
-        stage=3,
-        not_on=dict.fromkeys(
-            ("cpu", "simulated"), "SuperOffload only supports NVIDIA CUDA GPUs, as its assertion says"
-        ),
+    "floor3": _peer3("floor: stage 3, offload_param, gradients dropped, no step", Floor, host_bytes=2),
+    "zero3_offload": _peer3("DeepSpeed ZeRO-3, offload_param (DeepSpeedCPUAdam)", ZeroOffload, host_bytes=20),
+    "superoffload": replace(
+        _peer3("DeepSpeed SuperOffload, offload_param", partial(ZeroOffload, super_offload=True), host_bytes=20),
+        not_on=dict.fromkeys(("cpu", "simulated"), "SuperOffload only supports NVIDIA CUDA GPUs"),
     ),
     "zenflow3": _zenflow3("parameters on the host", host_bytes=16.7),
     "zenflow3_clipped": replace(

@@ -1,10 +1,12 @@
 """What this machine has and how fast it is, on one screen, and what to expect of it."""
 
+import math
 import os
 import platform
 import resource
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 
 import psutil
@@ -87,17 +89,33 @@ def expectations(
             cpu_bw=_rounded(worker.memory_gb_s),
             host_mem=_rounded(free_gb),
         )
-        # The schedule that training starts with.
-        (cost,) = estimate(setup, ZenFlowConfig(update_interval=1, publish_lag=0)).costs.values()
-        largest = _LARGE / 1e9 / max(cost.fullness(setup).values())
+        largest, on_host = (_largest(s) for s in (setup, replace(setup, stage=3, offload_parameters=True)))
         sentences += [
             f"Gradients of 1 B parameters in bf16 take {2 / setup.pcie:.2g} s over PCIe, as do weights.",
             f"The largest model in bf16, before activations, has about {largest:.2g} B parameters.",
+            *([_with_weights_on_host(setup, on_host)] if on_host > largest else []),
             f"For your model, with its parameters and step time: lightning-zenflow estimate --params 7e9 --step-ms 1000 --gpus {setup.gpus}"
             f" --gpus-per-host {setup.gpus} --gpu-mem {setup.gpu_mem} --pcie {setup.pcie} --cpu-bw {setup.cpu_bw}"
             f" --host-mem {setup.host_mem}",
         ]
     return sentences
+
+
+def _largest(setup: Setup) -> float:
+    """1e9 parameters that fit, with the schedule that training starts with; `setup` is of `_LARGE`. A GPU has few weights of the host."""
+    (cost,) = estimate(setup, ZenFlowConfig(update_interval=1, publish_lag=0)).costs.values()
+    fullness = cost.fullness(setup)
+    fullest = fullness["host"] if setup.offload_parameters else max(fullness.values())
+    return _LARGE / 1e9 / fullest if fullest else math.inf
+
+
+def _with_weights_on_host(setup: Setup, largest: float) -> str:
+    """What stage 3 with parameters in host memory makes possible, and takes: each GPU fetches its part twice, while AdamW runs."""
+    share = setup.pcie * setup.gpus / setup.cpu_bw
+    return (
+        f"With stage=3 and offload_parameters=True it has about {largest:.2g} B. A step then fetches 1 B parameters in"
+        f" {4 / setup.pcie / setup.gpus:.2g} s, with up to {share:.0%} of the host memory's speed."
+    )
 
 
 def _facts() -> dict[str, str]:

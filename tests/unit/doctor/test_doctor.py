@@ -40,8 +40,12 @@ def test_expectations_beside_gpus() -> None:
     assert "AdamW of 1 B parameters takes the worker 0.2 s" in sentences and "0.1 s over PCIe" in sentences
     # Two bytes a parameter and buckets on each GPU.
     assert "about 38 B parameters" in sentences
+    assert "offload_parameters=True it has about inf B" in sentences
+    assert "1 B parameters in 0.1 s, with up to 27% of the host memory's speed" in sentences
     assert "--gpus 2 --gpus-per-host 2 --gpu-mem 80.0 --pcie 20.0 --cpu-bw 150.0 --host-mem inf" in sentences
-    assert "about 3.2 B parameters" in "\n".join(expectations([80.0], [20.0], WORKER, free_gb=48.0))
+    assert "about 3.2 B parameters" in (small_host := "\n".join(expectations([80.0], [20.0], WORKER, free_gb=48.0)))
+    assert "offload_parameters" not in small_host
+    assert "it has about 12 B" in "\n".join(expectations([16.0], [20.0], WORKER, free_gb=200.0))
     assert len(expectations([80.0], [], WORKER, free_gb=48.0)) == 1 and not expectations([], [], None, free_gb=48.0)
 
 
