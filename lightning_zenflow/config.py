@@ -90,8 +90,13 @@ class ZenFlowConfig(BaseModel):
 
     optimizer_in_backward: bool = _key(True)
     """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that AdamW itself hides behind backward. With
-    clipping, the next forward pass sees weights with a predicted clip factor; the exact state always has the true one. If false, each
-    step waits for the worker at its end."""
+    clipping, the next forward pass sees weights with a predicted clip factor (clip_prediction); the exact state always has the true one.
+    If false, each step waits for the worker at its end."""
+
+    clip_prediction: bool | _Auto = _key("auto")
+    """Whether forward passes may see weights with a predicted clip factor where d = 0. If false, those are AdamW's own: blocks are not
+    submitted in backward while gradients are clipped; with parameters in host memory, where they hide behind the forward pass too, those
+    with another factor than the true one are published again. "auto" is false with parameters in host memory, otherwise true."""
 
     tail: Literal["auto", "none", "device"] = _key("auto")
     """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"
@@ -199,7 +204,7 @@ class ZenFlowConfig(BaseModel):
                     f"ZenFlowConfig: {name} must be {value!r}{auto} where parameters are in host memory, got {given!r}; leave it out: every"
                     " step then ends with AdamW's weights, and nothing is approximated"
                 )
-        return self.model_copy(update=not_late)
+        return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
         """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
@@ -223,6 +228,11 @@ class ZenFlowConfig(BaseModel):
     def is_immediate(self) -> bool:
         """Whether every step ends with weights that have all of its gradients (S = 1, d = 0, no tail): nothing is approximated."""
         return self.update_intervals == [1] and self.publish_lags == [0] and not self.allows_tail
+
+    @property
+    def predicts_clipping(self) -> bool:
+        """Whether forward passes may see weights with a predicted clip factor."""
+        return self.clip_prediction is not False
 
     @property
     def owned_ratio(self) -> float:

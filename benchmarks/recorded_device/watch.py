@@ -27,6 +27,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.engine import build
 from lightning_zenflow.native import protocol
+from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -241,9 +242,10 @@ class WatchedWorker:
 
     def _words(self, job: JobMessage) -> list[Tensor]:
         """The words that the worker waits for."""
-        arena, last = self._arena, job.first_step + len(job.slots) - job.has_tentative - 1
+        behind_block_word = job.tentative in (Tentative.PREDICTED, Tentative.TRUE_IF_KNOWN)
+        arena, last = self._arena, job.first_step + len(job.slots) - behind_block_word - 1
         assert arena is not None
-        words = [arena.block_words[job.block]] if job.has_tentative else []
+        words = [arena.block_words[job.block]] if behind_block_word else []
         # Before the first step there is none.
         return [*words, arena.step_words[last]] if job.slots and last >= 1 else words
 

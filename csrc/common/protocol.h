@@ -10,7 +10,8 @@
 //
 //   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight
 //   step records         trainer, before the first job that names the step, each set of hyperparameters before the first job
-//                        that uses it; `word`: one device copy, which may come later
+//                        that uses it, the committed step's before the copy of `word` too; `word`: one device copy, which may
+//                        come later
 //   block words          one device copy each, before or after submission of the job that waits for it
 //   gradient slots       trainer, until it submits the first job that names the slot, and again after the Done of the job that
 //                        commits it (or of the last one that names it, if the gradient is dropped); unchanged in between
@@ -28,13 +29,13 @@
 //   job of step t        committed            tentative
 //   n_committed = 1      t - 1                t                the state is one update behind (S = 1)
 //   n_committed = S      t - S ... t - 1      t                a window whose last gradient has just arrived
-//   n_committed = 0                           t                after a flush
+//   n_committed = 0                           t                after a flush, or to show t once more with the true factor
 //   no tentative part    first_step ...                        a flush, or a window that is submitted after its last step
 //
-// The tentative step's factor is a prediction. It is in the block's word, which the device copies after the block's gradient,
-// while other gradients of the step are still being computed. Its count of applied steps is that of the step before, plus one;
-// its hyperparameters are the record's second set, known in backward. The committed ones are the first set, written at the step's
-// end.
+// The tentative step's factor is known in backward as a prediction only. It is in the block's word, which the device copies after
+// the block's gradient, while other gradients of the step are still being computed; the hyperparameters that are known then are
+// the record's second set. The true ones are the step's word and the first set, written at the step's end. `Tentative` says which
+// are taken. The count of applied steps is that of the step before, plus one.
 //
 // Nothing that is not finite is published: a step whose factor is not finite is left out. The worker does not look at gradients.
 // The trainer has to compute each factor from a sum over them, in stream order and with the block's own, so that a gradient that
@@ -43,10 +44,10 @@
 //
 // Asynchronous data. An UpdateJob message may arrive before its gradients. Before it touches anything, the worker waits for the
 // sequence word of the last committed step (with an empty committed part, of the step before the tentative one), and then for the
-// block's word, if there is a tentative part. The device copies the gradients and then, in one copy of 16 bytes, the word, in
-// stream order, so a word's arrival happens after that of everything before it (and after the device has read publish buffers
-// copied before it). A block has one word: the job that waits for it must be done before the device writes it again (publish
-// lag 0).
+// word of the tentative part, if there is one: the block's, or with kTrue the step's. The device copies the gradients and then,
+// in one copy of 16 bytes, the word, in stream order, so a word's arrival happens after that of everything before it (and after
+// the device has read publish buffers copied before it). A block has one word: the job that waits for it must be done before the
+// device writes it again (publish lag 0).
 //
 // What this assumes of device and bus, since the worker polls the word and calls no function of the device's library:
 //
@@ -79,6 +80,11 @@
 // being applied again; `begun_job`, where it is not `completed_job`, comes first and continues from the undo log
 // (tile_journal.h, journal.h); all others have not changed anything. Program order suffices for this: a killed thread has
 // executed a prefix of its instructions, and the memory outlives the process.
+//
+// The choice of a tentative step's factor is in `block_shown` before `begun_job` says that the job has begun: who continues the
+// job takes it from there, so that all its tiles have one factor, and a job that has not begun may choose anew. Only the block's
+// next kTrue job reads it beyond that, and jobs of one block are done in order. That job never writes it: it compares again, with
+// the same result, until it has begun, and then goes on to the end.
 #pragma once
 
 #include <cstddef>
@@ -87,7 +93,7 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 11;
+constexpr uint64_t kVersion = 12;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
@@ -128,6 +134,7 @@ struct ArenaHeader {
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]
     uint64_t block_words_offset;   // StepWord[n_blocks], of tentative steps
     uint64_t block_jobs_offset;    // int64_t[n_blocks], written by the worker: the last job of the block that is complete, or 0
+    uint64_t block_shown_offset;   // BlockShown[n_blocks], written by the worker
 
     // The last step whose word the worker has read; the record's count says how many steps up to it were applied (their factor
     // was finite). The trainer sets both before start and, with no job in flight, after loading a checkpoint. It then also resets
@@ -184,6 +191,13 @@ struct StepRecord {
     int64_t reserved;
 };
 
+// How the block's last kPredicted or kTrueIfKnown job shows its tentative step.
+struct BlockShown {
+    int64_t step;  // 0 before the first
+    float factor;
+    uint32_t is_true;  // 1: `factor` is the step's, with the record's first set; 0: the block's, with the second set
+};
+
 // Progress and undo log of one thread's share of a job, see tile_journal.h.
 struct JournalEntry {
     float saved[3 * kTileElements];  // master, exp_avg and exp_avg_sq of one tile before its last pass
@@ -196,7 +210,7 @@ struct JournalEntry {
 static_assert(sizeof(JournalEntry) == kJournalEntryBytes, "entries are whole memory pages, so that threads share none");
 
 enum class MessageType : uint32_t {
-    kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_committed + has_tentative]
+    kJob = 1,     // trainer -> worker: UpdateJob, then uint32_t slots[n_steps_of(job)]
     kExit = 2,    // trainer -> worker: MessageHeader; the worker completes submitted jobs and exits with status 0
     kReady = 3,   // worker -> trainer: Ready, once, before any other message
     kDone = 4,    // worker -> trainer: Done; one per job, in the order in which they are done
@@ -211,6 +225,21 @@ struct MessageHeader {
     uint32_t reserved;
 };
 
+// A job's tentative part, and where its factor and hyperparameters are from.
+enum class Tentative : uint32_t {
+    kNone = 0,
+    // The block's word and the record's second set: weights for the next forward pass, in backward.
+    kPredicted = 1,
+    // The step's word and the first set if that word has arrived when the job begins, otherwise as kPredicted; the block's word
+    // is waited for in either case. For jobs that the worker may begin after the end of backward.
+    kTrueIfKnown = 2,
+    // The step's word, which it waits for, and the first set; n_committed = 0. For the forward pass that has to see the true
+    // step: the job repeats the block's job before, with the same gradient, publish buffer and prediction_steps, and is done at
+    // once if `block_shown` says that the weights are the same already. The step is then resolved; a later job commits it as any
+    // other.
+    kTrue = 3,
+};
+
 // Applies steps [first_step, first_step + n_committed) to `block` and, with a tentative part, the step after those to the
 // published weights alone. The gradient of step first_step + i is in slots[i]. Writes the block's new weights to
 // `publish_buffer`, moved on by `prediction_steps` along the momentum of the last step that is not left out; if there is none,
@@ -223,8 +252,12 @@ struct UpdateJob {
     uint32_t n_committed;
     uint32_t publish_buffer;
     float prediction_steps;  // 0 to 1e6
-    uint32_t has_tentative;  // 0 or 1
+    Tentative tentative;
 };
+
+constexpr uint64_t n_steps_of(const UpdateJob& job) {
+    return uint64_t{job.n_committed} + (job.tentative != Tentative::kNone ? 1 : 0);
+}
 
 struct Ready {
     uint32_t type;

@@ -47,6 +47,7 @@ class Arena {
     int64_t& begun_job() const { return at<ArenaHeader>(0)->begun_job; }
     int64_t& completed_job() const { return at<ArenaHeader>(0)->completed_job; }
     int64_t& completed_job_of(uint32_t block) const { return at<int64_t>(header_.block_jobs_offset)[block]; }
+    BlockShown& block_shown(uint32_t block) const { return at<BlockShown>(header_.block_shown_offset)[block]; }
     uint64_t& n_shares() const { return at<ArenaHeader>(0)->n_shares; }
     JournalEntry& journal_entry(uint64_t index) const { return at<JournalEntry>(header_.journal_offset)[index]; }
 

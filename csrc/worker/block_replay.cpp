@@ -1,6 +1,8 @@
 #include "worker/block_replay.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "common/error.h"
 #include "common/parallel.h"
@@ -42,8 +44,12 @@ void BlockReplay::check(const UpdateJob& job, const uint32_t* slots) const {
     require(job.block < header.n_blocks, "job: block must be below n_blocks = ", header.n_blocks, ", got ", job.block);
     require(job.publish_buffer < header.n_publish_buffers,
             "job: publish_buffer must be below n_publish_buffers = ", header.n_publish_buffers, ", got ", job.publish_buffer);
-    require(job.has_tentative <= 1, "job: has_tentative must be 0 or 1, got ", job.has_tentative);
-    for (uint32_t i = 0; i < job.n_committed + job.has_tentative; ++i) {
+    require(job.tentative <= Tentative::kTrue,
+            "job: tentative must be 0 (none), 1 (predicted), 2 (true if known) or 3 (true), got ",
+            static_cast<uint32_t>(job.tentative));
+    require(job.tentative != Tentative::kTrue || job.n_committed == 0,
+            "job: n_committed must be 0 with tentative = 3 (true), got ", job.n_committed);
+    for (uint64_t i = 0; i < n_steps_of(job); ++i) {
         require(slots[i] < header.n_slots, "job: slots[", i, "] must be below n_slots = ", header.n_slots, ", got ", slots[i]);
     }
     // False for NaN.
@@ -70,8 +76,17 @@ void BlockReplay::touch_states() {
 }
 
 void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
-    collect_coefficients(job, slots);
-    if (journal_.job_in_progress() == 0) journal_.begin(job, shares(job.block));
+    const bool begins = journal_.job_in_progress() == 0;
+    BlockShown& of_block = arena_.block_shown(job.block);
+    BlockShown shown = of_block;
+    if (job.tentative == Tentative::kTrue) {
+        shown = records_.to_show(job);
+        if (begins && is_shown(job, shown)) return journal_.finish(job);
+    } else if (job.tentative != Tentative::kNone && begins) {
+        shown = of_block = records_.to_show(job);
+    }
+    collect_coefficients(job, slots, shown);
+    if (begins) journal_.begin(job, shares(job.block));
     const size_t n_shares = journal_.n_shares();
     gradients_.resize(n_shares * slots_.size());
     run_in_parallel([&](int thread, int n_threads) {
@@ -83,7 +98,20 @@ void BlockReplay::run(const UpdateJob& job, const uint32_t* slots) {
     journal_.finish(job);
 }
 
-void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots) {
+// Whether the weights that the block's last job in backward has published show the step as `wanted`, which is true.
+bool BlockReplay::is_shown(const UpdateJob& job, const BlockShown& wanted) const {
+    const BlockShown& shown = arena_.block_shown(job.block);
+    if (shown.step != wanted.step) return false;
+    if (shown.is_true != 0) return true;
+    // Left out in both cases, with any hyperparameters.
+    if (!std::isfinite(wanted.factor)) return !std::isfinite(shown.factor);
+    const size_t set_bytes = coefficients_.size() * sizeof(Hyperparameters);
+    return std::memcmp(&shown.factor, &wanted.factor, sizeof(float)) == 0 &&
+           std::memcmp(&arena_.hyperparameters(wanted.step, 0), &arena_.tentative_hyperparameters(wanted.step, 0), set_bytes) ==
+               0;
+}
+
+void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slots, const BlockShown& shown) {
     slots_.clear();
     for (auto& group : coefficients_) group.clear();
     const auto add = [&](uint32_t i, const StepRecords::Step& step, auto hyperparameters_of) {
@@ -98,9 +126,10 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
         if (step.applied) add(i, step, &Arena::hyperparameters);
     }
     n_committed_ = slots_.size();
-    if (job.has_tentative == 0) return;
-    const StepRecords::Step step = records_.tentative_step(job);
-    if (step.applied) add(job.n_committed, step, &Arena::tentative_hyperparameters);
+    if (job.tentative == Tentative::kNone) return;
+    const StepRecords::Step step = records_.tentative_step(job, shown);
+    if (step.applied)
+        add(job.n_committed, step, shown.is_true != 0 ? &Arena::hyperparameters : &Arena::tentative_hyperparameters);
 }
 
 // Consecutive segments, the same of a block in every job: they may still be in the thread's caches.

@@ -36,8 +36,9 @@ class BlockReplay {
     // See Journal.
     int64_t job_in_progress() const { return journal_.job_in_progress(); }
 
-    // Executes a checked, incomplete job whose steps are resolved, or the rest of it. All writes of the threads happen before the
-    // return. Elements in no range are left alone, in master and moments as well as in the publish buffer.
+    // Executes a checked, incomplete job whose steps are resolved, or the rest of it; nothing of a kTrue job whose step is shown
+    // so already. All writes of the threads happen before the return. Elements in no range are left alone, in master and moments
+    // as well as in the publish buffer.
     void run(const UpdateJob& job, const uint32_t* slots);
 
   private:
@@ -48,7 +49,8 @@ class BlockReplay {
         uint32_t param_group;
     };
 
-    void collect_coefficients(const UpdateJob& job, const uint32_t* slots);
+    bool is_shown(const UpdateJob& job, const BlockShown& wanted) const;
+    void collect_coefficients(const UpdateJob& job, const uint32_t* slots, const BlockShown& shown);
     std::vector<Journal::Share> shares(uint32_t block) const;
     void run_share(size_t share, const UpdateJob& job);
 

@@ -67,10 +67,11 @@ Inbox::Received Inbox::parsed(const Channel::Message& message) const {
             message.size);
     UpdateJob& job = received.job;
     std::memcpy(&job, message.data, sizeof(job));
-    const uint64_t n_steps = uint64_t{job.n_committed} + job.has_tentative;
+    const uint64_t n_steps = n_steps_of(job);
     const uint64_t expected_size = sizeof(job) + n_steps * sizeof(uint32_t);
     require(message.size == expected_size, "job: the message must have ", expected_size,
-            " bytes with n_committed = ", job.n_committed, " and has_tentative = ", job.has_tentative, ", got ", message.size);
+            " bytes with n_committed = ", job.n_committed, " and tentative = ", static_cast<uint32_t>(job.tentative), ", got ",
+            message.size);
     const auto* const slots = reinterpret_cast<const uint32_t*>(message.data + sizeof(job));
     received.slots.assign(slots, slots + n_steps);
     replay_.check(job, received.slots.data());

@@ -31,7 +31,8 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, ranges_offset), FIELD(ArenaHeader, blocks_offset), FIELD(ArenaHeader, step_records_offset),
     FIELD(ArenaHeader, step_record_bytes), FIELD(ArenaHeader, master_offset), FIELD(ArenaHeader, exp_avg_offset),
     FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
-    FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, block_jobs_offset), FIELD(ArenaHeader, resolved_step),
+    FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, block_jobs_offset),
+    FIELD(ArenaHeader, block_shown_offset), FIELD(ArenaHeader, resolved_step),
     FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
     FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes),
 
@@ -45,6 +46,8 @@ constexpr Line kLines[] = {
     SIZE(StepWord), FIELD(StepWord, clip), FIELD(StepWord, check), FIELD(StepWord, sequence),
     SIZE(StepRecord), FIELD(StepRecord, word), FIELD(StepRecord, count), FIELD(StepRecord, reserved),
 
+    SIZE(BlockShown), FIELD(BlockShown, step), FIELD(BlockShown, factor), FIELD(BlockShown, is_true),
+
     SIZE(JournalEntry), FIELD(JournalEntry, saved), FIELD(JournalEntry, begin), FIELD(JournalEntry, end),
     FIELD(JournalEntry, position), FIELD(JournalEntry, saved_at), FIELD(JournalEntry, reserved),
 
@@ -52,7 +55,7 @@ constexpr Line kLines[] = {
 
     SIZE(UpdateJob), FIELD(UpdateJob, type), FIELD(UpdateJob, block), FIELD(UpdateJob, job_id), FIELD(UpdateJob, first_step),
     FIELD(UpdateJob, n_committed), FIELD(UpdateJob, publish_buffer), FIELD(UpdateJob, prediction_steps),
-    FIELD(UpdateJob, has_tentative),
+    FIELD(UpdateJob, tentative),
 
     SIZE(Ready), FIELD(Ready, type), FIELD(Ready, n_threads), FIELD(Ready, version),
 

@@ -42,11 +42,10 @@ uint32_t check_of(float clip, int64_t sequence) {
 StepRecords::StepRecords(const Arena& arena, milliseconds word_timeout) : arena_(arena), word_timeout_(word_timeout) {}
 
 void StepRecords::check(const UpdateJob& job) const {
-    const int64_t n_steps = int64_t{job.n_committed} + job.has_tentative;
+    const auto n_steps = static_cast<int64_t>(n_steps_of(job));
     if (n_steps == 0) return;
     const int64_t capacity = arena_.header().n_step_records;
-    require(n_steps <= capacity, "job: n_committed + has_tentative must be at most n_step_records = ", capacity, ", got ",
-            n_steps);
+    require(n_steps <= capacity, "job: the number of its steps must be at most n_step_records = ", capacity, ", got ", n_steps);
     require(job.first_step >= 1 && job.first_step <= std::numeric_limits<int64_t>::max() - n_steps,
             "job: first_step must be at least 1 and its sum with the number of steps representable, got ", job.first_step);
     const int64_t last_step = job.first_step + n_steps - 1;
@@ -66,9 +65,10 @@ bool StepRecords::resolve_arrived(const UpdateJob& job) const {
 }
 
 bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
-    if (job.n_committed + job.has_tentative == 0) return true;
-    const int64_t end = job.first_step + job.n_committed;
-    for (int64_t step = arena_.resolved_step(); step < end - 1;) {
+    if (n_steps_of(job) == 0) return true;
+    const int64_t tentative_step = job.first_step + job.n_committed;
+    const int64_t last = tentative_step - (job.tentative == Tentative::kTrue ? 0 : 1);
+    for (int64_t step = arena_.resolved_step(); step < last;) {
         const int64_t count_before = arena_.step_record(step).count;
         require(count_before >= 0 && count_before < std::numeric_limits<int64_t>::max(), "arena: step ", step,
                 "'s count must be at least 0, got ", count_before);
@@ -81,7 +81,8 @@ bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
         // again, from the same count.
         __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
-    return job.has_tentative == 0 || take(arena_.block_word(job.block), end).has_value();
+    if (job.tentative == Tentative::kNone || job.tentative == Tentative::kTrue) return true;
+    return take(arena_.block_word(job.block), tentative_step).has_value();
 }
 
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
@@ -93,9 +94,17 @@ StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t ind
     return {std::isfinite(record.word.clip), record.word.clip, record.count};
 }
 
-StepRecords::Step StepRecords::tentative_step(const UpdateJob& job) const {
-    const float clip = arena_.block_word(job.block).clip;
-    return {std::isfinite(clip), clip, arena_.step_record(job.first_step + job.n_committed - 1).count + 1};
+BlockShown StepRecords::to_show(const UpdateJob& job) const {
+    const int64_t step = job.first_step + job.n_committed;
+    std::optional<float> true_factor;
+    if (job.tentative == Tentative::kTrue) true_factor = committed_step(job, 0).clip;
+    if (job.tentative == Tentative::kTrueIfKnown) true_factor = arrived(arena_.step_record(step).word, step);
+    return {step, true_factor.value_or(arena_.block_word(job.block).clip), true_factor ? 1u : 0u};
+}
+
+StepRecords::Step StepRecords::tentative_step(const UpdateJob& job, const BlockShown& shown) const {
+    const int64_t step_before = job.first_step + job.n_committed - 1;
+    return {std::isfinite(shown.factor), shown.factor, arena_.step_record(step_before).count + 1};
 }
 
 std::optional<float> StepRecords::wait_for_word(const StepWord& word, int64_t step,

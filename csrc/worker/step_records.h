@@ -23,9 +23,9 @@ class StepRecords {
     // Throws Error if the job's steps are not positive, or if more of them are unresolved than the ring has records.
     void check(const UpdateJob& job) const;
 
-    // Resolves the job's steps: waits for the word of each step before the tentative one that is not resolved yet, in order,
-    // counts it if its factor is finite, and stores the count in its record. Then waits for the block's word, if the job has a
-    // tentative part. All that the device wrote before those words happens before the return. Calls
+    // Resolves the job's steps: waits for the word of each step before the tentative one, of a kTrue job for that one's too, that
+    // is not resolved yet, in order, counts it if its factor is finite, and stores the count in its record. Then waits for the
+    // block's word, if the tentative part needs it. All that the device wrote before those words happens before the return. Calls
     // `trainer_gone` every few milliseconds; once it returns true, the result is false. Throws Error if a word does not arrive in
     // time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
@@ -41,8 +41,11 @@ class StepRecords {
     // One of a resolved job's committed steps. Throws Error if a later step has overwritten the record.
     Step committed_step(const UpdateJob& job, uint32_t index) const;
 
-    // The tentative step of a resolved job that has one.
-    Step tentative_step(const UpdateJob& job) const;
+    // How a resolved job with a tentative part shows it if it begins now. Throws as `committed_step`.
+    BlockShown to_show(const UpdateJob& job) const;
+
+    // The tentative step that a resolved job shows so.
+    Step tentative_step(const UpdateJob& job, const BlockShown& shown) const;
 
   private:
     // `take` returns the factor of a step's word, or nothing, which ends the loop.

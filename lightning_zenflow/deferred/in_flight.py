@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.deferred.memory import EXPOSED_COPIES, Publisher, SlotPool
+from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
@@ -46,7 +47,7 @@ class Job:
 
     block: int
     window: Window
-    has_tentative: bool
+    tentative: Tentative
     """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
     due_step: int
     """Step at whose end the weights are published."""
@@ -81,8 +82,9 @@ class JobsInFlight:
         has_scratch: whether `Publisher.scratch` is set aside.
 
     Attributes:
-        n_in_backward: published jobs that were submitted in backward, since the start.
-        n_late: those of them that were not done when the training thread ended their step; a CUDA device may have ended it later.
+        n_in_backward: blocks that were submitted in backward and published, since the start.
+        n_late: those of them that were not done when the training thread waited for them: at the end of the step, which a CUDA device may
+            have ended later, or in place where they were fetched.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class JobsInFlight:
         *,
         due_step: int,
         prediction_steps: float = 0.0,
+        tentative: Tentative = Tentative.NONE,
         overwritable: Event | None = None,
     ) -> None:
         """Makes a window a job, which `SupervisedWorker.send` sends; within `books`, together with the change of the block's window.
@@ -155,13 +158,14 @@ class JobsInFlight:
         Args:
             block: index into `Partition.blocks`.
             window: of the block.
-            buffer: the block's `free_buffer`; None: the weights are discarded.
+            buffer: the block's `free_buffer`; None: the weights are discarded. With the true factor, that of the block's job in backward.
             due_step: step at whose end the weights are published.
             prediction_steps: steps along the momentum by which they are ahead of the exact weights.
-            overwritable: of a job in backward, whose last gradient is tentative: the event from which on no kernel of the step reads or
-                updates the block's weights.
+            tentative: whether the window's last gradient is applied to the published weights only, and with which factor.
+            overwritable: of a job in backward: the event from which on no kernel of the step reads or updates the block's weights.
         """
-        has_tentative = overwritable is not None
+        n_committed = len(window.slots) - (tentative is not Tentative.NONE)
+        holds_buffer = buffer is not None and tentative is not Tentative.TRUE
         submission = self._worker.enqueue(
             JobMessage(
                 job_id=next(self._job_ids),
@@ -170,23 +174,24 @@ class JobsInFlight:
                 slots=window.slots,
                 publish_buffer=self._publisher.scratch if buffer is None else buffer,
                 prediction_steps=prediction_steps,
-                has_tentative=has_tentative,
+                tentative=tentative,
             )
         )
         slices = set() if buffer is None else set(self._publisher.trained_slices(block))
         job = Job(
             block=block,
             window=window,
-            has_tentative=has_tentative,
+            tentative=tentative,
             due_step=due_step,
             buffer=buffer,
             submission=submission,
-            held_slots=window.slots[: len(window.slots) - has_tentative],
-            holds_buffer=buffer is not None,
+            held_slots=window.slots[:n_committed],
+            holds_buffer=holds_buffer,
             read=slices if overwritable is None else set(),
             overwritable=[] if overwritable is None else [(overwritable, slices)],
         )
-        if buffer is not None:
+        if holds_buffer:
+            assert buffer is not None
             del self._free_buffers[buffer]
         for jobs in (self._jobs, self._unanswered, self._of_block[block]):
             jobs.append(job)
@@ -252,7 +257,7 @@ class JobsInFlight:
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
         if job.state is JobState.SUBMITTED:
-            self.n_late += job.has_tentative and not self._worker.has_answered(job.submission)
+            self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
             self._await(job, cause)
         copied = None
         if job.buffer is not None:
@@ -260,6 +265,7 @@ class JobsInFlight:
             joins = job.state is JobState.PARTLY_PUBLISHED
             self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
+        in_backward = self._is_shown_tentatively(job)
         # After all that may fail or be interrupted: a job whose weights are not in the model yet is published again.
         with self._rank.books:
             job.state = JobState.PUBLISHED
@@ -272,13 +278,17 @@ class JobsInFlight:
                     self._free_buffers[job.buffer] = copied
         assert job.submission.completion is not None
         self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
-        self.n_in_backward += job.has_tentative
+        self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
         """Drops what is known about slices that the step reads no more: an interrupted step's weights may be read again."""
         for job in self._jobs:
             job.read.update(*(slices for _, slices in job.overwritable))
             job.overwritable.clear()
+
+    def _is_shown_tentatively(self, job: Job) -> bool:
+        """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
+        return job.tentative is not Tentative.NONE and self._of_block[job.block][-1] is job
 
     def _await(self, job: Job, cause: Cause) -> Job:
         """Waits for the worker's answer."""
@@ -311,7 +321,7 @@ class JobsInFlight:
         if job.state is JobState.SUBMITTED or job.buffer is None:
             return
         self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
-        if job.has_tentative and job.holds_buffer and not job.read:
+        if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
             with self._rank.books:
                 self._free_buffers[job.buffer] = copied

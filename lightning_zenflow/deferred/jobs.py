@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.memory import Publisher, SlotPool
+from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
 from lightning_zenflow.telemetry.stalls import Cause
@@ -34,7 +36,8 @@ class JobQueue:
        *in backward*, as soon as it is filled: step t is then *tentative*, with a predicted factor and a sequence number of the block's own
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
        themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
-       step's last read of them as well.
+       step's last read of them as well. Where no forward pass may see a predicted factor, each of these blocks is submitted once more
+       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same.
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
@@ -64,6 +67,7 @@ class JobQueue:
         schedule: S and d at the start.
         compensation: weight prediction and provisional updates of the run.
         in_backward: whether blocks may be submitted in backward.
+        corrects: whether weights with a predicted factor are published again with the true one; in place only.
 
     Attributes:
         in_flight: the jobs.
@@ -81,7 +85,9 @@ class JobQueue:
         compensation: StalenessCompensation,
         *,
         in_backward: bool,
+        corrects: bool = False,
     ) -> None:
+        self.corrects = corrects
         self._rank = rank
         self._worker = worker
         self._slots = slots
@@ -91,11 +97,15 @@ class JobQueue:
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
+        # Weights that are published again start from moments that have been rounded, if they are. So which job has shown the true factor
+        # makes a difference then, and must not depend on when the worker begins it.
+        rounds = rank.arena.exp_avg.dtype != torch.float32
+        self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, worker, slots, publisher, has_scratch=in_backward)
         self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
-        self._submitted_in_backward: set[int] = set()  # blocks, in the present step
+        self._submitted_in_backward: dict[int, None] = {}  # blocks, in the present step, in order
         self.set_schedule(schedule)
 
     @property
@@ -106,7 +116,7 @@ class JobQueue:
     @property
     def submitted_in_backward(self) -> Set[int]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
-        return self._submitted_in_backward
+        return self._submitted_in_backward.keys()
 
     def set_schedule(self, schedule: UpdateSchedule, tail: Set[int] = frozenset()) -> None:
         """Uses another S, d and tail from the next submission on; S is a power of two times, or a power of two'th of, the S before.
@@ -173,6 +183,8 @@ class JobQueue:
             Blocks whose windows closed.
         """
         self._end_fill(step)
+        if self.corrects:
+            self._correct(step)
         closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
         # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
         for block in sorted(closing, key=lambda block: block in self.staggered.tail):
@@ -218,9 +230,10 @@ class JobQueue:
                 buffer,
                 due_step=self._due_step(step, block),
                 prediction_steps=ahead,
+                tentative=self._in_backward_tentative,
                 overwritable=overwritable,
             )
-            self._submitted_in_backward.add(block)
+            self._submitted_in_backward[block] = None
         self._worker.send()
 
     def publish(self, step: int) -> dict[int, int]:
@@ -290,6 +303,18 @@ class JobQueue:
         with self._rank.d2h.behind(reads=factor):
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
+
+    def _correct(self, step: int) -> None:
+        """Submits again, with the true factor, what was submitted in backward; in that order, since the worker takes the newest first."""
+        for block in self._submitted_in_backward:
+            window = self._windows[block]
+            assert window is not None, "its last gradient is tentative"
+            with self._rank.books:
+                # The block's window goes on.
+                again = dataclasses.replace(window, slots=list(window.slots))
+                due_step = self._due_step(step, block)
+                self.in_flight.enqueue(block, again, block, due_step=due_step, tentative=Tentative.TRUE)
+            self._worker.send()
 
     def _due_step(self, step: int, block: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.

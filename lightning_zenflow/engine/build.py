@@ -219,6 +219,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         policy.schedule,
         config.compensation,
         in_backward=config.submits_in_backward,
+        corrects=zero.in_place and not config.predicts_clipping,
     )
     publisher.take_over()
     selector = Selector(
@@ -230,7 +231,15 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
     provisional = ProvisionalUpdate(rank, jobs.in_flight, config.compensation, rank_number=dist.get_rank(zero.group))
-    fill = Fill(rank, slots, jobs, ownership, provisional, accumulate_on=config.accumulate_on)
+    fill = Fill(
+        rank,
+        slots,
+        jobs,
+        ownership,
+        provisional,
+        accumulate_on=config.accumulate_on,
+        predicts_clipping=config.predicts_clipping or jobs.corrects,
+    )
     control = None
     if config.measures:
         control = ScheduleControl(policy, config, rank, fill.arrivals, group=zero.group)

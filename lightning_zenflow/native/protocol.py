@@ -12,7 +12,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 11
+VERSION: Final = 12
 
 HEADER_BYTES: Final = 4096
 
@@ -43,7 +43,7 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         (c_uint32, "n_journal_entries moments_dtype newest_first reserved"),
         (c_uint64, "ranges_offset blocks_offset step_records_offset step_record_bytes"),
         (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset slots_offset publish_offset"),
-        (c_uint64, "journal_offset block_words_offset block_jobs_offset"),
+        (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
         (c_uint64, "n_shares export_offset export_bytes"),
     )
@@ -79,6 +79,12 @@ class StepRecord(ctypes.LittleEndianStructure):
     _fields_ = fields((StepWord, "word"), (c_int64, "count reserved"))
 
 
+class BlockShown(ctypes.LittleEndianStructure):
+    """``zenflow::BlockShown``: how a block's published weights show the step that is not committed."""
+
+    _fields_ = fields((c_int64, "step"), (c_float, "factor"), (c_uint32, "is_true"))
+
+
 class JournalEntry(ctypes.LittleEndianStructure):
     """``zenflow::JournalEntry``: progress and undo log of one thread's share of a job."""
 
@@ -108,15 +114,24 @@ class MessageHeader(ctypes.LittleEndianStructure):
     _fields_ = fields((c_uint32, "type reserved"))
 
 
+class Tentative(enum.IntEnum):
+    """``zenflow::Tentative``: a job's tentative part, and where its factor and hyperparameters are from."""
+
+    NONE = 0
+    PREDICTED = 1
+    TRUE_IF_KNOWN = 2
+    TRUE = 3
+
+
 class UpdateJob(ctypes.LittleEndianStructure):
-    """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[n_committed + has_tentative]``."""
+    """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[]``, one for each step."""
 
     _fields_ = fields(
         (c_uint32, "type block"),
         (c_int64, "job_id first_step"),
         (c_uint32, "n_committed publish_buffer"),
         (c_float, "prediction_steps"),
-        (c_uint32, "has_tentative"),
+        (c_uint32, "tentative"),
     )
 
 

@@ -124,6 +124,7 @@ class Fill:
         provisional: ProvisionalUpdate,
         *,
         accumulate_on: Literal["auto", "device", "host"],
+        predicts_clipping: bool,
     ) -> None:
         self._rank = rank
         self._jobs = jobs
@@ -133,7 +134,9 @@ class Fill:
         self._vectors = VectorGradients(rank, slots, ownership)
         self.arrivals = Arrivals(rank.partition)
         self.norms = GradientNorms(len(rank.partition.blocks), rank.device)
-        self.in_backward = BackwardSubmission(rank, jobs, self.norms, self._vectors, ownership)
+        self.in_backward = BackwardSubmission(
+            rank, jobs, self.norms, self._vectors, ownership, predicts=predicts_clipping
+        )
 
     def accumulate(self, slice_index: int, gradient: Tensor, step: int) -> None:
         """Takes a gradient of a micro-batch that is not its step's last; as `Accumulation.add`."""

@@ -355,6 +355,7 @@ def _layout(
         "step_records": (torch.uint8, (sizes.n_step_records, record_bytes)),
         "block_words": (torch.uint8, (n_blocks, WORD_BYTES)),
         "block_jobs": (torch.int64, (n_blocks,)),
+        "block_shown": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.BlockShown))),
         "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(protocol.JournalEntry))),
         "master": (torch.float32, (numel,)),
         "exp_avg": (moments, (numel,)),

@@ -55,7 +55,7 @@ class JobMessage:
     slots: Sequence[int]
     publish_buffer: int
     prediction_steps: float = 0.0
-    has_tentative: bool = False
+    tentative: protocol.Tentative = protocol.Tentative.NONE
 
     def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(
@@ -63,10 +63,10 @@ class JobMessage:
             block=self.block,
             job_id=self.job_id,
             first_step=self.first_step,
-            n_committed=len(self.slots) - self.has_tentative,
+            n_committed=len(self.slots) - bool(self.tentative),
             publish_buffer=self.publish_buffer,
             prediction_steps=self.prediction_steps,
-            has_tentative=self.has_tentative,
+            tentative=self.tentative,
         )
         return bytes(header) + bytes((ctypes.c_uint32 * len(self.slots))(*self.slots))
 

@@ -111,6 +111,15 @@ void check_one_behind(DataType type, DataType moments) {
         trainer.hyperparameters(step, 0) = trainer.hyperparameters(step, 1) = kDecoupled;
         trainer.hyperparameters(step, 1).lr = 2e-3;
         trainer.write_word(step, clips[step - 1]);
+        // The weights once more, with what is true; in step 2 there is nothing to do.
+        for (uint32_t b = 0; b < spec.blocks.size() && step != 2; ++b) {
+            State shown = committed;
+            trainer.set_gradient(2 * b % 4 + now, gradient_of(step, b));
+            trainer.expect_step(shown, b, step, gradient_of(step, b), counts[step - 1], clips[step - 1]);
+            fixture.run(tentative(job_of(b, ++job_id, step, 1, 1), Tentative::kTrue), {2 * b % 4 + now});
+            trainer.check_published(b, 1, shown);
+            test::check_same_state("block " + std::to_string(b), trainer.read_state().view(), committed);
+        }
     }
 }
 
@@ -118,6 +127,50 @@ TEST(block_replay, one_behind_shows_the_tentative_step_and_commits_the_true_one)
     for (const DataType type : {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16}) {
         check_one_behind(type, DataType::kFloat32);
         check_one_behind(type, DataType::kBFloat16);
+    }
+}
+
+// Weights that show the true step already are left as they are.
+TEST(block_replay, publishes_again_only_what_was_predicted_wrongly) {
+    struct Case {
+        Tentative kind;
+        float predicted, clip;
+        double lr;     // true one; 1e-3 in backward
+        bool arrived;  // the step's word, when the job in backward begins
+        bool expected;
+    };
+    const float nan = std::nanf("");
+    const Case cases[] = {
+        {Tentative::kPredicted, 0.5f, 0.5f, 1e-3, false, false},   {Tentative::kPredicted, 0.5f, 0.25f, 1e-3, false, true},
+        {Tentative::kPredicted, 0.5f, 0.5f, 2e-3, true, true},     {Tentative::kPredicted, nan, nan, 2e-3, false, false},
+        {Tentative::kPredicted, 0.5f, nan, 1e-3, false, true},     {Tentative::kTrueIfKnown, 0.5f, 0.25f, 2e-3, false, true},
+        {Tentative::kTrueIfKnown, 0.5f, 0.25f, 2e-3, true, false},
+    };
+    for (const Case& c : cases) {
+        const ArenaSpec spec;
+        Fixture fixture(spec);
+        TrainerArena& trainer = fixture.trainer;
+        State expected = test::random_state(spec.numel, 5);
+        trainer.set_state(expected);
+        const auto gradient = test::random_gradient(spec.blocks[0].end, 6);
+        trainer.set_gradient(0, gradient);
+        trainer.set_hyperparameters(1, {kDecoupled, kDecoupled});
+        trainer.tentative_hyperparameters(1, 0).lr = 1e-3;
+        trainer.hyperparameters(1, 0).lr = c.lr;
+        trainer.write_block_word(0, 1, c.predicted);
+        if (c.arrived) trainer.write_word(1, c.clip);
+        fixture.run(tentative(job_of(0, 1, 1, 1), c.kind), {0});
+        trainer.write_word(1, c.clip);
+        const std::vector<std::byte> before(trainer.publish_buffer(0), trainer.publish_buffer(0) + 40 * sizeof(float));
+        // A change that only a new publication would undo.
+        trainer.publish_buffer(0)[0] ^= std::byte{1};
+        fixture.run(tentative(job_of(0, 2, 1, 1), Tentative::kTrue), {0});
+        const bool is_published = trainer.publish_buffer(0)[0] != (before[0] ^ std::byte{1});
+        CHECK_EQ(is_published, c.expected);
+        CHECK_EQ(trainer.completed_job_of(0), 2);
+        trainer.publish_buffer(0)[0] = is_published ? trainer.publish_buffer(0)[0] : before[0];
+        trainer.expect_step(expected, 0, 1, gradient, 1, c.clip);
+        trainer.check_published(0, 0, expected);
     }
 }
 
@@ -156,8 +209,10 @@ TEST(block_replay, rejects_invalid_jobs) {
     CHECK_CONTAINS(error(job_of(1, 1, 1, 2)), "slots[1] must be below n_slots = 6, got 6");
     CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 2))), "slots[1] must be below n_slots = 6, got 6");
     UpdateJob unclear = job_of(1, 1, 1, 1);
-    unclear.has_tentative = 2;
-    CHECK_CONTAINS(error(unclear), "has_tentative must be 0 or 1, got 2");
+    unclear.tentative = static_cast<Tentative>(4);
+    CHECK_CONTAINS(error(unclear), "tentative must be 0 (none), 1 (predicted), 2 (true if known) or 3 (true), got 4");
+    CHECK_CONTAINS(error(tentative(job_of(1, 1, 1, 2), Tentative::kTrue)),
+                   "n_committed must be 0 with tentative = 3 (true), got 1");
     for (const float steps : {-1.0f, 2e6f, std::nanf("")}) {
         CHECK_CONTAINS(error(job_of(1, 1, 1, 1), steps), "prediction_steps must be from 0 to 1e+06");
     }

@@ -5,6 +5,7 @@
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cmath>
 #include <csignal>
 #include <cstring>
@@ -27,14 +28,16 @@ using test::WorkerProcess;
 
 constexpr int64_t kSteps = 3;
 
-// A job for each block of a small arena.
+// A job for each block of a small arena, perhaps with another one that shows its tentative step with the true factor.
 struct Scenario {
     const char* name;
     uint32_t n_steps;  // of each job
     float prediction_steps = 0.0f;
-    bool has_tentative = false;  // the last of the steps
+    Tentative tentative = Tentative::kNone;  // the last of the steps
     DataType moments = DataType::kFloat32;
     bool newest_first = false;
+    bool corrects = false;
+    float predicted = 0.25f;  // the true one is 0.5, and not finite in step 2
 };
 
 // Blocks of more than one tile, cut by a parameter group's end, the second with padding; bfloat16, so that published weights are
@@ -68,17 +71,24 @@ class Training {
         for (uint32_t b = 0; b < 2; ++b) {
             jobs_.push_back(job_of(b, 1 + b, 1, scenario.n_steps, b));
             jobs_[b].prediction_steps = scenario.prediction_steps;
-            if (scenario.has_tentative) jobs_[b] = test::tentative(jobs_[b]);
-            arena_.write_block_word(b, scenario.n_steps, 0.25f);
+            if (scenario.tentative != Tentative::kNone) jobs_[b] = test::tentative(jobs_[b], scenario.tentative);
+            arena_.write_block_word(b, scenario.n_steps, scenario.predicted);
+        }
+        for (uint32_t b = 0; scenario.corrects && b < 2; ++b) {
+            jobs_.push_back(test::tentative(job_of(b, 3 + b, scenario.n_steps, 1, b), Tentative::kTrue));
+            jobs_.back().prediction_steps = scenario.prediction_steps;
         }
     }
 
     TrainerArena& arena() { return arena_; }
+    size_t n_jobs() const { return jobs_.size(); }
 
     void submit(WorkerProcess& worker) {
         for (const UpdateJob& job : jobs_) {
             std::vector<uint32_t> slots;
-            for (uint32_t s = 0; s < job.n_committed + job.has_tentative; ++s) slots.push_back(2 * s + job.block);
+            for (uint64_t s = 0; s < n_steps_of(job); ++s) {
+                slots.push_back(static_cast<uint32_t>(2 * (static_cast<uint64_t>(job.first_step) - 1 + s)) + job.block);
+            }
             worker.submit(job, slots);
         }
     }
@@ -87,8 +97,14 @@ class Training {
     std::string result_of(WorkerProcess& worker) {
         worker.receive_ready();
         submit(worker);
-        // In either order.
-        CHECK_EQ(worker.receive_done().job_id + worker.receive_done().job_id, jobs_[0].job_id + jobs_[1].job_id);
+        // In any order.
+        std::vector<int64_t> done, submitted;
+        for (const UpdateJob& job : jobs_) {
+            submitted.push_back(job.job_id);
+            done.push_back(worker.receive_done().job_id);
+        }
+        std::sort(done.begin(), done.end());
+        CHECK(done == submitted);
         const ArenaHeader& header = arena_.header();
         CHECK_EQ(header.begun_job, header.completed_job);
         std::string bytes(reinterpret_cast<const char*>(arena_.memory() + header.step_records_offset),
@@ -129,7 +145,7 @@ void kill_everywhere(const Scenario& scenario) {
     std::string image = image_of(training.arena());
     int changes = 0, in_progress = 0, between = 0;
     // After the last Done it waits for a message, and a single step would block.
-    while (worker.bytes_waiting() < 2 * sizeof(Done)) {
+    while (worker.bytes_waiting() < training.n_jobs() * sizeof(Done)) {
         CHECK_EQ(ptrace(PTRACE_SINGLESTEP, pid, nullptr, nullptr), 0);
         CHECK_EQ(waitpid(pid, &status, __WALL), pid);
         CHECK(WIFSTOPPED(status));
@@ -152,15 +168,22 @@ void kill_everywhere(const Scenario& scenario) {
 }
 
 TEST(kill, at_any_instant) {
+    constexpr auto kPredicted = Tentative::kPredicted;
+    constexpr auto kFloat = DataType::kFloat32;
     const Scenario scenarios[] = {
         {"one update", 1},
-        {"a tentative update", 1, 0.0f, true},
-        {"one behind", 2, 0.0f, true},
-        {"a window one behind", 3, 2.0f, true},
-        {"one behind with short moments", 2, 0.0f, true, DataType::kBFloat16},
-        {"a window with short moments", 3, 2.0f, false, DataType::kBFloat16},
+        {"a tentative update", 1, 0.0f, kPredicted},
+        {"one behind", 2, 0.0f, kPredicted},
+        {"a window one behind", 3, 2.0f, kPredicted},
+        {"one behind with short moments", 2, 0.0f, kPredicted, DataType::kBFloat16},
+        {"a window with short moments", 3, 2.0f, Tentative::kNone, DataType::kBFloat16},
         {"a window", 3, 2.0f},
-        {"one behind, newest first", 2, 0.0f, true, DataType::kFloat32, true},
+        {"one behind, newest first", 2, 0.0f, kPredicted, kFloat, true},
+        {"corrected, newest first", 3, 0.0f, kPredicted, kFloat, true, true},
+        {"corrected, not finite", 2, 0.0f, kPredicted, kFloat, true, true},
+        {"corrected with short moments", 3, 0.0f, kPredicted, DataType::kBFloat16, true, true},
+        {"predicted rightly", 3, 0.0f, kPredicted, kFloat, true, true, 0.5f},
+        {"true at once", 3, 0.0f, Tentative::kTrueIfKnown, kFloat, true, true},
         {"publishing", 0},
     };
     for (const Scenario& scenario : scenarios) kill_everywhere(scenario);

@@ -31,7 +31,8 @@ struct Ring {
 
     bool resolve(const UpdateJob& job) const { return records.resolve(job, never); }
     StepRecords::Step step(const UpdateJob& job) const {
-        return job.has_tentative != 0 ? records.tentative_step(job) : records.committed_step(job, 0);
+        return job.tentative != Tentative::kNone ? records.tentative_step(job, records.to_show(job))
+                                                 : records.committed_step(job, 0);
     }
     std::string error(const UpdateJob& job) const {
         return error_of([&] { impatient_records.resolve(job, never); });
@@ -169,7 +170,7 @@ TEST(step_records, rejects_impossible_steps) {
     CHECK_CONTAINS(error_of([&] { check(0, 1); }), "first_step must be at least 1");
     CHECK_CONTAINS(error_of([&] { check(-1, 1); }), "got -1");
     CHECK_CONTAINS(error_of([&] { check(std::numeric_limits<int64_t>::max(), 2); }), "first_step");
-    CHECK_CONTAINS(error_of([&] { check(1, 5); }), "n_committed + has_tentative must be at most n_step_records = 4, got 5");
+    CHECK_CONTAINS(error_of([&] { check(1, 5); }), "the number of its steps must be at most n_step_records = 4, got 5");
     CHECK_CONTAINS(error_of([&] { check(2, 4); }), "last step must be at most 4");
     CHECK_CONTAINS(error_of([&] { ring.records.check(tentative(of_step(5))); }), "last step must be at most 4");
     ring.trainer.header().resolved_step = 1;

@@ -270,10 +270,9 @@ TEST(worker, reports_invalid_messages) {
     const auto nothing = [](TrainerArena&) {};
     const ErrorCase cases[] = {
         {nothing, submitting(job_of(2, 1, 1, 0), {}), "block must be below n_blocks = 2, got 2"},
-        {nothing, submitting(job_of(0, 1, 1, 2), {0}), "must have 48 bytes with n_committed = 2 and has_tentative = 0, got 44"},
-        {nothing, submitting(tentative(job_of(0, 1, 1, 1)), {0, 0}), "with n_committed = 0 and has_tentative = 1, got 48"},
-        {nothing, submitting(job_of(0, 1, 1, 0xffffffffu), {0, 0}),
-         "with n_committed = 4294967295 and has_tentative = 0, got 48"},
+        {nothing, submitting(job_of(0, 1, 1, 2), {0}), "must have 48 bytes with n_committed = 2 and tentative = 0, got 44"},
+        {nothing, submitting(tentative(job_of(0, 1, 1, 1)), {0, 0}), "with n_committed = 0 and tentative = 1, got 48"},
+        {nothing, submitting(job_of(0, 1, 1, 0xffffffffu), {0, 0}), "with n_committed = 4294967295 and tentative = 0, got 48"},
         {nothing, submitting(job_of(0, 1, 1, 2), {0, 1}), "step 1's clip coefficient did not arrive within 30 ms"},
         {nothing,
          [](WorkerProcess& worker) {

@@ -60,6 +60,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
     header.block_words_offset = reserve(spec.blocks.size() * sizeof(StepWord));
     header.block_jobs_offset = reserve(spec.blocks.size() * sizeof(int64_t));
+    header.block_shown_offset = reserve(spec.blocks.size() * sizeof(BlockShown));
     header.export_offset = reserve(spec.export_bytes);
     header.export_bytes = spec.export_bytes;
     header.total_bytes = end;
@@ -165,14 +166,14 @@ void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State&
     }
 }
 
-UpdateJob tentative(UpdateJob job) {
+UpdateJob tentative(UpdateJob job, Tentative kind) {
     --job.n_committed;
-    job.has_tentative = 1;
+    job.tentative = kind;
     return job;
 }
 
 UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer) {
-    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, 0};
+    return {static_cast<uint32_t>(MessageType::kJob), block, job_id, first_step, n_steps, publish_buffer, 0.0f, Tentative::kNone};
 }
 
 }  // namespace zenflow::test

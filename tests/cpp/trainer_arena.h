@@ -49,6 +49,7 @@ class TrainerArena {
     Hyperparameters& tentative_hyperparameters(int64_t step, uint32_t param_group);
     std::byte* export_section() { return memory_ + header().export_offset; }
     int64_t& completed_job_of(uint32_t block) { return at<int64_t>(header().block_jobs_offset)[block]; }
+    BlockShown& block_shown(uint32_t block) { return at<BlockShown>(header().block_shown_offset)[block]; }
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
     void set_state(const State& state);
@@ -89,6 +90,6 @@ class TrainerArena {
 UpdateJob job_of(uint32_t block, int64_t job_id, int64_t first_step, uint32_t n_steps, uint32_t publish_buffer = 0);
 
 // The same with a tentative last step.
-UpdateJob tentative(UpdateJob job);
+UpdateJob tentative(UpdateJob job, Tentative kind = Tentative::kPredicted);
 
 }  // namespace zenflow::test

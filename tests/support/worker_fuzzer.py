@@ -81,7 +81,7 @@ def mutate(rng: random.Random, data: bytearray, *, words: bool) -> None:
 
 
 def break_arena(rng: random.Random, arena: Arena) -> None:
-    """Mutates the header, the tables, the step records, the block words or the journal."""
+    """Mutates the header, the tables, the step records, the block words, what blocks show or the journal."""
     header = protocol.ArenaHeader.from_buffer_copy(os.pread(arena.fd, protocol.HEADER_BYTES, 0))
     regions = [
         (0, ctypes.sizeof(protocol.ArenaHeader)),
@@ -89,6 +89,7 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
         (header.blocks_offset, header.n_blocks * ctypes.sizeof(protocol.Block)),
         (header.step_records_offset, header.n_step_records * header.step_record_bytes),
         (header.block_words_offset, header.n_blocks * ctypes.sizeof(protocol.StepWord)),
+        (header.block_shown_offset, header.n_blocks * ctypes.sizeof(protocol.BlockShown)),
         (header.journal_offset + protocol.JournalEntry.begin.offset, 32),
         (header.export_offset, 2 * ctypes.sizeof(protocol.ExportTile)),
         (header.export_offset + 256, 96),
@@ -107,16 +108,18 @@ def break_arena(rng: random.Random, arena: Arena) -> None:
 def message(rng: random.Random, job_id: int, export_offset: int) -> bytes:
     """A job, an export or a touch, valid or corrupted; or an exit; or noise."""
     slots = [rng.randrange(7) for _ in range(rng.randrange(4))]
-    has_tentative = rng.choice([0, min(1, len(slots))])
+    tentative = rng.choice(list(protocol.Tentative)) if slots else protocol.Tentative.NONE
+    if tentative is protocol.Tentative.TRUE and rng.random() < 0.9:
+        slots = slots[:1]
     job = protocol.UpdateJob(
         type=protocol.MessageType.JOB,
         block=rng.randrange(3),
         job_id=job_id,
         first_step=rng.randrange(1, 3),
-        n_committed=len(slots) - has_tentative,
+        n_committed=len(slots) - bool(tentative),
         publish_buffer=rng.randrange(2),
         prediction_steps=rng.choice([0.0, 1.5]),
-        has_tentative=has_tentative,
+        tentative=tentative,
     )
     export = protocol.Export(type=protocol.MessageType.EXPORT, n_tiles=2, request_id=job_id, tiles_offset=export_offset)
     touch = protocol.Touch(

@@ -79,9 +79,17 @@ def test_every_forward_pass_sees_adamws_weights(name: str) -> None:
 @pytest.mark.usefixtures("same_blocks")
 @pytest.mark.parametrize("name", CLIPPED)
 def test_the_bits_of_copies(name: str) -> None:
-    in_place = run_here(CLIPPED[name])
+    case = CLIPPED[name].with_keys(clip_prediction=True)
+    in_place = run_here(case)
     assert in_place.in_backward_jobs > 0
-    assert_same_run(in_place, run_here(CLIPPED[name].with_keys(in_place=False)))
+    assert_same_run(in_place, run_here(case.with_keys(in_place=False)))
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
+    run = run_here(CLIPPED[name])
+    assert run.in_backward_jobs > 0
+    assert_same_run(run, run_here(CLIPPED[name].with_keys(optimizer_in_backward=False)))
 
 
 def random_tensors(seed: int, device: torch.device = CPU) -> list[Tensor]:
@@ -122,12 +130,20 @@ def train(direct: DirectStep, kill: Callable[[], None] = lambda: None) -> list[l
 
 @pytest.mark.usefixtures("same_blocks")
 @pytest.mark.parametrize(
-    "keys", [{}, {"accumulate_on": "host"}, {"optimizer_in_backward": False}], ids=["", "on the host", "at the end"]
+    ("keys", "of_copies"),
+    [
+        ({"clip_prediction": True}, {}),
+        ({"clip_prediction": True, "accumulate_on": "host"}, {}),
+        ({"optimizer_in_backward": False}, {}),
+        ({}, {"optimizer_in_backward": False}),
+        ({"accumulate_on": "host"}, {"optimizer_in_backward": False}),
+    ],
+    ids=["predicted", "predicted, on the host", "at the end", "true factors", "true factors, on the host"],
 )
-def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any]) -> None:
-    """With a clip factor that is predicted: the weights of every forward pass are those of copies."""
+def test_steps_that_do_not_end_and_workers_that_die(keys: dict[str, Any], of_copies: dict[str, Any]) -> None:
+    """The weights of every forward pass are those of copies, with predicted clip factors or without."""
     options = {"max_norm": 30.0, "loss_scale": 4.0, "max_worker_restarts": 1000, **EXACT_KEYS, **keys}
-    with direct_step([random_tensors(50)], **options) as copies:
+    with direct_step([random_tensors(50)], **{**options, **of_copies}) as copies:
         expected = train(copies)
     for deaths in (0, 0.3):
         draw = random.Random(1)
@@ -161,7 +177,7 @@ def test_a_run_continues_in_place_or_elsewhere(tmp_path: Path) -> None:
         direct.step.step()
         direct.step.flush()
         saved, count = direct.step.state_dict(), int(direct.count)
-    keys = {**EXACT_KEYS, "weight_prediction": 0, "provisional_scale": 0}
+    keys = {**EXACT_KEYS, "weight_prediction": 0, "provisional_scale": 0, "clip_prediction": False}
     with direct_step([random_tensors(50)], **keys) as copies:
         assert copies.step.load_state_dict(saved, count) == "its partition is another"
 

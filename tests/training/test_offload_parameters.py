@@ -123,8 +123,13 @@ def test_weights_are_those_of_plain_zero_3_with_offload_param(name: str, runs: d
         assert torch.allclose(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0, atol=2e-6)
 
 
+def test_every_forward_pass_sees_the_true_clip_factor(runs: dict[str, list[Run]]) -> None:
+    """Although blocks are submitted in backward."""
+    for ours, theirs in zip(runs["clipped: fp32"], runs["device: clipped, synchronous"], strict=True):
+        assert_same_run(ours, theirs)
+
+
 def test_workers_that_die(runs: dict[str, list[Run]]) -> None:
-    """With a clip factor that is predicted."""
     for killed, expected in zip(runs["killed"], runs["clipped: fp32"], strict=True):
         assert_same_run(killed, expected)
 
