@@ -115,6 +115,15 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self._fetched.clear()
 
     @override
+    def release_and_reset_all(self, module: Module) -> None:
+        begun = self._PartitionedParameterCoordinator__inflight_param_registry.keys() - self._late.keys()
+        for parameter in iter_params(module, recurse=True):
+            # Nothing has needed it; or an interrupt has cut its fetch.
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT and parameter not in begun:
+                self._drop(parameter)
+        super().release_and_reset_all(module)
+
+    @override
     def fetch_sub_module(self, current_submodule: Module, forward: bool) -> None:
         self._needed = frozenset(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
         written = [p for p in self._late if self._is_written(p)] if self._one_rank else []
@@ -155,10 +164,13 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
                 handle = parameters[0].all_gather_coalesced(parameters)
         except BaseException:
             for parameter in parameters:
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-                self._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter, None)
-                del self._late[parameter]
+                self._drop(parameter)
             raise
         for parameter in parameters:
             self._late.pop(parameter).handle = handle
         self._fetched.update(parameters)
+
+    def _drop(self, parameter: Any) -> None:
+        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        self._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter, None)
+        self._late.pop(parameter, None)

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -171,6 +171,19 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         for index in range(len(self.fp16_groups)):
             # Private: makes each piece a view of the flat partition.
             self._unflatten_partitioned_parameters(index)
+
+    @override
+    def close(self, *, keep_state: bool | None = None) -> None:
+        was_open = not self.closed
+        if self.offload_param and was_open and keep_state is None:
+            # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
+            with suppress(RuntimeError):
+                self.flush()
+        super().close(keep_state=keep_state)
+        if was_open:
+            # What an interrupted pass has gathered; other ranks may have ended.
+            with suppress(RuntimeError):
+                self._partition_all_parameters()
 
     @override
     def _take_weights(self) -> None:

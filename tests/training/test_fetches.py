@@ -16,6 +16,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from harness import make_trainer
+from interrupts import Interrupt
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -54,7 +55,9 @@ class Deep(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(*callbacks: pl.Callback, offload_parameters: bool = True, **options: Any) -> Deep:
+def fit(
+    *callbacks: pl.Callback, model: Deep | None = None, offload_parameters: bool = True, max_steps: int = STEPS
+) -> Deep:
     """A training whose parameters are partitioned one by one, with prefetches."""
     zero = {
         "stage": 3,
@@ -72,10 +75,9 @@ def fit(*callbacks: pl.Callback, offload_parameters: bool = True, **options: Any
         worker_cores=1,
         stall_monitor=False,
     )
-    model = Deep()
-    make_trainer(strategy, max_steps=STEPS, callbacks=list(callbacks), **options).fit(
-        model, torch.utils.data.DataLoader(range(STEPS))
-    )
+    model = model or Deep()
+    trainer = make_trainer(strategy, max_steps=max_steps, callbacks=list(callbacks))
+    trainer.fit(model, torch.utils.data.DataLoader(range(STEPS)))
     return model
 
 
@@ -214,3 +216,45 @@ def test_without_the_wait_they_would_be(monkeypatch: pytest.MonkeyPatch) -> None
     with worker.sleeps(monkeypatch):
         fit(worker, reads)
     assert not any(map(torch.equal, reads.found, expected.found))
+
+
+class Interrupted(Deep):
+    """Interrupts a forward pass, in which answers are awaited."""
+
+    def __init__(self, context: Interrupt) -> None:
+        super().__init__()
+        self.context = context
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx < STEPS - 1:
+            self.step = optimizer_of(self.trainer).zenflow_step
+            return super().training_step(batch, batch_idx)
+        with self.context:
+            super().training_step(batch, batch_idx)
+        raise KeyboardInterrupt
+
+
+def weights_of(model: Deep) -> list[Tensor]:
+    with GatheredParameters(list(model.parameters())):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stride", [40, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_interrupted_forward_passes(stride: int) -> None:
+    """The weights are then those of the steps before, wherever they are read, and the model trains on."""
+    expected = weights_of(fit(max_steps=STEPS - 1))
+
+    def interrupted(context: Interrupt) -> bool:
+        """Whether the state is whole."""
+        model = Interrupted(context)
+        with pytest.raises(SystemExit):
+            fit(model=model)
+        is_exact = model.step.is_exact
+        assert all(map(torch.equal, weights_of(model), expected)) or not is_exact
+        return is_exact
+
+    passed = Interrupt()
+    assert interrupted(passed)
+    whole = [interrupted(Interrupt(place, time)) for place, time in passed.times(stride=stride)]
+    assert sum(whole) > 0.8 * len(whole) > 200 / stride
