@@ -1,16 +1,19 @@
 """One run of the step-time benchmark."""
 
 import gc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import lightning.pytorch as pl
 import psutil
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage3
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from typing_extensions import override
@@ -286,6 +289,9 @@ def run(spec: StepSpec) -> StepResult:
         if spec.device == "simulated" and method.stage == 3:
             config: Any = strategy.config
             config["zero_optimization"] |= _FEW_GATHERED
+            stack.enter_context(mock.patch.object(stage3, "reduce_scatter_coalesced", links.own_gradients))
+            # Otherwise DeepSpeed counts CPU devices by a process of its own for every bucket.
+            stack.enter_context(mock.patch.dict(os.environ, LOCAL_SIZE="1"))
             if offloads_parameters(config):
                 stack.enter_context(link.installed())
         train(spec, strategy, callbacks=callbacks)

@@ -136,7 +136,10 @@ def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) 
     assert config.is_immediate or not zero.in_place, "`with_weights_on_host` comes before"
     # Padding included.
     sizes = [master.numel() for master in zero.masters]
-    n_blocks = blocks_wanted(config.update_intervals, in_backward=config.submits_in_backward, numel=sum(sizes))
+    in_backward, in_place = config.submits_in_backward, zero.in_place
+    n_blocks = blocks_wanted(
+        config.update_intervals, in_backward=in_backward, numel=sum(sizes), awaited_singly=in_place
+    )
     partition = zero.publisher.cut(zero.slices, sizes, n_blocks, zero.weights[0].dtype)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=len(resources.cores.cores))
     policy = _agree(plan, resources.ranks_on_host)

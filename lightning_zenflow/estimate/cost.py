@@ -130,7 +130,9 @@ def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, 
     partition is exported to a place of its own (`topk.state_export`).
     """
     numel, in_backward = setup.partition_numel, config.submits_in_backward
-    n_blocks = blocks_wanted(config.update_intervals, in_backward=in_backward, numel=numel)
+    n_blocks = blocks_wanted(
+        config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=setup.offload_parameters
+    )
     length = -(-numel // n_blocks)
     blocks = [Block(begin=i, end=min(i + length, numel), tiles=()) for i in range(0, numel, length)]
     partition = Partition(slices=(), tiles=(), blocks=tuple(blocks), ranges=(), group_begins=(0,), numel=numel)
