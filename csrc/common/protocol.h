@@ -72,8 +72,9 @@
 // worker keeps answers that do not fit until the trainer reads.
 //
 // Order. Jobs of one block are done in the order of their submission, and a request after all jobs before it. Beyond that the
-// worker takes the oldest job and waits for its words; or, with `newest_first`, the newest whose words have arrived. Layers
-// whose gradients come last in backward are needed first in the next forward pass, so the newest job is the most urgent.
+// worker takes the oldest job and waits for its words; or, with `newest_first`, that of the newest whose words have arrived, a
+// block's jobs counting as new as its newest one. Layers whose gradients come last in backward are needed first in the next
+// forward pass, so the newest job is the most urgent.
 //
 // Restart. The worker may be killed at any instant. The trainer starts a new one on the same arena and resubmits, unchanged and
 // in order, the jobs whose Done it has not received. Jobs are idempotent: those that `block_jobs` has are acknowledged without

@@ -82,19 +82,22 @@ Inbox::Received Inbox::parsed(const Channel::Message& message) const {
 // The message that is to be carried out now, if there is one.
 std::optional<size_t> Inbox::choose() {
     if (!is_job(waiting_.front()) || arena_.header().newest_first == 0) return 0;
-    candidates_.clear();
-    has_earlier_.assign(arena_.blocks().size(), false);
-    for (uint32_t i = 0; i < waiting_.size() && is_job(waiting_[i]); ++i) {
-        const UpdateJob& job = waiting_[i].job;
-        if (job.job_id == replay_.job_in_progress()) return i;
-        if (!has_earlier_[job.block]) candidates_.push_back(i);
-        has_earlier_[job.block] = true;
+    first_.assign(arena_.blocks().size(), std::nullopt);
+    size_t n_jobs = 0;
+    for (; n_jobs < waiting_.size() && is_job(waiting_[n_jobs]); ++n_jobs) {
+        const UpdateJob& job = waiting_[n_jobs].job;
+        if (job.job_id == replay_.job_in_progress()) return n_jobs;
+        if (!first_[job.block]) first_[job.block] = n_jobs;
     }
     // What an earlier worker has begun is submitted again, and has to be completed first.
     if (replay_.job_in_progress() != 0) return std::nullopt;
-    const auto newest = std::find_if(candidates_.rbegin(), candidates_.rend(),
-                                     [this](uint32_t i) { return records_.resolve_arrived(waiting_[i].job); });
-    return newest == candidates_.rend() ? std::nullopt : std::optional<size_t>(*newest);
+    // A block's first job is as urgent as its last one.
+    for (size_t i = n_jobs; i-- > 0;) {
+        std::optional<size_t>& first = first_[waiting_[i].job.block];
+        if (first && records_.resolve_arrived(waiting_[*first].job)) return first;
+        first.reset();
+    }
+    return std::nullopt;
 }
 
 }  // namespace zenflow

@@ -49,9 +49,8 @@ class Inbox {
     const StepRecords& records_;
     const BlockReplay& replay_;
     const std::chrono::milliseconds word_timeout_;
-    std::deque<Received> waiting_;      // in the order of their receipt
-    std::vector<uint32_t> candidates_;  // members so that their memory is reused: jobs whose blocks have no earlier one
-    std::vector<bool> has_earlier_;     // per block
+    std::deque<Received> waiting_;              // in the order of their receipt
+    std::vector<std::optional<size_t>> first_;  // a member so that its memory is reused: each block's first job of `waiting_`
 };
 
 }  // namespace zenflow

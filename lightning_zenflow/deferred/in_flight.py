@@ -34,7 +34,8 @@ class JobState(Enum):
     SUBMITTED = auto()
     """The worker has it, and owns the state of its block, its slots and its publish buffer."""
     ANSWERED = auto()
-    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight."""
+    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight and
+    its weights are to be copied."""
     PARTLY_PUBLISHED = auto()
     """Copies of some of its weights into the model have been enqueued in backward."""
     PUBLISHED = auto()
@@ -307,8 +308,8 @@ class JobsInFlight:
         with self._rank.books:
             self._unanswered.remove(job)
             job.state = JobState.ANSWERED
-            # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`).
-            if self._of_block[job.block][0] is job:
+            # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
+            if self._of_block[job.block][0] is job or self._publisher.in_place:
                 self._free_slots(job)
         return job
 

@@ -66,7 +66,11 @@ def estimate(setup: Setup, config: ZenFlowConfig | None = None) -> Estimate:
     costs = {schedule: cost for schedule, cost in costs.items() if cost.fullness(setup)["host"] <= 1} or costs
     loads = {schedule: 1e3 * cost.cpu_s / _hiding_ms(setup, schedule) for schedule, cost in costs.items()}
     schedule = least_stale(loads, in_backward=config.submits_in_backward)
-    hides = occupancies(loads, in_backward=config.submits_in_backward)[schedule] <= LIKELY_HIDDEN
+    occupied = occupancies(loads, in_backward=config.submits_in_backward)[schedule]
+    if setup.offload_parameters:
+        # Each layer is awaited where it is fetched: the whole step hides the work.
+        occupied = loads[schedule]
+    hides = occupied <= LIKELY_HIDDEN
     return Estimate(setup=setup, costs=costs, schedule=schedule, hides=hides)
 
 

@@ -116,12 +116,21 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
 
     @override
     def release_and_reset_all(self, module: Module) -> None:
-        begun = self._PartitionedParameterCoordinator__inflight_param_registry.keys() - self._late.keys()
+        self._drop_late()
         for parameter in iter_params(module, recurse=True):
-            # Nothing has needed it; or an interrupt has cut its fetch.
-            if parameter.ds_status == ZeroParamStatus.INFLIGHT and parameter not in begun:
+            # An interrupt has cut its fetch.
+            if (
+                parameter.ds_status == ZeroParamStatus.INFLIGHT
+                and parameter not in self._PartitionedParameterCoordinator__inflight_param_registry
+            ):
                 self._drop(parameter)
         super().release_and_reset_all(module)
+
+    @override
+    def _clean_inflight_param_registry(self) -> None:
+        # Private: waits for what has been prefetched and is not needed, one by one, in an order that differs from rank to rank.
+        self._drop_late()
+        super()._clean_inflight_param_registry()
 
     @override
     def fetch_sub_module(self, current_submodule: Module, forward: bool) -> None:
@@ -169,6 +178,10 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         for parameter in parameters:
             self._late.pop(parameter).handle = handle
         self._fetched.update(parameters)
+
+    def _drop_late(self) -> None:
+        for parameter in list(self._late):
+            self._drop(parameter)
 
     def _drop(self, parameter: Any) -> None:
         parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE

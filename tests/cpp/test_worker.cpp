@@ -195,7 +195,8 @@ TEST(worker, continues_the_jobs_of_killed_workers) {
     CHECK_EQ(training.arena().record(2).count, 2);
 }
 
-// Jobs of one block in order, and a request behind all jobs before it; beyond that the newest whose word has arrived.
+// Jobs of one block in order, and a request behind all jobs before it; beyond that the block with the newest job whose first
+// one's word has arrived.
 TEST(worker, takes_the_newest_job_first) {
     ArenaSpec spec;
     spec.numel = 192;
@@ -208,7 +209,8 @@ TEST(worker, takes_the_newest_job_first) {
     worker.receive_ready();
     arena.write_word(1, 1.0f);
     arena.write_block_word(1, 2, 1.0f);
-    const UpdateJob jobs[] = {job_of(0, 1, 1, 1), job_of(0, 2, 1, 0), tentative(job_of(1, 3, 1, 2)),
+    // Block 0's second job makes its first one newer than block 1's.
+    const UpdateJob jobs[] = {job_of(0, 1, 1, 1), tentative(job_of(1, 2, 1, 2)), job_of(0, 3, 1, 0),
                               tentative(job_of(2, 4, 1, 2))};
     worker.signal(SIGSTOP);
     for (const UpdateJob& job : jobs)
@@ -217,7 +219,7 @@ TEST(worker, takes_the_newest_job_first) {
     worker.send(&touch, sizeof(touch));
     worker.submit(job_of(0, 5, 1, 0), {});
     worker.signal(SIGCONT);
-    for (const int64_t job_id : {3, 1, 2}) CHECK_EQ(worker.receive_done().job_id, job_id);
+    for (const int64_t job_id : {1, 3, 2}) CHECK_EQ(worker.receive_done().job_id, job_id);
     arena.write_block_word(2, 2, 1.0f);
     CHECK_EQ(worker.receive_done().job_id, 4);
     CHECK_EQ(worker.receive_acknowledged().request_id, 1);
