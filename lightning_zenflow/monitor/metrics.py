@@ -37,7 +37,7 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/publish_lag_steps": "d",
     "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are owned by the device",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
-    " ended the step; on CUDA the device is behind it",
+    " ended the step, or fetched them from host memory; on CUDA the device is behind it",
     "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
     "zenflow/traffic/d2h_model_sizes": "device to host, per step, in sizes of this rank's weights",
     "zenflow/traffic/h2d_model_sizes": "host to device, per step, in sizes of this rank's weights",

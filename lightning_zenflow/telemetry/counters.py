@@ -46,7 +46,7 @@ class Reading:
     in_backward_jobs: int
     """Jobs that were submitted in backward."""
     late_jobs: int
-    """Those of them that were not done at the end of their step."""
+    """Those of them that were not done when the training thread waited for them."""
     factor_error: float | None
     """Mean relative error of a step's predicted clip factors; None until measured."""
     update_interval: int
