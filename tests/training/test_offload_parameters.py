@@ -21,7 +21,7 @@ from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.engine.build import MemoryPlan, ZeroPartition
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from rank_processes import run_on_ranks
-from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
+from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors
 from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -105,9 +105,13 @@ def test_nothing_but_the_model_reads_the_weights(name: str, runs: dict[str, list
 
 
 def assert_has_bits_of_adamw(case: Case, runs: list[Run], **options: Any) -> None:
-    if len(runs) > 2:
-        pytest.skip("more than two gradients are added in another order than the oracle's")
-    assert_is_adamw(case, *runs, **options)
+    if len(runs) <= 2:
+        assert_is_adamw(case, *runs, **options)
+        return
+    # More gradients are added in another order than the oracle's; 16-bit sums are rounded elsewhere then, and have the device's bits.
+    if case.precision == "32-true" and "frozen_in" not in case.model_options:
+        for run in runs:
+            assert_close_to_adamw(run, case.adamw(world_size=len(runs)))
 
 
 @pytest.mark.parametrize("name", NOT_CLIPPED)
