@@ -41,36 +41,26 @@ class StepMethod:
     """Devices to which the method does not apply -> reason."""
 
 
-def _zenflow(title: str, *, max_norm: float | None = 1.0, **keys: Any) -> StepMethod:
-    return StepMethod(
-        make_strategy=partial(ZenFlowStrategy, topk_ratio=0.05, **keys),
-        title=f"ZenFlowStrategy, {title}",
-        max_norm=max_norm,
-        has_keys=True,
-    )
-
-
 _AT_ONCE = {"update_interval": 1, "publish_lag": 0}
 _ON_HOST = {"stage": 3, "offload_parameters": True}
 
 
-def _zenflow3(title: str, *, host_bytes: float, **keys: Any) -> StepMethod:
+def _zenflow(title: str, *, max_norm: float | None = 1.0, host_bytes: float | None = None, **keys: Any) -> StepMethod:
+    keys |= {"topk_ratio": 0.05} if host_bytes is None else {**_AT_ONCE, **_ON_HOST}
     return StepMethod(
-        make_strategy=partial(ZenFlowStrategy, **_AT_ONCE, **_ON_HOST, **keys),
-        title=f"ZenFlowStrategy, stage 3, {title}",
+        make_strategy=partial(ZenFlowStrategy, **keys),
+        title=f"ZenFlowStrategy, {title}",
+        max_norm=max_norm,
         has_keys=True,
-        stage=3,
+        stage=keys.get("stage", 2),
         host_bytes=host_bytes,
     )
 
 
 def _peer3(title: str, strategy: Callable[..., Strategy], *, host_bytes: float) -> StepMethod:
-    is_floor = strategy is Floor
-    optimizer = torch.optim.AdamW if is_floor else DeepSpeedCPUAdam
-    make = partial(strategy, **_ON_HOST)
-    return StepMethod(
-        make_strategy=make, title=title, optimizer=optimizer, peer=not is_floor, stage=3, host_bytes=host_bytes
-    )
+    peer, make = strategy is not Floor, partial(strategy, **_ON_HOST)
+    optimizer = DeepSpeedCPUAdam if peer else torch.optim.AdamW
+    return StepMethod(make_strategy=make, title=title, optimizer=optimizer, peer=peer, stage=3, host_bytes=host_bytes)
 
 
 def _torchao(*args: Any, **kwargs: Any) -> Optimizer:
@@ -124,12 +114,14 @@ METHODS = {
         _peer3("DeepSpeed SuperOffload, offload_param", partial(ZeroOffload, super_offload=True), host_bytes=20),
         not_on=dict.fromkeys(("cpu", "simulated"), "SuperOffload only supports NVIDIA CUDA GPUs"),
     ),
-    "zenflow3": _zenflow3("parameters on the host", host_bytes=16.7),
+    "zenflow3": _zenflow("stage 3, parameters on the host", host_bytes=16.7),
     "zenflow3_clipped": replace(
-        _zenflow3("the same, every step clips, by another factor", host_bytes=16.7), max_norm=0.1, unsteady=True
+        _zenflow("stage 3, the same, every step clips, by another factor", host_bytes=16.7, max_norm=0.1), unsteady=True
     ),
-    "zenflow3_bf16": _zenflow3("parameters on the host, bf16 moments", host_bytes=12.7, moments_dtype="bfloat16"),
-    "zenflow3_on_device": replace(_zenflow("stage 3, parameters on the device", stage=3, **_AT_ONCE), stage=3),
+    "zenflow3_bf16": _zenflow(
+        "stage 3, parameters on the host, bf16 moments", host_bytes=12.7, moments_dtype="bfloat16"
+    ),
+    "zenflow3_on_device": _zenflow("stage 3, parameters on the device", stage=3, **_AT_ONCE),
 }
 
 _ALWAYS = ["zero_offload", "deepspeed_zenflow", "zenflow", "zenflow_auto", "zenflow_exact"]

@@ -135,17 +135,20 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     @override
     def fetch_sub_module(self, current_submodule: Module, forward: bool) -> None:
         self._needed = frozenset(iter_params(current_submodule, recurse=z3_leaf_module(current_submodule)))
-        written = [p for p in self._late if self._is_written(p)] if self._one_rank else []
-        for parameters in ([p for p in self._late if p in self._needed], written):
-            self._begin([p for p in parameters if p in self._late])
+        self._begin([p for p in self._late if p in self._needed])
+        if self._one_rank:
+            self._begin([p for p in self._late if self._is_written(p)])
         super().fetch_sub_module(current_submodule, forward)
 
     def _PartitionedParameterCoordinator__all_gather_params_(  # private: begins all fetches
         self, params: Iterable[Any], forward: bool, quantize: bool = False
     ) -> None:
-        missing = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-        late = [p for p in missing if not (p in self._needed or self._is_known(p))]
-        at_once = [p for p in missing if p not in set(late)]
+        at_once: list[Any] = []
+        late: list[Any] = []
+        for parameter in params:
+            if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
+                begins = parameter in self._needed or self._is_known(parameter)
+                (at_once if begins else late).append(parameter)
         for parameter in at_once:
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
             self._before_use(parameter)
