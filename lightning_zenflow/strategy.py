@@ -77,7 +77,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         weight_prediction: float | Literal["auto"] | None = None,
         provisional_scale: float | Literal["auto"] | None = None,
         auto_ratio: float | None = None,
-        moments_dtype: Literal["float32", "bfloat16"] | None = None,
+        moments_dtype: Literal["float32", "bfloat16", "int8"] | None = None,
         offload: bool | None = None,
         accumulate_on: Literal["auto", "device", "host"] | None = None,
         worker_cores: int | Sequence[int] | Literal["auto"] | None = None,

@@ -17,7 +17,9 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.engine.config import set_bucket_size
+from lightning_zenflow.worker.moments import CodedMoment, first_scales
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 
@@ -65,8 +67,30 @@ class ZeroOffload(ZenFlowStrategy):
         DeepSpeedStrategy.on_train_batch_start(self, batch, batch_idx)
 
 
+def nearest_bfloat16(moment: Tensor, name: str) -> Tensor:
+    """Values of bfloat16."""
+    return moment.bfloat16()
+
+
+def nearest_int8(moment: Tensor, name: str) -> Tensor:
+    """Values of `moments_dtype="int8"`."""
+    tile = Tile(slice=0, begin=0, rows=1, first_column=0, width=moment.numel())
+    codes = torch.empty(moment.numel(), dtype=torch.int8 if name == "exp_avg" else torch.uint8)
+    coded = CodedMoment(codes, torch.empty(first_scales([tile])[-1]), [tile])
+    coded.write(0, moment)
+    return coded.read(0, moment.numel())
+
+
 class RoundedMoments(ZeroOffload):
-    """Moments have values of bfloat16 between steps, rounded to nearest, to compare `moments_dtype` with; a step computes in 32 bits."""
+    """Moments have other values between steps, rounded to nearest, to compare `moments_dtype` with; a step computes in 32 bits.
+
+    Args:
+        round_: gives the values of a flat partition's moment, from its own and its name.
+    """
+
+    def __init__(self, round_: Callable[[Tensor, str], Tensor]) -> None:
+        super().__init__()
+        self._round = round_
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +98,7 @@ class RoundedMoments(ZeroOffload):
         # DeepSpeed's optimizer around the module's, whose state holds one flat partition for each parameter group.
         for state in self.deepspeed_engine.optimizer.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(state[name].bfloat16())
+                state[name].copy_(self._round(state[name], name))
         return output
 
 

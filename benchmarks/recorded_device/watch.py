@@ -202,7 +202,8 @@ class WatchedWorker:
             init(arena, partition, *args, **kwargs)
             self._arena, self._blocks = arena, partition.blocks
             self._submitted.clear()
-            states_end = arena.exp_avg_sq.data_ptr() + arena.exp_avg_sq.nbytes
+            last = arena.exp_avg_sq.array
+            states_end = last.data_ptr() + last.nbytes
             begin = arena._address()
             self._order.add_host_memory(begin, arena.master.data_ptr())
             self._watch.new_words(range(begin, arena.master.data_ptr()))
@@ -258,7 +259,7 @@ class WatchedWorker:
         self._touch(
             arena.publish[job.publish_buffer].narrow(0, 0, numel), clock, writes=True, name="replay to a publish buffer"
         )
-        for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
+        for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
             self._touch(state.narrow(0, block.begin, numel), clock, writes=True, name="replay of the state")
 
     def _export(self, message: protocol.Export, clock: Clock) -> None:

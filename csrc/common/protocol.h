@@ -94,13 +94,18 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 12;
+constexpr uint64_t kVersion = 13;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
 constexpr size_t kJournalEntryBytes = 4096;
 
-enum class DataType : uint32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class DataType : uint32_t {
+    kFloat32 = 0,
+    kBFloat16 = 1,
+    kFloat16 = 2,
+    kInt8 = 3,  // codes of moments, with MomentScales (replay/moments_in_8_bits.h)
+};
 
 struct ArenaHeader {
     uint64_t magic;
@@ -119,7 +124,7 @@ struct ArenaHeader {
     uint32_t n_publish_buffers;
     uint64_t slot_numel;         // elements of a slot and of a publish buffer: the largest block, rounded up to 4096 bytes
     uint32_t n_journal_entries;  // at least 1; upper bound on the threads that share a job
-    uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32 or bfloat16
+    uint32_t moments_dtype;      // DataType of exp_avg and exp_avg_sq: float32, bfloat16 or int8
     uint32_t newest_first;       // 0 or 1: which of the jobs that wait comes first, see Order
     uint32_t reserved;
 
@@ -130,6 +135,8 @@ struct ArenaHeader {
     uint64_t master_offset;        // float[numel]
     uint64_t exp_avg_offset;       // moments_dtype[numel]
     uint64_t exp_avg_sq_offset;    // moments_dtype[numel]
+    uint64_t scales_offset;        // MomentScales[n_scales]
+    uint64_t n_scales;             // 0 unless moments_dtype is int8
     uint64_t slots_offset;         // gradient_dtype[n_slots][slot_numel]
     uint64_t publish_offset;       // weight_dtype[n_publish_buffers][slot_numel]
     uint64_t journal_offset;       // JournalEntry[n_journal_entries]
@@ -153,12 +160,20 @@ struct ArenaHeader {
 };
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its reserved bytes");
 
-// Elements [begin, end) of the partition belong to `param_group`. Alignment padding is in no range and is never touched.
+// Elements [begin, end) of the partition belong to `param_group`. Alignment padding is in no range and is never touched. Where
+// moments have scales, a range lies within one block, and the tile that begins at begin + i * kTileElements has the scales
+// first_scale + i.
 struct Range {
     uint64_t begin;
     uint64_t end;
     uint32_t param_group;
-    uint32_t reserved;
+    uint32_t first_scale;
+};
+
+// Largest magnitudes of a tile's moments, at least 2^-100.
+struct MomentScales {
+    float exp_avg;
+    float exp_avg_sq;
 };
 
 // Elements [begin, end) of the partition that one job updates. Element e of the block lies at e - begin in its slots.
@@ -288,13 +303,14 @@ struct Export {
 // exp_avg 1 and exp_avg_sq 2, is copied from element begin + row * w + columns[i] to float a * target_stride + row * k + i of the
 // target.
 struct ExportTile {
-    uint64_t begin;  // element of the partition
+    uint64_t begin;  // element of the partition; where moments have scales, the first of a range
     uint64_t rows;
     uint32_t width;           // at least 1
     uint32_t n_columns;       // 1 to `width`
     uint64_t columns_offset;  // uint32_t[n_columns], below `width`; not read if n_columns = width, which means all columns
     uint64_t target_offset;
     uint64_t target_stride;  // in floats
+    uint64_t first_scale;    // of the range
 };
 
 // Makes the kernel allocate memory of the arena, [offset, offset + n_rows * row_bytes), on the NUMA nodes of the worker's

@@ -20,12 +20,13 @@
 // A *tentative* step may follow the others: it starts from the state that they leave, is published, and leaves that state as it
 // is. One step and a tentative one move 30 bytes per parameter.
 //
-// Moments may be stored as bfloat16: they are rounded once a call, exp_avg to nearest and exp_avg_sq stochastically
-// (stochastic_rounding.h). All steps but the first of a call, the tentative one included, start from what the one before
-// computed, unrounded. One step and a tentative one move 22 bytes per parameter.
+// Moments may be stored as bfloat16, or in 8 bits with two scales for each tile (moments_in_8_bits.h): they are rounded once a
+// call, exp_avg to nearest and exp_avg_sq stochastically (stochastic_rounding.h). All steps but the first of a call, the tentative
+// one included, start from what the one before computed, unrounded. One step and a tentative one move 22 bytes per parameter, or
+// 18 in 8 bits.
 //
 // Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
-// are divided among calls. (NaN payloads may differ.)
+// are divided among calls; moments in 8 bits only if calls begin at tiles. (NaN payloads may differ.)
 #pragma once
 
 #include <cstddef>
@@ -54,11 +55,12 @@ struct StepCoefficients {
 // Coefficients of the `count`-th applied step (from 1), computed in double and rounded once. Pure.
 StepCoefficients step_coefficients(const Hyperparameters& hyperparameters, int64_t count, float clip);
 
-// Not owned: master weights and moments from some element on.
+// Not owned: master weights and moments from some element on, with which a tile begins.
 struct AnyState {
     float* master;
     void* exp_avg;  // of the type that the kernel was made for
     void* exp_avg_sq;
+    MomentScales* scales = nullptr;  // of the tile that begins here and those behind it; for moments in 8 bits
 };
 
 // The same with the moments' type, float or BFloat16.
@@ -72,6 +74,21 @@ struct StateOf {
     ZENFLOW_INLINE operator AnyState() const { return {master, exp_avg, exp_avg_sq}; }
 };
 using AdamState = StateOf<float>;
+
+// Moments in 8 bits.
+template <>
+struct StateOf<int8_t> {
+    float* master;
+    int8_t* exp_avg;
+    uint8_t* exp_avg_sq;
+    MomentScales* scales;
+
+    // `n`: whole tiles.
+    ZENFLOW_INLINE StateOf operator+(size_t n) const {
+        return {master + n, exp_avg + n, exp_avg_sq + n, scales + n / kTileElements};
+    }
+    ZENFLOW_INLINE operator AnyState() const { return {master, exp_avg, exp_avg_sq, scales}; }
+};
 
 // What the noise of stochastic rounding is a function of; without effect on float moments.
 struct Noise {
@@ -98,7 +115,7 @@ struct WindowView {
 // may be null: the state is then lost if the call is killed.
 using ReplayKernel = void (*)(const AnyState& state, size_t n, const WindowView& window, void* published, JournalEntry* journal);
 
-// The kernel for these element types. `instruction_set` must be available; `moments` is kFloat32 or kBFloat16.
+// The kernel for these element types. `instruction_set` must be available; `moments` is kFloat32, kBFloat16 or kInt8.
 ReplayKernel replay_kernel(DataType gradient, DataType published, InstructionSet instruction_set,
                            DataType moments = DataType::kFloat32);
 

@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "common/half.h"
+#include "replay/moments_in_8_bits.h"
 #include "replay/replay_adamw.h"
 #include "replay/stochastic_rounding.h"
 #include "replay/tile_journal.h"
@@ -23,9 +24,8 @@ constexpr size_t kPrefetchDistance = 512;
 // Of an update's weights. The last update of a window publishes in the same pass, which saves a second square root and division.
 enum class Publish { kNothing, kExact, kPredicted };
 
-// What a step writes to the state: an update its result, a tentative step what it has read, so that it completes the update
-// before in the same pass, or nothing.
-enum class Store { kResult, kInput, kNothing };
+// What a step writes to the state: an update its result, a tentative step nothing.
+enum class Store { kResult, kNothing };
 
 // One step on one tile.
 template <typename Gradient, typename Published>
@@ -35,72 +35,115 @@ struct Update {
     Published* published;
     float prediction_steps;
     size_t n;
-    Noise noise;
 };
 
-ZENFLOW_INLINE void store(float* exp_avg, float* exp_avg_sq, float m, float v, uint32_t) {
-    *exp_avg = m;
-    *exp_avg_sq = v;
-}
+// A tile's state as floats, outside the arena.
+struct FloatTile {
+    alignas(64) float values[3][kTile];
 
-ZENFLOW_INLINE void store(BFloat16* exp_avg, BFloat16* exp_avg_sq, float m, float v, uint32_t counter) {
-    *exp_avg = from_result<BFloat16>(m);
-    *exp_avg_sq = round_stochastically(v, noise_of(counter));
-}
+    ZENFLOW_INLINE AdamState state() { return {values[0], values[1], values[2]}; }
+};
 
-// Of moments that a step before has computed.
-template <typename To>
-ZENFLOW_INLINE void store_input(const AdamState& from, const StateOf<To>& to, const Noise& noise, size_t n) {
-    const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
-    float* const w_to = to.master;
-    To *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
-    uint32_t counter = noise_counter(noise.seed, noise.first_element);
+// The moments of a tile as floats. (The master weights are floats in the arena as well.)
+template <typename Moment>
+void decode(const StateOf<Moment>& from, const AdamState& to, size_t n) {
 #pragma omp simd
-    for (size_t i = 0; i < n; ++i) w_to[i] = w_from[i];
+    for (size_t i = 0; i < n; ++i) {
+        to.exp_avg[i] = to_float(from.exp_avg[i]);
+        to.exp_avg_sq[i] = to_float(from.exp_avg_sq[i]);
+    }
+}
+
+void decode(const StateOf<int8_t>& from, const AdamState& to, size_t n) {
+    const MomentScales scales = *from.scales;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) {
+        to.exp_avg[i] = decode_exp_avg(from.exp_avg[i], scales.exp_avg);
+        to.exp_avg_sq[i] = decode_exp_avg_sq(from.exp_avg_sq[i], scales.exp_avg_sq);
+    }
+}
+
+// Rounds a tile's moments to the type of the arena.
+void encode(const AdamState& from, const AdamState& to, const Noise&, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) {
+        to.exp_avg[i] = from.exp_avg[i];
+        to.exp_avg_sq[i] = from.exp_avg_sq[i];
+    }
+}
+
+void encode(const AdamState& from, const StateOf<BFloat16>& to, const Noise& noise, size_t n) {
+    // Not a function of `i`: 64-bit indices would be converted to 32 bits in vectors.
+    uint32_t counter = noise_counter(noise.seed, noise.first_element);
 #pragma omp simd linear(counter : kNoiseStride)
     for (size_t i = 0; i < n; ++i) {
-        store(m_to + i, v_to + i, m_from[i], v_from[i], counter);
+        to.exp_avg[i] = from_result<BFloat16>(from.exp_avg[i]);
+        to.exp_avg_sq[i] = round_stochastically(from.exp_avg_sq[i], noise_of(counter));
         counter += kNoiseStride;
     }
 }
 
+void encode(const AdamState& from, const StateOf<int8_t>& to, const Noise& noise, size_t n) {
+    // Bytes may be parts of anything, also of the structures that hold the pointers.
+    const float *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
+    int8_t* const m_to = to.exp_avg;
+    uint8_t* const v_to = to.exp_avg_sq;
+    uint32_t largest_m = 0, largest_v = 0;
+#pragma omp simd reduction(max : largest_m, largest_v)
+    for (size_t i = 0; i < n; ++i) {
+        const uint32_t m = float_bits(m_from[i]) & 0x7fffffffu, v = float_bits(v_from[i]);
+        largest_m = m > largest_m ? m : largest_m;
+        largest_v = v > largest_v ? v : largest_v;
+    }
+    const MomentScales scales{scale_of(largest_m), scale_of(largest_v)};
+    const float inverse_m = 1.0f / scales.exp_avg, inverse_v = 1.0f / scales.exp_avg_sq;
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) m_to[i] = static_cast<int8_t>(encode_exp_avg(m_from[i], inverse_m));
+    uint32_t counter = noise_counter(noise.seed, noise.first_element);
+#pragma omp simd linear(counter : kNoiseStride)
+    for (size_t i = 0; i < n; ++i) {
+        v_to[i] = static_cast<uint8_t>(encode_exp_avg_sq(v_from[i], inverse_v, noise_of(counter)));
+        counter += kNoiseStride;
+    }
+    *to.scales = scales;
+}
+
+void copy_master(const float* from, float* to, size_t n) {
+#pragma omp simd
+    for (size_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
 // `from` and `to` are the same or do not overlap.
 //
-// Divisions and square roots take longest. What needs none, copies and most conversions to 16 bits, is in loops of its own before
-// and after: it would fill the CPU's window of instructions and leave no room for the next elements' divisions.
-template <Decay kDecay, Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
-void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
+// Divisions and square roots take longest. What needs none, copies and conversions, is in loops of its own before and after: it
+// would fill the CPU's window of instructions and leave no room for the next elements' divisions.
+template <Decay kDecay, Store kStore, Publish kPublish, typename Gradient, typename Published>
+void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
     const StepCoefficients c = *update.coefficients;
-    const float* const w_from = from.master;
-    const From *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
-    float* const w_to = to.master;
-    To *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
-    // Not a function of `i`: 64-bit indices would be converted to 32 bits in vectors.
-    uint32_t counter = noise_counter(update.noise.seed, update.noise.first_element);
+    const float *const w_from = from.master, *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
+    float *const w_to = to.master, *const m_to = to.exp_avg, *const v_to = to.exp_avg_sq;
     const Gradient* const gradient = update.gradient;
     Published* const published = update.published;
     const float distance = update.prediction_steps * c.step_size;
     const size_t n = update.n;
     alignas(64) float shown[kTile];
-    if constexpr (kStore == Store::kInput) store_input(from, to, update.noise, n);
-#pragma omp simd linear(counter : kNoiseStride)
+#pragma omp simd
     for (size_t i = 0; i < n; ++i) {
         float w = w_from[i];
-        const float m_before = to_float(m_from[i]), v_before = to_float(v_from[i]);
         float g = to_float(gradient[i]) * c.grad_scale;
         if constexpr (kDecay == Decay::kGradient) g = __builtin_fmaf(w, c.decay_factor, g);
-        const float m = __builtin_fmaf(g, c.one_minus_beta1, m_before * c.beta1);
-        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, v_before * c.beta2);
+        const float m = __builtin_fmaf(g, c.one_minus_beta1, m_from[i] * c.beta1);
+        const float v = __builtin_fmaf(g * g, c.one_minus_beta2, v_from[i] * c.beta2);
         const float u = m / __builtin_fmaf(__builtin_sqrtf(v), c.inv_sqrt_bias_correction2, c.eps);
         if constexpr (kDecay == Decay::kWeight) w = __builtin_fmaf(w, c.decay_factor, w);
         w = __builtin_fmaf(u, c.step_size, w);
         if constexpr (kStore == Store::kResult) {
             w_to[i] = w;
-            store(m_to + i, v_to + i, m, v, counter);
+            m_to[i] = m;
+            v_to[i] = v;
         }
         if constexpr (kPublish == Publish::kExact) shown[i] = w;
         if constexpr (kPublish == Publish::kPredicted) shown[i] = __builtin_fmaf(u, distance, w);
-        counter += kNoiseStride;
     }
     if constexpr (kPublish != Publish::kNothing) {
 #pragma omp simd
@@ -108,8 +151,8 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
     }
 }
 
-template <Store kStore, Publish kPublish, typename From, typename To, typename Gradient, typename Published>
-void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
+template <Store kStore, Publish kPublish, typename Gradient, typename Published>
+void apply_step(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
     switch (update.coefficients->decay) {
         case Decay::kNone:
             return apply_step<Decay::kNone, kStore, kPublish>(from, to, update);
@@ -121,20 +164,10 @@ void apply_step(const StateOf<From>& from, const StateOf<To>& to, const Update<G
 }
 
 // The last step of a window.
-template <Store kStore, typename From, typename To, typename Gradient, typename Published>
-void apply_and_publish(const StateOf<From>& from, const StateOf<To>& to, const Update<Gradient, Published>& update) {
+template <Store kStore, typename Gradient, typename Published>
+void apply_and_publish(const AdamState& from, const AdamState& to, const Update<Gradient, Published>& update) {
     if (update.prediction_steps == 0.0f) return apply_step<kStore, Publish::kExact>(from, to, update);
     apply_step<kStore, Publish::kPredicted>(from, to, update);
-}
-
-template <typename Moment>
-void copy(const StateOf<Moment>& from, const AdamState& to, size_t n) {
-#pragma omp simd
-    for (size_t i = 0; i < n; ++i) {
-        to.master[i] = from.master[i];
-        to.exp_avg[i] = to_float(from.exp_avg[i]);
-        to.exp_avg_sq[i] = to_float(from.exp_avg_sq[i]);
-    }
 }
 
 template <typename Published>
@@ -150,35 +183,71 @@ void prefetch(const Element* tile) {
     for (size_t byte = 0; byte < kTile * sizeof(Element); byte += 64) __builtin_prefetch(begin + byte);
 }
 
-// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, which only
-// float moments can do without, the tile itself takes the place of the journal's.
+// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, the tile itself
+// takes the place of the journal's where moments are floats.
 template <typename Moment, typename UpdateOf>
-void update_tile(const StateOf<Moment>& tile, size_t n_steps, bool has_tentative, size_t size, JournalEntry* journal,
-                 const UpdateOf& update_of) {
+void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps, bool has_tentative, size_t size,
+                 JournalEntry* journal, const UpdateOf& update_of) {
+    constexpr bool kIsFloat = std::is_same_v<Moment, float>;
     const size_t last = n_steps - (has_tentative ? 0 : 1);
     AdamState saved{};
+    if constexpr (kIsFloat) saved = tile;
     if (journal != nullptr) saved = {journal->saved, journal->saved + kTile, journal->saved + 2 * kTile};
-    if constexpr (std::is_same_v<Moment, float>) {
-        if (journal == nullptr) saved = tile;
-    }
     if (journal == nullptr || !is_saved(*journal)) {
-        if (last > 0) apply_step<Store::kResult, Publish::kNothing>(tile, saved, update_of(0));
-        for (size_t step = 1; step < last; ++step) {
-            apply_step<Store::kResult, Publish::kNothing>(saved, saved, update_of(step));
+        size_t step = 0;
+        if constexpr (kIsFloat) {
+            if (last > 0) apply_step<Store::kResult, Publish::kNothing>(tile, saved, update_of(step++));
         }
-        if (journal != nullptr) {
-            if (last == 0) copy(tile, saved, size);
-            mark_saved(*journal);
+        if (step == 0 && saved.master != tile.master) {
+            copy_master(tile.master, saved.master, size);
+            decode(tile, saved, size);
         }
+        for (; step < last; ++step) apply_step<Store::kResult, Publish::kNothing>(saved, saved, update_of(step));
+        if (journal != nullptr) mark_saved(*journal);
     }
-    if (has_tentative) return apply_and_publish<Store::kInput>(saved, tile, update_of(last));
-    apply_and_publish<Store::kResult>(saved, tile, update_of(last));
+    if (has_tentative) {
+        if (saved.master != tile.master) {
+            copy_master(saved.master, tile.master, size);
+            encode(saved, tile, noise, size);
+        }
+        return apply_and_publish<Store::kNothing>(saved, saved, update_of(last));
+    }
+    if constexpr (kIsFloat) {
+        apply_and_publish<Store::kResult>(saved, tile, update_of(last));
+    } else {
+        FloatTile result;
+        const AdamState moments{tile.master, result.state().exp_avg, result.state().exp_avg_sq};
+        apply_and_publish<Store::kResult>(saved, moments, update_of(last));
+        encode(moments, tile, noise, size);
+    }
+}
+
+// Publishes a tentative step alone, from the tile as it is.
+template <typename Moment, typename Gradient, typename Published>
+void show_tile(const StateOf<Moment>& tile, const Update<Gradient, Published>& update) {
+    if constexpr (std::is_same_v<Moment, float>) {
+        apply_and_publish<Store::kNothing>(tile, tile, update);
+    } else {
+        FloatTile decoded;
+        const AdamState state{tile.master, decoded.state().exp_avg, decoded.state().exp_avg_sq};
+        decode(tile, state, update.n);
+        apply_and_publish<Store::kNothing>(state, state, update);
+    }
+}
+
+template <typename Moment>
+StateOf<Moment> state_of(const AnyState& state) {
+    return {state.master, static_cast<Moment*>(state.exp_avg), static_cast<Moment*>(state.exp_avg_sq)};
+}
+
+template <>
+StateOf<int8_t> state_of<int8_t>(const AnyState& state) {
+    return {state.master, static_cast<int8_t*>(state.exp_avg), static_cast<uint8_t*>(state.exp_avg_sq), state.scales};
 }
 
 template <typename Moment, typename Gradient, typename Published>
 void replay(const AnyState& any_state, size_t n, const WindowView& window, void* published, JournalEntry* journal) {
-    const StateOf<Moment> state{any_state.master, static_cast<Moment*>(any_state.exp_avg),
-                                static_cast<Moment*>(any_state.exp_avg_sq)};
+    const StateOf<Moment> state = state_of<Moment>(any_state);
     JournalEntry scratch;
     if (journal == nullptr && !std::is_same_v<Moment, float>) {
         scratch.position = 0;
@@ -192,17 +261,16 @@ void replay(const AnyState& any_state, size_t n, const WindowView& window, void*
         const auto update_of = [&](size_t step) {
             const Gradient* const gradient = static_cast<const Gradient*>(window.gradients[step]) + begin;
             prefetch(gradient);
-            const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
-            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size,
-                                               noise};
+            return Update<Gradient, Published>{gradient, window.coefficients + step, target, window.prediction_steps, size};
         };
         prefetch(tile.master);
         prefetch(tile.exp_avg);
         prefetch(tile.exp_avg_sq);
         if (window.n_steps > 0) {
-            update_tile(tile, window.n_steps, window.has_tentative, size, journal, update_of);
+            const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
+            update_tile(tile, noise, window.n_steps, window.has_tentative, size, journal, update_of);
         } else if (window.has_tentative) {
-            apply_and_publish<Store::kNothing>(tile, tile, update_of(0));
+            show_tile(tile, update_of(0));
         } else {
             publish(tile.master, target, size);
         }
@@ -221,6 +289,7 @@ ReplayKernel select(DataType gradient_type, DataType published_type) {
 }  // namespace
 
 ReplayKernel select_replay_kernel(DataType gradient, DataType published, DataType moments) {
+    if (moments == DataType::kInt8) return select<int8_t>(gradient, published);
     return moments == DataType::kBFloat16 ? select<BFloat16>(gradient, published) : select<float>(gradient, published);
 }
 

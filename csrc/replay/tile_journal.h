@@ -11,7 +11,7 @@
 // The tile is done, published weights included, once `position` has moved past it. With two passes or more the log costs nothing
 // but room in the L1 cache, where `saved` stays. A tentative step alone changes nothing and saves nothing.
 //
-// The log holds floats, whatever the type of the moments in the arena.
+// The log holds floats, whatever the type of the moments in the arena: those are decoded to there before the first update.
 //
 // A killed thread has executed a prefix of its instructions, so only the compiler must be kept from reordering.
 #pragma once

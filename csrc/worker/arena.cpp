@@ -39,8 +39,9 @@ void check_scalars(const ArenaHeader& header, uint64_t file_bytes) {
             kHeaderBytes, " to the file's size of ", file_bytes, ", got ", header.total_bytes);
     check_dtype("gradient_dtype", header.gradient_dtype);
     check_dtype("weight_dtype", header.weight_dtype);
-    require(header.moments_dtype <= static_cast<uint32_t>(DataType::kBFloat16),
-            "arena: moments_dtype must be 0 (float32) or 1 (bfloat16), got ", header.moments_dtype);
+    const auto moments = static_cast<DataType>(header.moments_dtype);
+    require(moments == DataType::kFloat32 || moments == DataType::kBFloat16 || moments == DataType::kInt8,
+            "arena: moments_dtype must be 0 (float32), 1 (bfloat16) or 3 (int8), got ", header.moments_dtype);
     // The count of the step before is read while a step's own is written.
     require(header.n_step_records >= 2, "arena: n_step_records must be at least 2, got ", header.n_step_records);
     require(header.n_journal_entries >= 1, "arena: n_journal_entries must be at least 1, got 0");
@@ -76,6 +77,7 @@ void check_regions(const ArenaHeader& header) {
         {"master_offset", header.master_offset, "numel", header.numel, sizeof(float), alignof(float)},
         {"exp_avg_offset", header.exp_avg_offset, "numel", header.numel, moment_bytes, moment_bytes},
         {"exp_avg_sq_offset", header.exp_avg_sq_offset, "numel", header.numel, moment_bytes, moment_bytes},
+        {"scales_offset", header.scales_offset, "n_scales", header.n_scales, sizeof(MomentScales), alignof(MomentScales)},
         {"slots_offset", header.slots_offset, "n_slots", header.n_slots, slot_numel * gradient_bytes, gradient_bytes},
         {"publish_offset", header.publish_offset, "n_publish_buffers", header.n_publish_buffers, slot_numel * weight_bytes,
          weight_bytes},
@@ -110,7 +112,10 @@ void check_order(const char* table, size_t index, const std::vector<Entry>& entr
 
 }  // namespace
 
-size_t element_bytes(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+size_t element_bytes(DataType type) {
+    if (type == DataType::kInt8) return 1;
+    return type == DataType::kFloat32 ? 4 : 2;
+}
 
 Arena::Arena(int fd) {
     struct stat status{};
@@ -148,11 +153,30 @@ void Arena::check_tables() const {
         require(size <= header_.slot_numel, "arena: blocks[", i, "] must have at most slot_numel = ", header_.slot_numel,
                 " elements, got ", size);
     }
+    if (moments_dtype() == DataType::kInt8) check_scales();
 }
 
-AnyState Arena::state(uint64_t element) const {
+// Of a tile, another range must have no part.
+void Arena::check_scales() const {
+    uint64_t n_before = 0;
+    auto block = blocks_.begin();
+    for (size_t i = 0; i < ranges_.size(); ++i) {
+        const Range& range = ranges_[i];
+        while (block != blocks_.end() && block->end <= range.begin) ++block;
+        require(block == blocks_.end() || range.end <= (range.begin < block->begin ? block->begin : block->end), "arena: ranges[", i,
+                "] must lie within one block, got [", range.begin, ", ", range.end, ")");
+        const uint64_t n = (range.end - range.begin + kTileElements - 1) / kTileElements;
+        require(range.first_scale >= n_before && n <= header_.n_scales && range.first_scale <= header_.n_scales - n,
+                "arena: ranges[", i, "].first_scale must be from ", n_before, " to ", header_.n_scales, " less its ", n,
+                " tiles, got ", range.first_scale);
+        n_before = range.first_scale + n;
+    }
+}
+
+AnyState Arena::state(uint64_t element, uint64_t scale) const {
     const uint64_t offset = element * element_bytes(moments_dtype());
-    return {master() + element, memory_ + header_.exp_avg_offset + offset, memory_ + header_.exp_avg_sq_offset + offset};
+    return {master() + element, memory_ + header_.exp_avg_offset + offset, memory_ + header_.exp_avg_sq_offset + offset,
+            at<MomentScales>(header_.scales_offset) + scale};
 }
 
 const std::byte* Arena::slot(uint32_t index) const {

@@ -32,8 +32,8 @@ class Arena {
     DataType weight_dtype() const { return static_cast<DataType>(header_.weight_dtype); }
 
     float* master() const { return at<float>(header_.master_offset); }
-    // From `element` on.
-    AnyState state(uint64_t element) const;
+    // From `element` on, whose tile has the scales with index `scale`, if moments have any.
+    AnyState state(uint64_t element, uint64_t scale) const;
     const std::byte* slot(uint32_t index) const;
     std::byte* publish_buffer(uint32_t index) const;
 
@@ -59,6 +59,7 @@ class Arena {
 
   private:
     void check_tables() const;
+    void check_scales() const;
 
     std::byte* memory_ = nullptr;
     size_t mapped_bytes_ = 0;

@@ -5,12 +5,12 @@
 #include <memory>
 #include <new>
 #include <ostream>
-#include <type_traits>
 
 #include "common/half.h"
 #include "common/parallel.h"
 #include "replay/replay_adamw.h"
 #include "replay/tile_journal.h"
+#include "worker/arena.h"
 #include "worker/cores.h"
 #include "worker/tools.h"
 
@@ -75,6 +75,9 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
     const auto n = static_cast<size_t>(options.elements);
     Array<float> master(n, 0.5f), exp_avg(n, 1e-3f), exp_avg_sq(n, 1e-6f);
     Array<BFloat16> short_exp_avg(n, from_float<BFloat16>(1e-3f)), short_exp_avg_sq(n, from_float<BFloat16>(1e-6f));
+    Array<int8_t> coded_exp_avg(n, 100);
+    Array<uint8_t> coded_exp_avg_sq(n, 100);
+    Array<MomentScales> scales(n / kTileElements + 1, {2e-3f, 4e-5f});
     Array<BFloat16> published(n, from_float<BFloat16>(0.0f));
     const auto max_steps = static_cast<size_t>(options.max_steps);
     Array<BFloat16> slots(n * (max_steps + 1), from_float<BFloat16>(1e-3f));
@@ -92,9 +95,7 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
             for (size_t i = share.begin; i < share.end; ++i) a[i] += 1e-9f * b[i];
         });
         write(output, "triad", 0, triad, n, 12.0);
-        const auto measure = [&](const char* kernel_name, size_t n_steps, bool has_tentative, auto* exp_avgs, auto* exp_avg_sqs) {
-            using Moment = std::remove_pointer_t<decltype(exp_avgs)>;
-            const DataType moments = sizeof(Moment) == sizeof(float) ? DataType::kFloat32 : DataType::kBFloat16;
+        const auto measure = [&](const char* kernel_name, size_t n_steps, bool has_tentative, auto state, DataType moments) {
             const ReplayKernel kernel = replay_kernel(DataType::kBFloat16, DataType::kBFloat16, best, moments);
             const size_t n_gradients = n_steps + (has_tentative ? 1 : 0);
             const double seconds = seconds_of([&](int thread, int n_threads) {
@@ -102,7 +103,6 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
                 std::vector<const void*> gradients(n_gradients);
                 JournalEntry& entry = journal.data()[thread];
                 entry.saved_at = kNothingSaved;
-                const StateOf<Moment> state{master.data(), exp_avgs, exp_avg_sqs};
                 for (size_t begin = share.begin; begin < share.end; begin += kChunkElements) {
                     for (size_t s = 0; s < n_gradients; ++s) gradients[s] = slots.data() + s * n + begin;
                     entry.position = begin;
@@ -111,15 +111,21 @@ void run_benchmark(const BenchOptions& options, std::ostream& output) {
                     kernel(state + begin, std::min(kChunkElements, share.end - begin), window, published.data() + begin, &entry);
                 }
             });
-            const size_t bytes = 2 * sizeof(float) + 4 * sizeof(Moment) + sizeof(BFloat16) * (n_gradients + 1);
-            write(output, kernel_name, static_cast<int64_t>(n_steps), seconds, n, static_cast<double>(bytes));
+            const size_t bytes = 2 * sizeof(float) + 4 * element_bytes(moments) + sizeof(BFloat16) * (n_gradients + 1);
+            const double of_scales = moments == DataType::kInt8 ? 2.0 * sizeof(MomentScales) / kTileElements : 0.0;
+            write(output, kernel_name, static_cast<int64_t>(n_steps), seconds, n, static_cast<double>(bytes) + of_scales);
         };
-        measure("one behind", 1, true, exp_avg.data(), exp_avg_sq.data());
+        const AdamState floats{master.data(), exp_avg.data(), exp_avg_sq.data()};
+        const StateOf<BFloat16> shorts{master.data(), short_exp_avg.data(), short_exp_avg_sq.data()};
+        const StateOf<int8_t> codes{master.data(), coded_exp_avg.data(), coded_exp_avg_sq.data(), scales.data()};
+        measure("one behind", 1, true, floats, DataType::kFloat32);
         for (size_t n_steps = 1; n_steps <= max_steps; n_steps *= 2) {
-            measure("replay", n_steps, false, exp_avg.data(), exp_avg_sq.data());
+            measure("replay", n_steps, false, floats, DataType::kFloat32);
         }
-        measure("one behind, bfloat16 moments", 1, true, short_exp_avg.data(), short_exp_avg_sq.data());
-        measure("replay, bfloat16 moments", 1, false, short_exp_avg.data(), short_exp_avg_sq.data());
+        measure("one behind, bfloat16 moments", 1, true, shorts, DataType::kBFloat16);
+        measure("replay, bfloat16 moments", 1, false, shorts, DataType::kBFloat16);
+        measure("one behind, int8 moments", 1, true, codes, DataType::kInt8);
+        measure("replay, int8 moments", 1, false, codes, DataType::kInt8);
     }
 }
 

@@ -33,7 +33,8 @@ BlockReplay::BlockReplay(const Arena& arena, const StepRecords& records)
         for (auto r = range; r != arena.ranges().end() && r->begin < block.end; ++r) {
             const uint64_t end = std::min(r->end, block.end);
             for (uint64_t begin = std::max(r->begin, block.begin); begin < end; begin += kSegmentElements) {
-                segments_[b].push_back({begin, std::min(begin + kSegmentElements, end), r->param_group});
+                const uint64_t scale = r->first_scale + (begin - r->begin) / kTileElements;
+                segments_[b].push_back({begin, std::min(begin + kSegmentElements, end), r->param_group, scale});
             }
         }
     }
@@ -135,10 +136,16 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
 // Consecutive segments, the same of a block in every job: they may still be in the thread's caches.
 std::vector<Journal::Share> BlockReplay::shares(uint32_t block) const {
     const std::vector<Segment>& segments = segments_[block];
+    uint64_t numel = 0, before = 0;
+    for (const Segment& segment : segments) numel += segment.end - segment.begin;
     std::vector<Journal::Share> result;
-    const size_t n = std::min({segments.size(), journal_.max_shares(), static_cast<size_t>(n_parallel_threads())});
-    for (size_t i = 0; i < n; ++i) {
-        result.push_back({segments[segments.size() * i / n].begin, segments[segments.size() * (i + 1) / n - 1].end});
+    const uint64_t n = std::min({segments.size(), journal_.max_shares(), static_cast<size_t>(n_parallel_threads())});
+    for (const Segment& segment : segments) {
+        // Small segments go with their neighbours, so that shares have nearly the same number of elements.
+        const bool begins = result.empty() || (result.size() < n && before * n >= numel * result.size());
+        if (begins) result.push_back({segment.begin, segment.end});
+        result.back().end = segment.end;
+        before += segment.end - segment.begin;
     }
     return result;
 }
@@ -161,7 +168,8 @@ void BlockReplay::run_share(size_t share, const UpdateJob& job) {
         const bool has_tentative = slots_.size() > n_committed_;
         const WindowView window{n_committed_,         gradients,     coefficients_[segment->param_group].data(),
                                 job.prediction_steps, has_tentative, {seed, static_cast<uint32_t>(begin)}};
-        kernel_(arena_.state(begin), segment->end - begin, window, published + in_block * weight_bytes, &entry);
+        const uint64_t scale = segment->first_scale + (begin - segment->begin) / kTileElements;
+        kernel_(arena_.state(begin, scale), segment->end - begin, window, published + in_block * weight_bytes, &entry);
     }
 }
 

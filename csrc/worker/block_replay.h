@@ -47,6 +47,7 @@ class BlockReplay {
         uint64_t begin;  // in the partition
         uint64_t end;
         uint32_t param_group;
+        uint64_t first_scale;  // of the tile that begins with the segment, if moments have scales
     };
 
     bool is_shown(const UpdateJob& job, const BlockShown& wanted) const;

@@ -30,14 +30,16 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, newest_first), FIELD(ArenaHeader, reserved),
     FIELD(ArenaHeader, ranges_offset), FIELD(ArenaHeader, blocks_offset), FIELD(ArenaHeader, step_records_offset),
     FIELD(ArenaHeader, step_record_bytes), FIELD(ArenaHeader, master_offset), FIELD(ArenaHeader, exp_avg_offset),
-    FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
+    FIELD(ArenaHeader, exp_avg_sq_offset), FIELD(ArenaHeader, scales_offset), FIELD(ArenaHeader, n_scales),
+    FIELD(ArenaHeader, slots_offset), FIELD(ArenaHeader, publish_offset),
     FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, block_jobs_offset),
     FIELD(ArenaHeader, block_shown_offset), FIELD(ArenaHeader, resolved_step),
     FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
     FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes),
 
-    SIZE(Range), FIELD(Range, begin), FIELD(Range, end), FIELD(Range, param_group), FIELD(Range, reserved),
+    SIZE(Range), FIELD(Range, begin), FIELD(Range, end), FIELD(Range, param_group), FIELD(Range, first_scale),
     SIZE(Block), FIELD(Block, begin), FIELD(Block, end),
+    SIZE(MomentScales), FIELD(MomentScales, exp_avg), FIELD(MomentScales, exp_avg_sq),
 
     SIZE(Hyperparameters), FIELD(Hyperparameters, lr), FIELD(Hyperparameters, beta1), FIELD(Hyperparameters, beta2),
     FIELD(Hyperparameters, eps), FIELD(Hyperparameters, weight_decay), FIELD(Hyperparameters, decoupled),
@@ -66,6 +68,7 @@ constexpr Line kLines[] = {
 
     SIZE(ExportTile), FIELD(ExportTile, begin), FIELD(ExportTile, rows), FIELD(ExportTile, width), FIELD(ExportTile, n_columns),
     FIELD(ExportTile, columns_offset), FIELD(ExportTile, target_offset), FIELD(ExportTile, target_stride),
+    FIELD(ExportTile, first_scale),
 
     SIZE(Touch), FIELD(Touch, type), FIELD(Touch, reserved), FIELD(Touch, request_id), FIELD(Touch, offset),
     FIELD(Touch, n_rows), FIELD(Touch, row_bytes),

@@ -9,6 +9,7 @@
 #include "common/error.h"
 #include "common/half.h"
 #include "common/parallel.h"
+#include "replay/moments_in_8_bits.h"
 
 namespace zenflow {
 namespace {
@@ -22,21 +23,20 @@ struct Gather {
     float* target;
     uint64_t target_stride;
     uint64_t entries_before;  // of the request's tiles before this one
+    uint64_t first_scale;
 
-    // Copies entries [first, last) of one array of float or BFloat16, counted over the tile.
-    template <typename T>
-    void copy(const T* array, float* to, uint64_t first, uint64_t last) const {
-        const T* const source = array + begin;
+    // Copies entries [first, last), counted over the tile. `read(i)` gives the tile's element i.
+    template <typename Read>
+    void copy(const Read& read, float* to, uint64_t first, uint64_t last) const {
         if (columns == nullptr) {
-            for (uint64_t i = first; i < last; ++i) to[i] = to_float(source[i]);
+            for (uint64_t i = first; i < last; ++i) to[i] = read(i);
             return;
         }
         for (uint64_t row = first / n_columns; row * n_columns < last; ++row) {
             const uint64_t row_first = row * n_columns;
             const uint64_t end = std::min(n_columns, last - row_first);
-            const T* const elements = source + row * width;
             for (uint64_t i = std::max(first, row_first) - row_first; i < end; ++i)
-                to[row_first + i] = to_float(elements[columns[i]]);
+                to[row_first + i] = read(row * width + columns[i]);
         }
     }
 };
@@ -81,7 +81,12 @@ Gather checked(const Arena& arena, const Section& section, const ExportTile& til
     require(tile.target_stride <= arena.header().total_bytes, "export: target_stride must be at most total_bytes, got ",
             tile.target_stride);
     float* const target = section.at<float>("the target", tile.target_offset, 2 * tile.target_stride + entries);
-    return {tile.begin, tile.width, tile.n_columns, columns, target, tile.target_stride, entries_before};
+    if (arena.moments_dtype() == DataType::kInt8) {
+        const uint64_t n_scales = arena.header().n_scales, n = (tile.rows * tile.width + kTileElements - 1) / kTileElements;
+        require(n <= n_scales && tile.first_scale <= n_scales - n, "export: first_scale must be at most ", n_scales,
+                " less the ", n, " of a tile, got ", tile.first_scale);
+    }
+    return {tile.begin, tile.width, tile.n_columns, columns, target, tile.target_stride, entries_before, tile.first_scale};
 }
 
 // Reading allocates a page as well, because the mapping is a shared one of a file.
@@ -104,18 +109,27 @@ void export_entries(const Arena& arena, const Export& request) {
         gathers.push_back(checked(arena, section, tiles[i], n_entries));
         n_entries += tiles[i].rows * tiles[i].n_columns;
     }
-    const AnyState state = arena.state(0);
     const auto copy_all = [&](const Gather& gather, uint64_t first, uint64_t last) {
-        const uint64_t stride = gather.target_stride;
-        gather.copy(state.master, gather.target, first, last);
-        const auto copy_moments = [&](const auto* exp_avg, const auto* exp_avg_sq) {
-            gather.copy(exp_avg, gather.target + stride, first, last);
-            gather.copy(exp_avg_sq, gather.target + 2 * stride, first, last);
+        const AnyState state = arena.state(gather.begin, gather.first_scale);
+        const auto copy = [&](int array, const auto& read) {
+            gather.copy(read, gather.target + static_cast<uint64_t>(array) * gather.target_stride, first, last);
         };
-        if (arena.moments_dtype() == DataType::kBFloat16) {
-            copy_moments(static_cast<const BFloat16*>(state.exp_avg), static_cast<const BFloat16*>(state.exp_avg_sq));
+        const auto copy_floats = [&](int array, const auto* values) {
+            copy(array, [values](uint64_t i) { return to_float(values[i]); });
+        };
+        copy_floats(0, state.master);
+        if (arena.moments_dtype() == DataType::kInt8) {
+            const auto* const exp_avg = static_cast<const int8_t*>(state.exp_avg);
+            const auto* const exp_avg_sq = static_cast<const uint8_t*>(state.exp_avg_sq);
+            const MomentScales* const scales = state.scales;
+            copy(1, [=](uint64_t i) { return decode_exp_avg(exp_avg[i], scales[i / kTileElements].exp_avg); });
+            copy(2, [=](uint64_t i) { return decode_exp_avg_sq(exp_avg_sq[i], scales[i / kTileElements].exp_avg_sq); });
+        } else if (arena.moments_dtype() == DataType::kBFloat16) {
+            copy_floats(1, static_cast<const BFloat16*>(state.exp_avg));
+            copy_floats(2, static_cast<const BFloat16*>(state.exp_avg_sq));
         } else {
-            copy_moments(static_cast<const float*>(state.exp_avg), static_cast<const float*>(state.exp_avg_sq));
+            copy_floats(1, static_cast<const float*>(state.exp_avg));
+            copy_floats(2, static_cast<const float*>(state.exp_avg_sq));
         }
     };
     run_in_parallel([&](int thread, int n_threads) {
@@ -135,7 +149,8 @@ void export_entries(const Arena& arena, const Export& request) {
 }
 
 void touch_states(const Arena& arena, const Journal::Share& share) {
-    const AnyState first = arena.state(share.begin), last = arena.state(share.end);
+    // Of the scales, a hundredth of the states, the first job allocates the pages.
+    const AnyState first = arena.state(share.begin, 0), last = arena.state(share.end, 0);
     touch(first.master, last.master);
     touch(first.exp_avg, last.exp_avg);
     touch(first.exp_avg_sq, last.exp_avg_sq);

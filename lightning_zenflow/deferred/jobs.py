@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
@@ -99,7 +98,7 @@ class JobQueue:
         self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
         # Weights that are published again start from moments that have been rounded, if they are. So which job has shown the true factor
         # makes a difference then, and must not depend on when the worker begins it.
-        rounds = rank.arena.exp_avg.dtype != torch.float32
+        rounds = rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
         self.in_flight = JobsInFlight(rank, worker, slots, publisher, has_scratch=in_backward)
         self._longest = self._largest_lag = 0
@@ -290,7 +289,7 @@ class JobQueue:
             partition: `RankState.partition` with other ranges.
         """
         assert not self.in_flight, "flush comes before"
-        self._rank.arena.write_ranges(partition.ranges)
+        self._rank.arena.write_ranges(partition)
         self._worker.restart()
         self._publisher.use(partition)
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
     from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
@@ -28,8 +29,8 @@ class FullState:
         rank = optimizer.parts.rank
         self._optimizer = optimizer
         self._step = optimizer.zenflow_step
-        self._states = {
-            None: rank.arena.master,
+        self._states: dict[str | None, Moment] = {
+            None: Moment(rank.arena.master),
             "exp_avg": rank.arena.exp_avg,
             "exp_avg_sq": rank.arena.exp_avg_sq,
         }
@@ -53,7 +54,7 @@ class FullState:
         """
         self.make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
         state = self._state(optim_state_key)
-        return self._whole(number, lambda _, s: state.narrow(0, s.begin, s.numel))
+        return self._whole(number, lambda _, s: state.read(s.begin, s.numel))
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
@@ -68,11 +69,26 @@ class FullState:
             )
         if number in self._slices:
             _, s = self._slices[number]
-            state.narrow(0, s.begin, s.numel).copy_(value.detach().reshape(-1).narrow(0, s.start, s.numel))
-        self.written()
+            state.write(s.begin, value.detach().reshape(-1).narrow(0, s.start, s.numel))
+        self._step.state_written()
 
-    def written(self) -> None:
-        """Notes that the arena's exact state has been changed, right after `make_exact`."""
+    def read_local(self, number: int, optim_state_key: str | None = None) -> Tensor:
+        """This rank's part of `read`, flat, float32, on the CPU. A collective as well, which flushes."""
+        self.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
+        state = self._state(optim_state_key)
+        if number not in self._slices:
+            return torch.empty(0)
+        _, s = self._slices[number]
+        # A copy, since the worker writes to the arena.
+        return state.read(s.begin, s.numel).to(torch.float32, copy=True)
+
+    def write_local(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
+        """Replaces this rank's part by the first elements of `value`. Other arguments and errors are those of `write`."""
+        self.make_exact(number, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
+        state = self._state(optim_state_key)
+        if number in self._slices:
+            _, s = self._slices[number]
+            state.write(s.begin, value.detach().reshape(-1).narrow(0, 0, s.numel))
         self._step.state_written()
 
     def gradient(self, number: int) -> Tensor:
@@ -119,7 +135,7 @@ class FullState:
             )
         self._optimizer.flush()
 
-    def _state(self, key: str | None) -> Tensor:
+    def _state(self, key: str | None) -> Moment:
         if key not in self._states:
             raise ValueError(f"optim_state_key must be 'exp_avg' or 'exp_avg_sq', got {key!r}")
         return self._states[key]

@@ -1,6 +1,8 @@
 """Link between DeepSpeed's fp32 partitions, the user's optimizer state and the arena."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,18 +10,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.engine.saved_float32 import SavedAsFloat32
+from lightning_zenflow.engine.saved_float32 import SavedAsFloat32, float32_on_disk
 from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.moments import CodedMoment, Moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Keys of AdamW's moments in the state of a flat partition."""
+
+_CHUNK = 1 << 24
+"""Elements that are decoded at once: 64 MB."""
 
 
 class HostState:
     """Replaces DeepSpeed's flat fp32 partitions and the optimizer's moments by views of the arena, so that DeepSpeed's checkpoint code
     reads and writes the arena.
 
-    Every reader of a checkpoint gets the moments as float32.
+    Every reader of a checkpoint gets the moments as float32. With moments in 8 bits, which DeepSpeed's code cannot read, the optimizer's
+    state has NaN of the right length in their place.
 
     Args:
         optimizer: the user's optimizer, whose state is created here.
@@ -32,17 +39,19 @@ class HostState:
     def __init__(self, optimizer: Optimizer, flats: Sequence[Tensor], *, partition: Partition, arena: Arena) -> None:
         self._optimizer = optimizer
         self._flats = list(flats)
-        self._moments: list[dict[str, Tensor]] = []
-        for flat, begin in zip(self._flats, partition.group_begins, strict=True):
-            numel = flat.numel()
+        self._moments: dict[str, Moment] = dict(zip(MOMENTS, (arena.exp_avg, arena.exp_avg_sq), strict=True))
+        self._bounds = [(begin, flat.numel()) for flat, begin in zip(flats, partition.group_begins, strict=True)]
+        self._saved: Sequence[Mapping[str, Tensor]] | None = None
+        self._stand_ins = [
+            {name: moment.stand_in(*bounds) for name, moment in self._moments.items()} for bounds in self._bounds
+        ]
+        for flat, (begin, numel), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
             master = arena.master.narrow(0, begin, numel)
             master.copy_(flat.detach())
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
             flat.grad = torch.zeros(1).expand(numel)
-            moments = {"exp_avg": arena.exp_avg, "exp_avg_sq": arena.exp_avg_sq}
-            self._moments.append({name: moment.narrow(0, begin, numel) for name, moment in moments.items()})
-            optimizer.state[flat] = dict(self._moments[-1])
+            optimizer.state[flat] = dict(of_group)
         self.write_count(0)
 
     def write_count(self, count: int) -> None:
@@ -58,18 +67,49 @@ class HostState:
             flat.data = flat.data.new_empty(0)
             self._optimizer.state.pop(flat, None)
 
+    @property
+    def is_coded(self) -> bool:
+        """Whether moments have no views, and a checkpoint needs a copy of them."""
+        return isinstance(self._moments[MOMENTS[0]], CodedMoment)
+
+    def read(self, group: int, name: str, begin: int, numel: int) -> Tensor:
+        """Elements [begin, begin + numel) of a moment of a parameter group, of a floating-point type."""
+        return self._moments[name].read(self._bounds[group][0] + begin, numel)
+
+    def copy_on_disk(self, folder: Path) -> list[dict[str, Tensor]] | None:
+        """Space for the moments of each parameter group as float32, where they have no views."""
+        if not self.is_coded:
+            return None
+        return [{name: float32_on_disk(folder, numel) for name in MOMENTS} for _, numel in self._bounds]
+
+    @contextmanager
+    def saved_from(self, copy: list[dict[str, Tensor]] | None) -> Iterator[None]:
+        """Context in which `as_saved` has moments from a copy of `copy_on_disk`, which is filled here."""
+        for of_group, (begin, numel) in zip(copy or (), self._bounds, strict=False):
+            for name, target in of_group.items():
+                for first in range(0, numel, _CHUNK):
+                    n = min(_CHUNK, numel - first)
+                    target[first : first + n] = self._moments[name].read(begin + first, n)
+        self._saved = copy
+        try:
+            yield
+        finally:
+            self._saved = None
+
     def as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it; it shares the arena's memory."""
-        states = {}
-        for key, of_group in state["state"].items():
-            moments = {name: of_group[name] for name in self._moments[0] if of_group[name].dtype != torch.float32}
-            states[key] = {**of_group, **{name: moment.as_subclass(SavedAsFloat32) for name, moment in moments.items()}}
-        return {**state, "state": states}
+        """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it; it shares the arena's memory if it can."""
+        saved = self._saved or [
+            {name: _as_float32(moment.read(*bounds)) for name, moment in self._moments.items()}
+            for bounds in self._bounds
+        ]
+        of_keys = zip(state["state"].items(), saved, strict=True)
+        return {**state, "state": {key: {**of_group, **moments} for (key, of_group), moments in of_keys}}
 
     def read_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Copies saved moments into the arena, before `Optimizer.load_state_dict` would convert whole copies of them to float32.
 
-        A float32 moment is rounded to nearest where the arena has bfloat16. That happens once, so no bias can grow as with every window.
+        A float32 moment is rounded to nearest where the arena has another type. That happens once, so no bias can grow as with every
+        window. What a run with the same blocks has saved stays as it is.
 
         Args:
             saved: result of the user's `Optimizer.state_dict`.
@@ -79,10 +119,10 @@ class HostState:
         """
         states = dict(saved["state"])
         keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
-        for key, moments in zip(keys, self._moments, strict=True):
-            for name, ours in moments.items():
-                ours.copy_(states[key][name])
-            states[key] = {**states[key], **{name: ours.new_empty(0) for name, ours in moments.items()}}
+        for key, (begin, _) in zip(keys, self._bounds, strict=True):
+            for name, moment in self._moments.items():
+                moment.write(begin, states[key][name])
+            states[key] = {**states[key], **dict.fromkeys(MOMENTS, torch.empty(0))}
         return {**saved, "state": states}
 
     def copy_loaded_state_into_arena(self) -> int:
@@ -92,15 +132,18 @@ class HostState:
             Loaded number of applied steps.
         """
         count = 0
-        for flat, moments in zip(self._flats, self._moments, strict=True):
+        for flat, (begin, _), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
             state = self._optimizer.state[flat]
             count = int(state["step"])
-            for key, ours in moments.items():
-                if state[key] is not ours:
-                    # Empty ones have been read before.
-                    if state[key].numel() > 0:
-                        ours.copy_(state[key])
-                    state[key] = ours
+            for name, ours in of_group.items():
+                # Empty ones have been read before.
+                if state[name] is not ours and state[name].numel() > 0:
+                    self._moments[name].write(begin, state[name])
+                state[name] = ours
         # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count
+
+
+def _as_float32(moment: Tensor) -> Tensor:
+    return moment if moment.dtype == torch.float32 else moment.as_subclass(SavedAsFloat32)

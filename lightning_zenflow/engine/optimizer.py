@@ -1,8 +1,8 @@
 """What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -211,15 +211,19 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         Raises:
             OSError: the disk is full.
         """
-        return None
+        return self._host_state.copy_on_disk(folder)
 
-    def saved_as(self, copy: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def saved_as(self, copy: Any) -> Iterator[None]:
         """Context in which DeepSpeed saves the exact state, entered and left by all ranks together.
 
         Args:
             copy: result of `copy_for_save`.
         """
-        return nullcontext()
+        if copy is not None:
+            self.flush()
+        with self._host_state.saved_from(copy):
+            yield
 
     def loading(self) -> AbstractContextManager[None]:
         """Context in which a state is loaded, entered and left by all ranks together."""

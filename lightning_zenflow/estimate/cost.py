@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import STATE_BYTES, Block, Partition
+from lightning_zenflow.core.partition import STATE_BYTES, Slice
 from lightning_zenflow.deferred.in_place import InPlacePublisher
 from lightning_zenflow.deferred.memory import Publisher
 from lightning_zenflow.estimate.setup import Setup
@@ -113,20 +113,22 @@ def _fetched_bytes(setup: Setup) -> float:
 def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> float:
     """Seconds of the worker for one job, per parameter, while the block's copies use the host's memory too.
 
-    A job reads and writes master weights and moments once, reads its gradients and writes weights: 24 + b n + b bytes, or 16 + b n + b with
-    bf16 moments. One that is submitted in backward commits S gradients, and applies one more tentatively. Arithmetic takes a core
-    0.1 + 0.42 S ns: in its first-level cache, a core with 512-bit vectors took 0.42 ns for an update, which division and square root bound,
+    A job reads and writes master weights and moments once, reads its gradients and writes weights: 24 + b n + b bytes; with moments in
+    16 or 8 bits 16 or 12.1 in the place of 24. One that is submitted in backward commits S gradients, and applies one more tentatively.
+    Arithmetic takes a core 0.1 + 0.42 S ns, and 0.9 ns more with moments in 8 bits: in its first-level cache, a core with 512-bit vectors
+    took 0.42 ns for an update, which division and square root bound,
     and 0.05 to 0.1 ns more for a job. In `benchmarks.kernel`, where memory takes part, S = 4, 8 and 16 took 1.9, 3.7 and 7.3 ns of it.
     """
     b, s = setup.dtype_bytes, schedule.update_interval
     n_applied = s + (config.submits_in_backward and schedule.publish_lag == 0)
-    traffic = (24 if config.moments_dtype == "float32" else 16) + b * (n_applied + 1) + b * (s + 1)
+    states, coding_ns = {"float32": (24, 0.0), "bfloat16": (16, 0.0), "int8": (12.1, 0.9)}[config.moments_dtype]
+    traffic = states + b * (n_applied + 1) + b * (s + 1)
     memory_s = traffic / setup.rank_bytes_per_s
     if setup.cpu_cores is None:
         return memory_s
     cores = setup.cpu_cores / setup.ranks_per_host
     of_worker = max(1.0, cores - round(config.pt_reserved_cores_perc * cores))
-    return max(memory_s, 1e-9 * (0.1 + 0.42 * n_applied) / of_worker)
+    return max(memory_s, 1e-9 * (0.1 + 0.42 * n_applied + coding_ns) / of_worker)
 
 
 def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> int:
@@ -137,17 +139,17 @@ def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, 
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=setup.offload_parameters
     )
-    length = -(-numel // n_blocks)
-    blocks = [Block(begin=i, end=min(i + length, numel), tiles=()) for i in range(0, numel, length)]
-    partition = Partition(slices=(), tiles=(), blocks=tuple(blocks), ranges=(), group_begins=(0,), numel=numel)
-    staggered = StaggeredSchedule.of(schedule, n_blocks=len(blocks), in_backward=in_backward)
     publisher = InPlacePublisher if setup.offload_parameters else Publisher
+    dtype = torch.bfloat16 if setup.dtype_bytes == 2 else torch.float32
+    whole = Slice.of((numel,), parameter=0, param_group=0, begin=0, start=0, numel=numel)
+    partition = publisher.cut([whole], [numel], n_blocks, dtype)
+    staggered = StaggeredSchedule.of(schedule, n_blocks=len(partition.blocks), in_backward=in_backward)
     sizes = ArenaSizes(
         n_param_groups=1,
         n_step_records=staggered.n_step_records,
         n_slots=staggered.n_slots,
         n_publish_buffers=publisher.n_buffers(staggered),
-        dtype=torch.bfloat16 if setup.dtype_bytes == 2 else torch.float32,
+        dtype=dtype,
         moments_dtype=getattr(torch, config.moments_dtype),
         export_bytes=round(STATE_BYTES * owned_numel),
     )

@@ -12,7 +12,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 12
+VERSION: Final = 13
 
 HEADER_BYTES: Final = 4096
 
@@ -22,8 +22,8 @@ TILE_ELEMENTS: Final = 128
 
 JOURNAL_ENTRY_BYTES: Final = 4096
 
-DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types of gradient slots, publish buffers and moments: values of ``zenflow::DataType``."""
+DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+"""Element types of gradient slots, publish buffers and moments (int8: of those alone): values of ``zenflow::DataType``."""
 
 
 def fields(*runs: tuple[Any, str]) -> list[tuple[str, Any]]:
@@ -42,7 +42,7 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         (c_uint64, "slot_numel"),
         (c_uint32, "n_journal_entries moments_dtype newest_first reserved"),
         (c_uint64, "ranges_offset blocks_offset step_records_offset step_record_bytes"),
-        (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset slots_offset publish_offset"),
+        (c_uint64, "master_offset exp_avg_offset exp_avg_sq_offset scales_offset n_scales slots_offset publish_offset"),
         (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
         (c_uint64, "n_shares export_offset export_bytes"),
@@ -52,7 +52,13 @@ class ArenaHeader(ctypes.LittleEndianStructure):
 class Range(ctypes.LittleEndianStructure):
     """``zenflow::Range``: elements of the partition that belong to one parameter group."""
 
-    _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group reserved"))
+    _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"))
+
+
+class MomentScales(ctypes.LittleEndianStructure):
+    """``zenflow::MomentScales``: scales of one tile's moments in 8 bits."""
+
+    _fields_ = fields((c_float, "exp_avg exp_avg_sq"))
 
 
 class Block(ctypes.LittleEndianStructure):
@@ -159,7 +165,7 @@ class ExportTile(ctypes.LittleEndianStructure):
     _fields_ = fields(
         (c_uint64, "begin rows"),
         (c_uint32, "width n_columns"),
-        (c_uint64, "columns_offset target_offset target_stride"),
+        (c_uint64, "columns_offset target_offset target_stride first_scale"),
     )
 
 

@@ -44,7 +44,9 @@ class DeviceColumns:
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
             if k > 0:
                 group = partition.slices[tile.slice].param_group
-                tiles[tile_index] = OwnedTile(tile=tile, param_group=group, begin=numel[group], columns=of_tile, k=k)
+                tiles[tile_index] = OwnedTile(
+                    tile=tile, number=tile_index, param_group=group, begin=numel[group], columns=of_tile, k=k
+                )
                 numel[group] += tiles[tile_index].numel
         self._tiles = list(tiles.values())
         # For each parameter group, master weights and moments of its n owned entries: [3, n] float32.

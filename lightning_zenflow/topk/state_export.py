@@ -40,6 +40,8 @@ class OwnedTile:
     """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of the tile's parameter group in its block."""
 
     tile: Tile
+    number: int
+    """Of the tile."""
     param_group: int
     begin: int
     columns: Columns | None
@@ -120,8 +122,9 @@ class BlockStates:
         with telemetry.stalls.measure(cause):
             for owned in tiles:
                 target = states[owned.param_group].narrow(1, owned.begin, owned.numel)
-                for row, values in zip(target, (arena.master, arena.exp_avg, arena.exp_avg_sq), strict=True):
-                    row.copy_(values.narrow(0, owned.tile.begin, owned.numel))
+                target[0].copy_(arena.master.narrow(0, owned.tile.begin, owned.numel))
+                for row, moment in zip(target[1:], (arena.exp_avg, arena.exp_avg_sq), strict=True):
+                    row.copy_(moment.read(owned.tile.begin, owned.numel))
                 telemetry.traffic.h2d_bytes += target.nbytes
 
 
@@ -142,6 +145,7 @@ class ExportRegion:
         self._books = rank.books
         self._telemetry = rank.telemetry
         self._offset = rank.arena.export_offset + begin
+        self._first_scales = rank.arena.first_scales
         self._size = size
         memory = rank.arena.export.narrow(0, begin, size.n_bytes)
         self._tiles = memory[: size.columns_offset]
@@ -167,6 +171,7 @@ class ExportRegion:
         for entry, owned in zip(entries, tiles, strict=True):
             tile, group = owned.tile, owned.param_group
             entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
+            entry.first_scale = self._first_scales[owned.number]
             if owned.columns is not None:
                 entry.columns_offset = self._offset + self._size.columns_offset + n_columns * _COLUMN_BYTES
                 self._columns[n_columns : n_columns + owned.k] = owned.columns.host

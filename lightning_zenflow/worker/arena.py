@@ -11,6 +11,7 @@ import logging
 import math
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of, warn_of_pageable_memory
-from lightning_zenflow.core.partition import Partition, Range
+from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
+from lightning_zenflow.worker.moments import CodedMoment, Moment, first_scales, n_scales
 from lightning_zenflow.worker.topology import running_on
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class ArenaSizes:
     dtype: torch.dtype
     """Element type of gradients and published weights: the model's."""
     moments_dtype: torch.dtype = torch.float32
-    """Element type of both moments: float32 or bfloat16."""
+    """Element type of both moments: float32, bfloat16 or int8."""
     n_threads: int = 1
     """Of the worker; each has a journal entry."""
     newest_first: bool = False
@@ -123,8 +125,10 @@ class Arena:
     Attributes:
         fd: the memfd, for the worker to inherit; owned by the arena.
         master: [partition.numel] float32, the exact weights.
-        exp_avg: [partition.numel] `moments_dtype`, first moments.
-        exp_avg_sq: [partition.numel] `moments_dtype`, second moments.
+        exp_avg: first moments, of `moments_dtype`.
+        exp_avg_sq: second moments.
+        rounds: whether the worker rounds moments at the end of each job.
+        first_scales: for each tile of the partition the index of its first scale; read with int8 only.
         slots: [n_slots, slot_numel]; each holds one block's gradient of one step.
         publish: [n_publish_buffers, slot_numel]; each holds one block's new weights.
         export: [export_bytes] uint8; the export section.
@@ -147,7 +151,8 @@ class Arena:
         ctypes.memmove(self._address(), ctypes.addressof(header), ctypes.sizeof(header))
         self._header = protocol.ArenaHeader.from_buffer(self._memory)
 
-        self.write_ranges(partition.ranges)
+        self.first_scales = first_scales(partition.tiles)
+        self.write_ranges(partition)
         blocks = (protocol.Block * header.n_blocks).from_buffer(self._memory, header.blocks_offset)
         for block_entry, block in zip(blocks, partition.blocks, strict=True):
             block_entry.begin, block_entry.end = block.begin, block.end
@@ -158,7 +163,13 @@ class Arena:
                 return torch.empty(shape, dtype=dtype)
             return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
 
-        self.master, self.exp_avg, self.exp_avg_sq = map(array, ("master", "exp_avg", "exp_avg_sq"))
+        self.master = array("master")
+        moments, scales = (array("exp_avg"), array("exp_avg_sq")), array("scales")
+        self.rounds = moments[0].dtype != torch.float32
+        self.exp_avg, self.exp_avg_sq = (
+            CodedMoment(codes, scales[:, i], partition.tiles) if len(scales) else Moment(codes)
+            for i, codes in enumerate(moments)
+        )
         self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
         self.export_offset = int(header.export_offset)
         records = array("step_records")
@@ -265,12 +276,19 @@ class Arena:
             entry.lr, entry.beta1, entry.beta2, entry.eps = group.lr, group.beta1, group.beta2, group.eps
             entry.weight_decay, entry.decoupled = group.weight_decay, int(group.decoupled)
 
-    def write_ranges(self, ranges: Sequence[Range]) -> None:
-        """Sets the elements that workers update which start later. There is room for one range per slice of the partition."""
-        self._header.n_ranges = len(ranges)
-        table = (protocol.Range * len(ranges)).from_buffer(self._memory, self._header.ranges_offset)
-        for entry, r in zip(table, ranges, strict=True):
-            entry.begin, entry.end, entry.param_group = r.begin, r.end, r.param_group
+    def write_ranges(self, partition: Partition) -> None:
+        """Sets the elements that workers update which start later: those of the partition's tiles that lie in its ranges."""
+        ranges = partition.ranges
+        begins = [r.begin for r in ranges]
+        # A tile is part of a slice, and a slice lies in a range or in none.
+        of_tiles = [(tile, bisect_right(begins, tile.begin) - 1) for tile in partition.tiles]
+        trained = [n for n, (tile, r) in enumerate(of_tiles) if r >= 0 and tile.end <= ranges[r].end]
+        self._header.n_ranges = len(trained)
+        table = (protocol.Range * len(trained)).from_buffer(self._memory, self._header.ranges_offset)
+        for entry, number in zip(table, trained, strict=True):
+            tile, r = of_tiles[number]
+            entry.begin, entry.end, entry.param_group = tile.begin, tile.end, ranges[r].param_group
+            entry.first_scale = self.first_scales[number]
 
     def close(self, *, keep_state: bool, take_weights: Callable[[], None] | None = None) -> None:
         """Unlocks the memory, closes the file and frees memory that is not read any more. Idempotent. Errors of the device are logged.
@@ -337,7 +355,7 @@ def _layout(
         weight_dtype=protocol.DATA_TYPES[dtype],
         moments_dtype=protocol.DATA_TYPES[moments],
         numel=numel,
-        n_ranges=len(partition.ranges),
+        n_scales=n_scales(partition, moments),
         n_blocks=n_blocks,
         n_param_groups=sizes.n_param_groups,
         n_step_records=sizes.n_step_records,
@@ -350,7 +368,7 @@ def _layout(
         export_bytes=sizes.export_bytes,
     )
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        "ranges": (torch.uint8, (len(partition.slices), ctypes.sizeof(protocol.Range))),
+        "ranges": (torch.uint8, (len(partition.tiles), ctypes.sizeof(protocol.Range))),
         "blocks": (torch.uint8, (n_blocks, ctypes.sizeof(protocol.Block))),
         "step_records": (torch.uint8, (sizes.n_step_records, record_bytes)),
         "block_words": (torch.uint8, (n_blocks, WORD_BYTES)),
@@ -359,7 +377,8 @@ def _layout(
         "journal": (torch.uint8, (sizes.n_threads, ctypes.sizeof(protocol.JournalEntry))),
         "master": (torch.float32, (numel,)),
         "exp_avg": (moments, (numel,)),
-        "exp_avg_sq": (moments, (numel,)),
+        "exp_avg_sq": (torch.uint8 if moments == torch.int8 else moments, (numel,)),
+        "scales": (torch.float32, (header.n_scales, 2)),
         "slots": (dtype, (sizes.n_slots, slot_numel)),
         "publish": (dtype, (sizes.n_publish_buffers, slot_numel)),
         "export": (torch.uint8, (sizes.export_bytes,)),

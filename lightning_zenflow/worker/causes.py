@@ -25,8 +25,8 @@ class OutOfMemoryKills:
             if count > before.get(where, 0):
                 return (
                     f"The kernel's out-of-memory killer ended {count - before.get(where, 0)} process(es) meanwhile, says {where}: host"
-                    " memory is too small. Use moments_dtype='bfloat16', smaller update_interval, publish_lag or max_update_interval,"
-                    " fewer processes of data loaders, or give the job more memory"
+                    " memory is too small. Use moments_dtype='bfloat16' or 'int8', smaller update_interval, publish_lag or"
+                    " max_update_interval, fewer processes of data loaders, or give the job more memory"
                 )
         return None
 

@@ -70,7 +70,7 @@ def check_host_memory(*, first: int, largest: int, ranks: int, keys: str) -> str
     available = f"but {_gib(int(free.n_bytes))} are available ({free.limit})"
     advice = (
         f"use smaller values of {keys}, down to 12 bytes per parameter for master weights and moments, 8 with"
-        " moments_dtype='bfloat16', or more hosts;"
+        " moments_dtype='bfloat16', 6.1 with 'int8', or more hosts;"
         f" where the kernel is wrong, as on virtual machines that grow with use, {HOST_MEMORY} says how much there is"
     )
     if ranks * first > free.n_bytes:

@@ -1,8 +1,6 @@
 """Copies of the ranks' states in the order of another layout, for checkpoints that plain DeepSpeed reads."""
 
-import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,15 +8,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.engine.flat_layout import FlatLayout, Run, runs
+from lightning_zenflow.engine.saved_float32 import float32_on_disk
 
 _CHUNK = 1 << 24
 """Elements that are exchanged at once: 64 MB of device memory."""
 
+Read = Callable[[int, int], Tensor]
+"""Gives elements [begin, begin + numel) of a state, for a begin and a number; of any type."""
+
 
 class OrderedCopy:
-    """This rank's part of the states in another order, float32, in a file without a name.
-
-    The page cache holds it and may give memory back to others: a copy in memory would take as much again as the states themselves.
+    """This rank's part of the states in another order, float32, on disk: a copy in memory would take as much as the states.
 
     Args:
         folder: on the file system that the checkpoint is written to.
@@ -34,11 +34,11 @@ class OrderedCopy:
 
     def __init__(self, folder: Path, layouts: Sequence[FlatLayout], *, n_states: int) -> None:
         self._layouts = layouts
-        self.states = [[_on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
+        self.states = [[float32_on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
         self,
-        states: Sequence[Sequence[Tensor]],
+        states: Sequence[Sequence[Read]],
         layouts: Sequence[FlatLayout],
         *,
         device: torch.device,
@@ -47,7 +47,7 @@ class OrderedCopy:
         """Copies the states of all ranks, which call it together. Waits for the other ranks.
 
         Args:
-            states: as `OrderedCopy.states`, of any type.
+            states: as `OrderedCopy.states`, by their functions.
             layouts: their order.
             device: of the group's collectives.
             group: the ranks.
@@ -58,13 +58,13 @@ class OrderedCopy:
                     _copy(from_, to, run, device, group)
 
 
-def _copy(source: Tensor, target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup) -> None:
+def _copy(read: Read, target: Tensor, run: Run, device: torch.device, group: dist.ProcessGroup) -> None:
     """Copies one run of elements. All ranks do so for all runs in the same order, so none waits for one that waits for it."""
     rank = dist.get_rank(group)
     for offset in range(0, run.numel, _CHUNK):
         n = min(_CHUNK, run.numel - offset)
         if rank == run.source_rank:
-            values = source.narrow(0, run.source_begin + offset, n)
+            values = read(run.source_begin + offset, n)
             if rank != run.target_rank:
                 dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
         if rank == run.target_rank:
@@ -72,13 +72,3 @@ def _copy(source: Tensor, target: Tensor, run: Run, device: torch.device, group:
                 values = torch.empty(n, device=device)
                 dist.recv(values, group=group, group_src=run.source_rank)
             target.narrow(0, run.target_begin + offset, n).copy_(values)
-
-
-def _on_disk(folder: Path, numel: int) -> Tensor:
-    """[numel] float32, zeros."""
-    if numel == 0:
-        return torch.empty(0)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        # A write to a page that a full disk has no place for would end the process.
-        os.posix_fallocate(file.fileno(), 0, 4 * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=torch.float32)

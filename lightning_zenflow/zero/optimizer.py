@@ -179,22 +179,25 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         return state
 
     @override
-    def copy_for_save(self, folder: Path) -> OrderedCopy | None:
-        """Space for the ranks' states in the order in which plain DeepSpeed has them; None where that is ours."""
+    def copy_for_save(self, folder: Path) -> Any:
+        """Space for the ranks' states in the order in which plain DeepSpeed has them, where that is not ours."""
         layouts = flat_layouts(self, self._plain_groups())
-        return None if layouts == self.layouts else OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
+        if layouts == self.layouts:
+            return super().copy_for_save(folder)
+        return OrderedCopy(folder, layouts, n_states=1 + len(MOMENTS))
 
     @contextmanager
     @override
-    def saved_as(self, copy: OrderedCopy | None) -> Iterator[None]:
+    def saved_as(self, copy: Any) -> Iterator[None]:
         """DeepSpeed saves in its own order; the ranks exchange their parts before."""
-        if copy is None:
-            yield
+        if not isinstance(copy, OrderedCopy):
+            with super().saved_as(copy):
+                yield
             return
         self.flush()
         states = [
-            [flat.detach(), *(self.optimizer.state[flat][name] for name in MOMENTS)]
-            for flat in self.single_partition_of_fp32_groups
+            [partial(flat.detach().narrow, 0), *(partial(self._host_state.read, group, name) for name in MOMENTS)]
+            for group, flat in enumerate(self.single_partition_of_fp32_groups)
         ]
         copy.fill(states, self.layouts, device=self._rank.device, group=self.dp_process_group)
         # Private: the engine saves the parameters' shapes in the order of these groups.

@@ -294,8 +294,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._gather_weights()
 
     @override
-    def saved_as(self, copy: None) -> AbstractContextManager[None]:
-        return self._gathered_afterwards()
+    @contextmanager
+    def saved_as(self, copy: Any) -> Iterator[None]:
+        with super().saved_as(copy), self._gathered_afterwards():
+            yield
 
     @override
     def loading(self) -> AbstractContextManager[None]:

@@ -55,27 +55,19 @@ class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """This rank's piece, float32, with its padding."""
         if (number := self._number_of(param)) is None:
             return None
-        piece = torch.zeros(param.partition_numel(), device=param.device)
-        part = self._full_state.local_gradient(number)
-        piece[: part.numel()] = part
-        return piece
+        return _padded(self._full_state.local_gradient(number).to(param.device), param)
 
     @override
     def get_local_fp32_param(self, param: Any, optim_state_key: str | None = None) -> Tensor | None:
         """This rank's piece, float32, with its padding."""
         if (number := self._number_of(param)) is None:
             return None
-        self._full_state.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
-        piece: Tensor = super().get_local_fp32_param(param, optim_state_key)
-        # A copy, since the worker writes to the arena.
-        return piece.to(torch.float32, copy=True)
+        return _padded(self._full_state.read_local(number, optim_state_key), param)
 
     @override
     def set_local_hp_param(self, value: Tensor, param: Any, optim_state_key: str | None = None) -> None:
         if (number := self._number_of(param)) is not None:
-            self._full_state.make_exact(number, "safe_set_local_fp32_param and safe_set_local_optimizer_state")
-            super().set_local_hp_param(value, param, optim_state_key)
-            self._full_state.written()
+            self._full_state.write_local(number, value, optim_state_key)
 
     @override
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
@@ -88,3 +80,10 @@ class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
         raise MisconfigurationException(
             "ZenFlowStrategy does not support engine.offload_states: states are in host memory"
         )
+
+
+def _padded(part: Tensor, parameter: Any) -> Tensor:
+    """A rank's part of a parameter as its piece: [numel of the piece] float32, with zeros behind it."""
+    piece = part.new_zeros(parameter.partition_numel(), dtype=torch.float32)
+    piece[: part.numel()] = part
+    return piece

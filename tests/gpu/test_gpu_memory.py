@@ -37,7 +37,7 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
         assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned() and arena.export.is_pinned()
-        assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg, arena.exp_avg_sq))
+        assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array))
         torch.cuda.synchronize()
         torch.cuda._sleep(500 * MILLISECOND)
         done = torch.cuda.Event()

@@ -20,6 +20,7 @@ from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores
+from lightning_zenflow.worker.moments import Moment
 from lightning_zenflow.worker.topology import allowed_cores
 from reference import slices_of_rank
 from scripted_schedule import scripted
@@ -111,8 +112,15 @@ class DirectStep:
 
     def flat_state(self) -> list[list[Tensor]]:
         """Copies of [master, exp_avg, exp_avg_sq] of each parameter group; exact right after a flush."""
-        states = [(w, self.optimizer.state[w]) for w in self.masters]
-        return [[w.detach().clone(), s["exp_avg"].clone(), s["exp_avg_sq"].clone()] for w, s in states]
+        return [
+            [w.detach().clone(), *(moment.read(begin, w.numel()).clone() for moment in self._moments)]
+            for w, begin in zip(self.masters, self.parts.step.rank.partition.group_begins, strict=True)
+        ]
+
+    @property
+    def _moments(self) -> tuple[Moment, Moment]:
+        arena = self.parts.step.rank.arena
+        return arena.exp_avg, arena.exp_avg_sq
 
     def state(self) -> list[Tensor]:
         """Copies of master weights, moments and the weights that the model shows."""
@@ -131,10 +139,11 @@ class DirectStep:
     def load(self, path: str) -> None:
         """Continues from a saved state, bit for bit."""
         states, shown, step, count = torch.load(path, weights_only=False)
-        for master, (saved, exp_avg, exp_avg_sq) in zip(self.masters, states, strict=True):
+        begins = self.parts.step.rank.partition.group_begins
+        for master, begin, (saved, *moments) in zip(self.masters, begins, states, strict=True):
             master.data.copy_(saved)
-            self.optimizer.state[master]["exp_avg"].copy_(exp_avg)
-            self.optimizer.state[master]["exp_avg_sq"].copy_(exp_avg_sq)
+            for moment, values in zip(self._moments, moments, strict=True):
+                moment.write(begin, values)
         for weights, saved in zip(self.shown, shown, strict=True):
             weights.copy_(saved)
         assert self.step.load_state_dict(step, int(count)) == ""

@@ -397,7 +397,10 @@ def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor
         state = optimizer.optimizer.state[flat]
         group = optimizer.sub_group_to_group_id[number] if is_3 else number
         assert counts.setdefault(group, float(state["step"])) == float(state["step"])
-        partitions.append([flat.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+        begin = optimizer.parts.rank.partition.group_begins[number]
+        arena = optimizer.parts.rank.arena
+        moments = [moment.read(begin, flat.numel()).clone() for moment in (arena.exp_avg, arena.exp_avg_sq)]
+        partitions.append([flat.detach().clone(), *moments])
     run.counts = list(counts.values())
     return partitions
 

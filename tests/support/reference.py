@@ -184,8 +184,9 @@ def slices_of_rank(groups: Sequence[Sequence[Tensor]], rank: int, world_size: in
 
 def places_of_elements(
     groups: Sequence[Sequence[Tensor]], n_blocks: int, world_size: int, sub_group_size: int = 0
-) -> tuple[list[Tensor], list[Tensor]]:
-    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it.
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """For each parameter, over all groups, each element's block and its index in the partition, both counted by the rank that holds it,
+    and a number of the elements that it shares a scale with.
 
     Args:
         groups: parameters by group.
@@ -193,21 +194,31 @@ def places_of_elements(
         world_size: number of ranks.
         sub_group_size: of ZeRO-3; 0: ZeRO-2.
     """
-    blocks, indices = ([torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(2))
+    blocks, indices, scales = (
+        [torch.full((p.numel(),), -1) for parameters in groups for p in parameters] for _ in range(3)
+    )
     for rank in range(world_size):
         if sub_group_size:
             slices, sizes = pieces_of_rank(groups, rank, world_size, sub_group_size)
         else:
             slices, sizes = slices_of_rank(groups, rank, world_size)
-        ends = torch.tensor([block.end for block in build_partition(slices, sizes, n_blocks).blocks])
+        partition = build_partition(slices, sizes, n_blocks)
+        ends = torch.tensor([block.end for block in partition.blocks])
+        scale_of = torch.full((partition.numel,), -1)
+        for tile in partition.tiles:
+            runs = torch.arange(tile.numel) // 128
+            scale_of[tile.begin : tile.end] = int(scale_of.max()) + 1 + runs
         for s in slices:
             places = torch.arange(s.begin, s.begin + s.numel)
             indices[s.parameter][s.start : s.start + s.numel] = places
             blocks[s.parameter][s.start : s.start + s.numel] = torch.searchsorted(ends, places, right=True)
-    assert all((places >= 0).all() for places in (*blocks, *indices))
+            scales[s.parameter][s.start : s.start + s.numel] = scale_of[places] * world_size + rank
+    assert all((places >= 0).all() for places in (*blocks, *indices, *scales))
     shapes = [p.shape for parameters in groups for p in parameters]
-    of_blocks, of_indices = ([x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices))
-    return of_blocks, of_indices
+    of_blocks, of_indices, of_scales = (
+        [x.view(shape) for x, shape in zip(of, shapes, strict=True)] for of in (blocks, indices, scales)
+    )
+    return of_blocks, of_indices, of_scales
 
 
 def owned_elements(gradient: Tensor, topk_ratio: float) -> Tensor:
@@ -260,7 +271,7 @@ class ReferenceZenFlow:
         self.shown_step = [torch.zeros(p.shape, dtype=torch.int64) for p in self.parameters]
         """For each parameter and element, the step whose exact weight the model shows."""
 
-    def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor]]:
+    def places(self, n_blocks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """As `places_of_elements`."""
         return places_of_elements(self.parameter_groups, n_blocks, self.world_size, self.sub_group_size)
 

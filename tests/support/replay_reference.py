@@ -1,6 +1,6 @@
 """The worker's AdamW in torch, with the same bits: each operation rounded once to float32, moments rounded as the arena holds them.
 
-`csrc/replay/replay_adamw.h` has the operations, `csrc/replay/stochastic_rounding.h` the noise.
+`csrc/replay/replay_adamw.h` has the operations, `csrc/replay/stochastic_rounding.h` the noise, `csrc/replay/moments_in_8_bits.h` the codes.
 """
 
 import math
@@ -57,10 +57,12 @@ class ReplayedAdamW:
     Args:
         master: initial weights.
         elements: index in the partition of each weight, int64.
+        scales: number of the elements that each weight shares its scales with, where moments have 8 bits; None: they have 16.
     """
 
     master: list[Tensor]
     elements: Sequence[Tensor]
+    scales: Sequence[Tensor] | None = None
     exp_avg: list[Tensor] = field(init=False)
     exp_avg_sq: list[Tensor] = field(init=False)
     count: int = 0
@@ -84,14 +86,13 @@ class ReplayedAdamW:
                 g = fma(w, h.weight_decay, g)
             m = fma(g, 1 - h.beta1, self.exp_avg[i] * _float32(h.beta1))
             v = fma(g * g, 1 - h.beta2, self.exp_avg_sq[i] * _float32(h.beta2))
-            # torch's vectorised root of float32 is not always rounded right.
-            u = m / fma(v.double().sqrt().float(), inv_sqrt, h.eps)
+            u = m / fma(_root(v), inv_sqrt, h.eps)
             if h.weight_decay and h.decoupled:
                 w = fma(w, -h.lr * h.weight_decay, w)
             self.master[i], self.exp_avg[i], self.exp_avg_sq[i] = fma(u, step_size, w), m, v
 
     def close_windows(self, closing: Sequence[Tensor], last_step: int) -> None:
-        """Rounds the moments to bfloat16, as the worker does at the end of a window.
+        """Rounds the moments, as the worker does at the end of a window.
 
         Args:
             closing: for each parameter, which elements are in a block whose window ends with `last_step`, bool.
@@ -99,9 +100,41 @@ class ReplayedAdamW:
         """
         seed = noise_seed(last_step)
         for i, (of_parameter, element) in enumerate(zip(closing, self.elements, strict=True)):
-            m, v = self.exp_avg[i], self.exp_avg_sq[i]
-            self.exp_avg[i] = torch.where(of_parameter, m.bfloat16().float(), m)
-            self.exp_avg_sq[i] = torch.where(of_parameter, round_stochastically(v, noise_of(seed, element)), v)
+            m, v, noise = self.exp_avg[i], self.exp_avg_sq[i], noise_of(seed, element)
+            if self.scales is None:
+                rounded = m.bfloat16().float(), round_stochastically(v, noise)
+            else:
+                rounded = coded_exp_avg(m, self.scales[i]), coded_exp_avg_sq(v, self.scales[i], noise)
+            self.exp_avg[i], self.exp_avg_sq[i] = map(torch.where, (of_parameter,) * 2, rounded, (m, v))
+
+
+def coded_exp_avg(values: Tensor, scales: Tensor) -> Tensor:
+    """The values after coding in 8 bits; those with equal numbers in `scales` have one scale."""
+    scale = _scale(values.abs(), scales)
+    code = (_root(values.abs() * (1 / scale)) * 127 + 0.5).clamp(max=127).trunc()
+    return torch.copysign(code * code * (1 / 127**2) * scale, values) * (code > 0)
+
+
+def coded_exp_avg_sq(values: Tensor, scales: Tensor, noise: Tensor) -> Tensor:
+    """As `coded_exp_avg`; `noise` is uniform in 0 to 65535."""
+    scale = _scale(values, scales)
+    share = values * (1 / scale)
+    below = (_root(_root(share)) * 255).clamp(max=254).trunc()
+    low, high = ((code * code * (1 / 255**2)) ** 2 for code in (below, below + 1))
+    up = share - low > (noise.float() * 2.0**-16 + 2.0**-17) * (high - low)
+    code = torch.maximum(below + up, (values > 0).float())
+    return (code * code * (1 / 255**2)) ** 2 * scale
+
+
+def _scale(magnitudes: Tensor, scales: Tensor) -> Tensor:
+    flat, number = magnitudes.reshape(-1), scales.reshape(-1)
+    largest = torch.zeros(int(number.max()) + 1).scatter_reduce(0, number, flat, "amax") if len(flat) else flat
+    return largest[number].clamp(2.0**-100, torch.finfo(torch.float32).max).view_as(magnitudes)
+
+
+def _root(values: Tensor) -> Tensor:
+    # torch's vectorised root of float32 is not always rounded right.
+    return values.double().sqrt().float()
 
 
 def _float32(value: Tensor | float) -> Tensor:

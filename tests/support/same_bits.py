@@ -73,10 +73,12 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
     oracle = case.make_reference(world_size=world_size)
     parameters = oracle.parameters
     in_backward = case.publish_lag == 0 and case.strategy_options.get("optimizer_in_backward", True)
-    rounds = case.strategy_options.get("moments_dtype") == "bfloat16"
+    moments_dtype = case.strategy_options.get("moments_dtype", "float32")
+    rounds = moments_dtype != "float32"
     n_blocks = blocks_wanted([case.update_interval], in_backward=in_backward, numel=0) if rounds else 1
-    blocks, indices = oracle.places(n_blocks)
-    bits = ReplayedAdamW(master=parameters, elements=indices)  # type: ignore[arg-type]
+    blocks, indices, scales = oracle.places(n_blocks)
+    of_scales = scales if moments_dtype == "int8" else None
+    bits = ReplayedAdamW(master=parameters, elements=indices, scales=of_scales)  # type: ignore[arg-type]
     exact = AdamWState.start(parameters, torch.float64)
     frozen: list[int] = []
     for step, (weights, factor) in enumerate(zip(run.shown, run.factors, strict=True)):
@@ -118,7 +120,10 @@ def assert_is_adamw(case: Case, *runs: Run, world_size: int = 0, shown: bool = F
         assert (run.skipped, run.counts) == (exact.skipped, [exact.count] * len(oracle.parameter_groups))
         for kind in _KINDS:
             ours = getattr(run, kind)
-            assert all(x.dtype == (torch.bfloat16 if rounds and kind != "master" else torch.float32) for x in ours)
+            assert all(
+                x.dtype == (torch.bfloat16 if moments_dtype == "bfloat16" and kind != "master" else torch.float32)
+                for x in ours
+            )
             assert_same_tensors([x.float() for x in ours], getattr(bits, kind), kind)
         assert_same_tensors(run.weights, [w.to(case.dtype) for w in run.master], "the weight at the end")
         for name, value in run.untrained.items() if world_size == 1 else ():

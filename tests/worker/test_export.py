@@ -57,7 +57,7 @@ def expected_state(rank: RankState, block: int, columns: list[Columns | None]) -
             if chosen is None or (s.start + element - s.begin) % s.columns in chosen.host:
                 owned[s.param_group].append(element)
     arena = rank.arena
-    return [torch.stack([a[e] for a in (arena.master, arena.exp_avg, arena.exp_avg_sq)]) for e in owned]
+    return [torch.stack([a[e] for a in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array)]) for e in owned]
 
 
 class Setting:
@@ -68,7 +68,7 @@ class Setting:
         weights = [torch.zeros(1500), torch.zeros(400)]
         self.rank = make_rank_state(self.partition, weights, topk_ratio=topk_ratio)
         arena = self.rank.arena
-        for seed, array in enumerate((arena.master, arena.exp_avg, arena.exp_avg_sq)):
+        for seed, array in enumerate((arena.master, arena.exp_avg.array, arena.exp_avg_sq.array)):
             array.copy_(torch.rand(array.shape, generator=generator(seed)))
         arena.slots.copy_(torch.randn(arena.slots.shape, generator=generator(9)))
         arena.write_hyperparameters(1, GROUPS)

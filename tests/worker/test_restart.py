@@ -116,7 +116,7 @@ def jobs_of(arena: Arena, partition: Partition, *, steps: int = 1) -> list[JobMe
 
 
 def state(arena: Arena) -> list[Tensor]:
-    return [t.clone() for t in (arena.master, arena.exp_avg, arena.exp_avg_sq, arena.publish)]
+    return [t.clone() for t in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array, arena.publish)]
 
 
 @pytest.fixture

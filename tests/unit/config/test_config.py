@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "weight_prediction": FACTOR,
     "provisional_scale": FACTOR,
     "auto_ratio": ([0.99], [-0.01, 1.01, "auto"]),
-    "moments_dtype": (["float32", "bfloat16"], ["fp32", "bf16", "auto", 16]),
+    "moments_dtype": (["float32", "bfloat16", "int8"], ["fp32", "bf16", "auto", 16]),
     "offload": ([False], [0, 1, "true", "auto"]),
     "accumulate_on": (["auto", "device", "host"], ["cpu", "Host", ["host"]]),
     "worker_cores": (["auto", 3, [4, 0], range(2)], [0, 1.0, "2", [], [-1], [True], [1.0], ["1"]]),

@@ -53,7 +53,7 @@ def test_the_device_uses_all_reserved_memory_but_the_states() -> None:
     words = [field for words in (arena.step_words, arena.block_words) for field in (words.clip, words.sequence)]
     assert all(inside(tensor) for tensor in [*arena.slots[:3], *arena.publish[:2], arena.export, *words])
     assert not any(inside(row) for row in [*arena.slots[3:], *arena.publish[2:]])
-    for state in (arena.master, arena.exp_avg, arena.exp_avg_sq):
+    for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array):
         first, last = bytes_of(arena, state)
         assert not any(first < end and begin < last for begin, end in ranges)
     assert sum(end - begin for begin, end in ranges) + 3 * 4 * 2048 == arena.reserved_bytes

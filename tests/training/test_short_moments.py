@@ -1,8 +1,9 @@
-"""`moments_dtype: bfloat16`: the state has the bits of the oracle, whose moments are rounded once a window, and resumed runs have those
-of the run itself."""
+"""`moments_dtype: bfloat16` and `int8`: the state has the bits of the oracle, whose moments are rounded once a window; resumed runs have
+those of the run itself."""
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from typing_extensions import override
 from gpu_cases import optimizer_of
 from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.schedule.staggered import blocks_wanted
 from models import SHAPES, LinearLossModule
-from replay_reference import noise_of, noise_seed, round_stochastically
+from replay_reference import coded_exp_avg, coded_exp_avg_sq, noise_of, noise_seed, round_stochastically
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
-BF16 = {"moments_dtype": "bfloat16"}
-CASE = Case(topk_ratio=0.0, steps=11, model_options={"shapes": SHAPES[:6]}, loop="direct").with_keys(**BF16)
+SHORT = ("bfloat16", "int8")
+CASE = Case(topk_ratio=0.0, steps=11, model_options={"shapes": SHAPES[:6]}, loop="direct")
 """The gradients do not depend on the weights. The last parameter of the model, which has none in every second step, is left out: its block
 is then submitted at the end of the step, with another window."""
 
@@ -50,12 +52,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_the_oracle(name: str) -> None:
-    assert_is_adamw(CASES[name], run_here(CASES[name]))
+def test_the_bits_of_the_oracle(name: str, dtype: str) -> None:
+    case = CASES[name].with_keys(moments_dtype=dtype)
+    assert_is_adamw(case, run_here(case))
 
 
-DISTURBED = Case(topk_ratio=0.3, steps=18, max_norm=0.5, strategy_options=BF16)
+DISTURBED = Case(topk_ratio=0.3, steps=18, max_norm=0.5)
 NETWORK = replace(DISTURBED, model="SmallNet", update_interval=1, publish_lag=0).with_keys(reduce_bucket_size=200)
 """Its gradients depend on the weights that it is shown."""
 RESUMED = {
@@ -66,14 +70,14 @@ RESUMED = {
 }
 
 
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "half.ckpt")
-    whole = run_here(replace(RESUMED[name], save_at=7, checkpoint=path))
-    rest = run_here(replace(RESUMED[name], checkpoint=path))
-    assert len(rest.shown) == RESUMED[name].steps - 7
+def test_a_resumed_run_continues_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    case, path = RESUMED[name].with_keys(moments_dtype=dtype), str(tmp_path / "half.ckpt")
+    whole = run_here(replace(case, save_at=7, checkpoint=path))
+    rest = run_here(replace(case, checkpoint=path))
+    assert len(rest.shown) == case.steps - 7
     assert_same_run(rest, replace(whole, shown=whole.shown[7:], losses=whole.losses[7:]))
-    assert all(m.dtype == torch.bfloat16 for m in [*rest.exp_avg, *rest.exp_avg_sq])
 
 
 def saved_moments(path: Path) -> list[Tensor]:
@@ -94,42 +98,60 @@ class FindsMoments(pl.Callback):
         arena = optimizer_of(trainer).parts.rank.arena
         states = optimizer_of(trainer).state_dict()["base_optimizer_state"]["state"].values()
         for kind in ("exp_avg", "exp_avg_sq"):
-            of_arena = getattr(arena, kind).untyped_storage().data_ptr()
-            assert {state[kind].untyped_storage().data_ptr() for state in states} == {of_arena}
+            of_arena = getattr(arena, kind).array
+            shares = of_arena.dtype == torch.uint8 or of_arena.dtype == torch.int8
+            own = {state[kind].untyped_storage().data_ptr() for state in states}
+            assert (own == {of_arena.untyped_storage().data_ptr()}) != shares
 
 
-def test_checkpoints_hold_float32_and_runs_with_either_load_them(
+def loaded(moment: Tensor, kind: str, scales: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """What a run with moments of this type may take a saved one for: one of two values."""
+    if dtype != "int8":
+        rounded = moment.to(getattr(torch, dtype))
+        return rounded, rounded
+    if kind == "exp_avg":
+        return (coded_exp_avg(moment.float(), scales),) * 2
+    return tuple(coded_exp_avg_sq(moment.float(), scales, torch.tensor(noise)) for noise in (0, 65535))  # type: ignore[return-value]
+
+
+def test_checkpoints_hold_float32_and_runs_with_any_type_load_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that loads the other type takes the exact state, or rounds it once to nearest.
+    """A run that loads another type takes the exact state, or rounds it once to nearest.
 
-    What is saved is the arena's memory, without a copy; loading gives the optimizer, which would convert them all at once, empty moments.
+    What is saved is the arena's memory, or a file's; loading gives the optimizer, which would convert all at once, empty moments.
     """
     saved: dict[str, Run] = {}
-    loaded: list[int] = []
+    loaded_sizes: list[int] = []
     load = torch.optim.Optimizer.load_state_dict
 
     def watched(self: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        loaded.extend(of["exp_avg"].numel() for of in state["state"].values())
+        loaded_sizes.extend(of["exp_avg"].numel() for of in state["state"].values())
         load(self, state)
 
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", watched)
-    finds, short = FindsMoments(), replace(CASE, steps=5, loop="trainer")
-    for dtype in ("float32", "bfloat16"):
+    finds, short, dtypes = FindsMoments(), replace(CASE, steps=5, loop="trainer"), ("float32", *SHORT)
+    for dtype in dtypes:
         case = replace(short, save_at=5, checkpoint=str(tmp_path / dtype)).with_keys(moments_dtype=dtype)
         saved[dtype] = run_here(case, callbacks=[finds])
         assert all(moments.dtype == torch.float32 for moments in saved_moments(tmp_path / dtype))
         of_rank = SavedCheckpoint(tmp_path / dtype).optimizer_state(0)["base_optimizer_state"]["state"]
-        assert all(of_group["exp_avg"].dtype == getattr(torch, dtype) for of_group in of_rank.values())
-    assert all(x.dtype == torch.float32 for x in finds.found)
-    assert_same_tensors(finds.found, [x.float() for x in saved["bfloat16"].exp_avg_sq], "what DeepSpeed finds")
-    for ours, theirs in (("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+        in_file = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        assert all(of_group["exp_avg"].dtype == in_file for of_group in of_rank.values())
+        assert all(x.dtype == torch.float32 for x in finds.found)
+        assert_same_tensors(finds.found, [x.float() for x in saved[dtype].exp_avg_sq], "what DeepSpeed finds")
+    n_blocks = blocks_wanted([CASE.update_interval], in_backward=False, numel=0)
+    _, _, scales = CASE.make_reference(world_size=1).places(n_blocks)
+    for ours, theirs in product(dtypes, dtypes):
         run = run_here(replace(short, checkpoint=str(tmp_path / theirs)).with_keys(moments_dtype=ours))
         assert_same_tensors(run.master, saved[theirs].master, "master")
         for kind in ("exp_avg", "exp_avg_sq"):
-            expected = [x.to(getattr(torch, ours)) for x in getattr(saved[theirs], kind)]
-            assert_same_tensors(getattr(run, kind), expected, kind)
-    assert loaded and not any(loaded)
+            for ours_, theirs_, of_scales in zip(getattr(run, kind), getattr(saved[theirs], kind), scales, strict=True):
+                either, other = loaded(theirs_, kind, of_scales, ours)
+                assert ((ours_ == either) | (ours_ == other)).all()
+            if ours == theirs:
+                assert_same_tensors(getattr(run, kind), getattr(saved[theirs], kind), kind)
+    assert loaded_sizes and not any(loaded_sizes)
 
 
 def test_why_not_to_nearest() -> None:
