@@ -21,9 +21,9 @@
 // is. One step and a tentative one move 30 bytes per parameter.
 //
 // Moments may be stored as bfloat16, or in 8 bits with two scales for each tile (moments_in_8_bits.h): they are rounded once a
-// call, exp_avg to nearest and exp_avg_sq stochastically (stochastic_rounding.h). All steps but the first of a call, the tentative
-// one included, start from what the one before computed, unrounded. One step and a tentative one move 22 bytes per parameter, or
-// 18 in 8 bits.
+// call, exp_avg to nearest and exp_avg_sq stochastically (stochastic_rounding.h). All steps but the first of a call, the
+// tentative one included, start from what the one before computed, unrounded. One step and a tentative one move 22 bytes per
+// parameter, or 18 in 8 bits.
 //
 // Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
 // are divided among calls; moments in 8 bits only if calls begin at tiles. (NaN payloads may differ.)

@@ -183,8 +183,8 @@ void prefetch(const Element* tile) {
     for (size_t byte = 0; byte < kTile * sizeof(Element); byte += 64) __builtin_prefetch(begin + byte);
 }
 
-// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, the tile itself
-// takes the place of the journal's where moments are floats.
+// Applies a window with a committed part to a tile, in the order that tile_journal.h prescribes. Without a journal, the tile
+// itself takes the place of the journal's where moments are floats.
 template <typename Moment, typename UpdateOf>
 void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps, bool has_tentative, size_t size,
                  JournalEntry* journal, const UpdateOf& update_of) {

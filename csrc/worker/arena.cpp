@@ -163,8 +163,8 @@ void Arena::check_scales() const {
     for (size_t i = 0; i < ranges_.size(); ++i) {
         const Range& range = ranges_[i];
         while (block != blocks_.end() && block->end <= range.begin) ++block;
-        require(block == blocks_.end() || range.end <= (range.begin < block->begin ? block->begin : block->end), "arena: ranges[", i,
-                "] must lie within one block, got [", range.begin, ", ", range.end, ")");
+        require(block == blocks_.end() || range.end <= (range.begin < block->begin ? block->begin : block->end), "arena: ranges[",
+                i, "] must lie within one block, got [", range.begin, ", ", range.end, ")");
         const uint64_t n = (range.end - range.begin + kTileElements - 1) / kTileElements;
         require(range.first_scale >= n_before && n <= header_.n_scales && range.first_scale <= header_.n_scales - n,
                 "arena: ranges[", i, "].first_scale must be from ", n_before, " to ", header_.n_scales, " less its ", n,

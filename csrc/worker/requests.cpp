@@ -83,8 +83,8 @@ Gather checked(const Arena& arena, const Section& section, const ExportTile& til
     float* const target = section.at<float>("the target", tile.target_offset, 2 * tile.target_stride + entries);
     if (arena.moments_dtype() == DataType::kInt8) {
         const uint64_t n_scales = arena.header().n_scales, n = (tile.rows * tile.width + kTileElements - 1) / kTileElements;
-        require(n <= n_scales && tile.first_scale <= n_scales - n, "export: first_scale must be at most ", n_scales,
-                " less the ", n, " of a tile, got ", tile.first_scale);
+        require(n <= n_scales && tile.first_scale <= n_scales - n, "export: first_scale must be at most ", n_scales, " less the ",
+                n, " of a tile, got ", tile.first_scale);
     }
     return {tile.begin, tile.width, tile.n_columns, columns, target, tile.target_stride, entries_before, tile.first_scale};
 }

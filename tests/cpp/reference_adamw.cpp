@@ -1,7 +1,9 @@
 #include "reference_adamw.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 
 #include "check.h"
@@ -60,7 +62,39 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
     }
 }
 
-void round_moments(State& state, int64_t step, size_t begin, size_t end) {
+namespace {
+
+// The scale of a tile's moment, by magnitudes.
+float scale_of_tile(const float* values, size_t n) {
+    float largest = 0.0f;
+    for (size_t i = 0; i < n; ++i) {
+        if (std::isnan(values[i])) return values[i];
+        largest = std::max(largest, std::fabs(values[i]));
+    }
+    return std::min(std::max(largest, 0x1p-100f), std::numeric_limits<float>::max());
+}
+
+float value_of_code(int code, int largest_code) {
+    return static_cast<float>(code * code) * (1.0f / static_cast<float>(largest_code * largest_code));
+}
+
+void round_to_8_bits(float& m, float& v, float scale_m, float scale_v, uint32_t noise) {
+    const float position = std::sqrt(std::fabs(m) * (1.0f / scale_m)) * 127.0f + 0.5f;
+    const int q = position < 127.0f ? static_cast<int>(position) : 127;
+    m = value_of_code(q, 127) * scale_m * (m < 0.0f && q > 0 ? -1.0f : 1.0f);
+    const float share = v * (1.0f / scale_v), root = std::sqrt(std::sqrt(share)) * 255.0f;
+    int c = root < 254.0f ? static_cast<int>(root) : 254;
+    const float low = value_of_code(c, 255), high = value_of_code(c + 1, 255);
+    const float uniform = static_cast<float>(noise) / 65536.0f + 1.0f / 131072.0f;
+    c += share - low * low > uniform * (high * high - low * low) ? 1 : 0;
+    if (v > 0.0f) c = std::max(c, 1);
+    v = value_of_code(c, 255) * value_of_code(c, 255) * scale_v;
+}
+
+}  // namespace
+
+void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type) {
+    if (type == DataType::kFloat32) return;
     // splitmix64.
     uint64_t seed = static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15u;
     seed ^= seed >> 30;
@@ -68,23 +102,61 @@ void round_moments(State& state, int64_t step, size_t begin, size_t end) {
     seed ^= seed >> 27;
     seed *= 0x94d049bb133111ebu;
     seed ^= seed >> 31;
+    float scale_m = 0.0f, scale_v = 0.0f;
     for (size_t i = begin; i < end; ++i) {
-        state.exp_avg[i] = to_float(from_float<BFloat16>(state.exp_avg[i]));
-        float& v = state.exp_avg_sq[i];
-        if (std::isnan(v)) continue;
+        float &m = state.exp_avg[i], &v = state.exp_avg_sq[i];
         auto noise = static_cast<uint32_t>(i) * 0x9e3779b1u + static_cast<uint32_t>(seed);
         noise ^= noise >> 15;
         noise *= 0x85ebca77u;
+        if (type == DataType::kInt8) {
+            if ((i - begin) % kTileElements == 0) {
+                const size_t n = std::min(kTileElements, end - i);
+                scale_m = scale_of_tile(&m, n), scale_v = scale_of_tile(&v, n);
+            }
+            round_to_8_bits(m, v, scale_m, scale_v, noise / 65536);
+            continue;
+        }
+        m = to_float(from_float<BFloat16>(m));
+        if (std::isnan(v)) continue;
         // The upper neighbour if the noise and the fraction that is cut off reach the next unit.
         const uint32_t bits = float_bits(v), fraction = bits % 65536;
         v = float_from_bits(bits - fraction + (fraction + noise / 65536 >= 65536 ? 65536 : 0));
     }
 }
 
-State with_short_moments(State state) {
-    for (float& m : state.exp_avg) m = to_float(from_float<BFloat16>(m));
-    for (float& v : state.exp_avg_sq) v = to_float(from_float<BFloat16>(v));
-    return state;
+StoredMoments store_moments(const State& state, size_t begin, size_t end, DataType type) {
+    const float *const m = state.exp_avg.data(), *const v = state.exp_avg_sq.data();
+    if (type != DataType::kInt8) return {encode({m + begin, m + end}, type), encode({v + begin, v + end}, type), {}};
+    StoredMoments result;
+    for (size_t i = begin; i < end; ++i) {
+        if ((i - begin) % kTileElements == 0) {
+            const size_t n = std::min(kTileElements, end - i);
+            result.scales.push_back({scale_of_tile(m + i, n), scale_of_tile(v + i, n)});
+        }
+        const MomentScales& scales = result.scales.back();
+        const int q = static_cast<int>(std::lround(127.0 * std::sqrt(std::fabs(m[i]) / scales.exp_avg)));
+        const int c = static_cast<int>(std::lround(255.0 * std::pow(v[i] / scales.exp_avg_sq, 0.25)));
+        result.exp_avg.push_back(static_cast<std::byte>(m[i] < 0.0f ? -q : q));
+        result.exp_avg_sq.push_back(static_cast<std::byte>(c));
+    }
+    return result;
+}
+
+void load_moments(State& state, size_t begin, size_t end, const std::byte* exp_avg, const std::byte* exp_avg_sq,
+                  const MomentScales* scales, DataType type) {
+    if (type != DataType::kInt8) {
+        const auto m = decode(exp_avg, end - begin, type), v = decode(exp_avg_sq, end - begin, type);
+        std::copy(m.begin(), m.end(), state.exp_avg.begin() + static_cast<ptrdiff_t>(begin));
+        std::copy(v.begin(), v.end(), state.exp_avg_sq.begin() + static_cast<ptrdiff_t>(begin));
+        return;
+    }
+    for (size_t i = 0; i < end - begin; ++i) {
+        const MomentScales& of_tile = scales[i / kTileElements];
+        const int q = static_cast<int8_t>(exp_avg[i]);
+        const float root = value_of_code(static_cast<uint8_t>(exp_avg_sq[i]), 255);
+        state.exp_avg[begin + i] = value_of_code(q, 127) * of_tile.exp_avg * (q < 0 ? -1.0f : 1.0f);
+        state.exp_avg_sq[begin + i] = root * root * of_tile.exp_avg_sq;
+    }
 }
 
 std::vector<InstructionSet> instruction_sets() {

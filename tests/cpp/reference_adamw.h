@@ -31,11 +31,21 @@ std::vector<float> random_gradient(size_t n, uint32_t seed);
 void reference_step(State& state, const float* gradient, const Hyperparameters& hyperparameters, int64_t count, float clip,
                     size_t begin, size_t end);
 
-// Rounds the moments of elements [begin, end) to bfloat16's precision, as after a window whose last committed step is `step`.
-void round_moments(State& state, int64_t step, size_t begin, size_t end);
+// Rounds the moments of elements [begin, end), whose first one begins a tile, to values that `type` has, as after a window whose
+// last committed step is `step`.
+void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type);
 
-// Values that bfloat16 can represent.
-State with_short_moments(State state);
+// Moments in the memory of an arena, from the first element of a tile on.
+struct StoredMoments {
+    std::vector<std::byte> exp_avg;
+    std::vector<std::byte> exp_avg_sq;
+    std::vector<MomentScales> scales;  // of int8
+};
+
+// Of elements [begin, end), which have values of `type`, and back.
+StoredMoments store_moments(const State& state, size_t begin, size_t end, DataType type);
+void load_moments(State& state, size_t begin, size_t end, const std::byte* exp_avg, const std::byte* exp_avg_sq,
+                  const MomentScales* scales, DataType type);
 
 // The available instruction sets.
 std::vector<InstructionSet> instruction_sets();

@@ -55,7 +55,9 @@ TEST(arena, error_names_the_invalid_header_field) {
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes += 1; }},
         {"total_bytes", [](ArenaHeader& h) { h.total_bytes = kHeaderBytes - 1; }},
         {"moments_dtype", [](ArenaHeader& h) { h.moments_dtype = 2; }},
+        {"moments_dtype", [](ArenaHeader& h) { h.moments_dtype = 4; }},
         {"gradient_dtype", [](ArenaHeader& h) { h.gradient_dtype = 3; }},
+        {"n_scales", [](ArenaHeader& h) { h.n_scales = kHuge64; }},
         {"weight_dtype", [](ArenaHeader& h) { h.weight_dtype = kHuge32; }},
         {"numel", [](ArenaHeader& h) { h.numel = kHuge64; }},
         {"n_ranges", [](ArenaHeader& h) { h.n_ranges = kHuge32; }},
@@ -114,6 +116,25 @@ TEST(arena, error_names_the_invalid_table_entry) {
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1].end = 101; }), "blocks[1]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[1] = {100, 99}; }), "blocks[1]");
     CHECK_CONTAINS(error_after([](TrainerArena& t) { t.blocks()[0].end = 65; }), "slot_numel");
+    // With scales, tiles are parts of blocks and have scales of their own.
+    const auto error_with_scales = [](const std::function<void(TrainerArena&)>& change) {
+        return error_after([&change](TrainerArena& t) {
+            t.header().moments_dtype = static_cast<uint32_t>(DataType::kInt8);
+            t.header().scales_offset = t.header().exp_avg_sq_offset + 128;
+            t.header().n_scales = 3;
+            t.ranges()[0] = {0, 40, 0, 0};
+            t.ranges()[1] = {64, 100, 1, 1};
+            change(t);
+        });
+    };
+    CHECK_CONTAINS(error_with_scales([](TrainerArena& t) { t.ranges()[1].begin = 60; }), "ranges[1] must lie within one block");
+    CHECK_CONTAINS(error_with_scales([](TrainerArena& t) {
+                       t.ranges()[0].end = 64, t.ranges()[0].begin = 20;
+                       t.blocks()[0].end = 30;
+                   }),
+                   "ranges[0] must lie within one block");
+    CHECK_CONTAINS(error_with_scales([](TrainerArena& t) { t.ranges()[1].first_scale = 0; }), "ranges[1].first_scale");
+    CHECK_CONTAINS(error_with_scales([](TrainerArena& t) { t.ranges()[1].first_scale = 3; }), "ranges[1].first_scale");
 }
 
 TEST(arena, error_describes_the_invalid_file) {

@@ -12,6 +12,7 @@
 #include "reference_adamw.h"
 #include "replay/replay_adamw.h"
 #include "replay/stochastic_rounding.h"
+#include "worker/arena.h"
 
 namespace zenflow {
 namespace {
@@ -23,6 +24,7 @@ using test::State;
 
 constexpr int64_t kStep = 41;  // of the last committed step, for the noise
 constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBFloat16, DataType::kFloat16};
+constexpr DataType kMoments[] = {DataType::kFloat32, DataType::kBFloat16, DataType::kInt8};
 
 // A copy of an array that begins `offset` elements after a 64-byte boundary, between guards that must stay unchanged.
 class Buffer {
@@ -97,10 +99,9 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
                   DataType moments = DataType::kFloat32) {
     const size_t n = before.master.size();
     const size_t n_steps = window.gradients.size() - (has_tentative ? 1 : 0);
-    const bool short_moments = moments == DataType::kBFloat16;
-    if (short_moments) before = test::with_short_moments(std::move(before));
+    test::round_moments(before, 1, 0, n, moments);
     State after = window.applied_to(before, n_steps);
-    if (short_moments && n_steps > 0) test::round_moments(after, kStep, 0, n);
+    if (n_steps > 0) test::round_moments(after, kStep, 0, n, moments);
     const State shown = window.applied_to(before, window.gradients.size());
     const std::vector<StepCoefficients> coefficients = window.coefficients();
     const size_t gradient_bytes = window.type == DataType::kFloat32 ? 4 : 2;
@@ -114,25 +115,28 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
         for (const InstructionSet instruction_set : test::instruction_sets()) {
             for (const float prediction_steps : {0.0f, 2.5f}) {
                 Buffer master(before.master, offset);
-                const size_t moment_bytes = short_moments ? 2 : 4;
-                Buffer exp_avg(test::encode(before.exp_avg, moments), offset * 3 % 16 * moment_bytes);
-                Buffer exp_avg_sq(test::encode(before.exp_avg_sq, moments), offset * 5 % 16 * moment_bytes);
+                test::StoredMoments stored_moments = test::store_moments(before, 0, n, moments);
+                const size_t moment_bytes = element_bytes(moments);
+                Buffer exp_avg(stored_moments.exp_avg, offset * 3 % 16 * moment_bytes);
+                Buffer exp_avg_sq(stored_moments.exp_avg_sq, offset * 5 % 16 * moment_bytes);
+                Buffer scales(stored_moments.scales, offset);
                 Buffer published(test::encode(std::vector<float>(n), published_type), offset * 7 % 16 * 4);
-                const AnyState state{master.floats(), exp_avg.data(), exp_avg_sq.data()};
+                const AnyState state{master.floats(), exp_avg.data(), exp_avg_sq.data(),
+                                     reinterpret_cast<MomentScales*>(scales.data())};
                 const WindowView view{n_steps,          pointers.data(), coefficients.data(),
                                       prediction_steps, has_tentative,   {noise_seed(kStep), 0}};
                 const ReplayKernel kernel = replay_kernel(window.type, published_type, instruction_set, moments);
                 kernel(state, n, view, published.data(), nullptr);
-                State stored{{master.floats(), master.floats() + n},
-                             test::decode(exp_avg.data(), n, moments),
-                             test::decode(exp_avg_sq.data(), n, moments)};
+                State stored{{master.floats(), master.floats() + n}, std::vector<float>(n), std::vector<float>(n)};
+                test::load_moments(stored, 0, n, exp_avg.data(), exp_avg_sq.data(), state.scales, moments);
                 const std::string what = std::string(name(instruction_set)) + " n=" + std::to_string(n) +
                                          " steps=" + std::to_string(n_steps) + (has_tentative ? "+1" : "") +
-                                         (short_moments ? " short" : "") + " offset=" + std::to_string(offset);
+                                         " moments=" + std::to_string(static_cast<uint32_t>(moments)) +
+                                         " offset=" + std::to_string(offset);
                 test::check_same_state(what, stored.view(), after);
                 test::check_same_bytes(what + " published", published.data(), predicted(shown, coefficients, prediction_steps),
                                        published_type);
-                for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &published}) buffer->check_guards();
+                for (const Buffer* buffer : {&master, &exp_avg, &exp_avg_sq, &scales, &published}) buffer->check_guards();
             }
         }
     }
@@ -141,7 +145,7 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
 void check_all(size_t n, size_t n_steps, const Hyperparameters& hyperparameters, size_t offset = 0) {
     for (const DataType type : kTypes) {
         const Window window(n, n_steps, hyperparameters, type);
-        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16}) {
+        for (const DataType moments : kMoments) {
             check_window(test::random_state(n, 7), window, offset, false, moments);
             if (n_steps > 0) check_window(test::random_state(n, 7), window, offset, true, moments);
         }
@@ -178,8 +182,7 @@ TEST(replay_adamw, special_values_equal_the_reference) {
         for (const float value : values) {
             const State state{std::vector<float>(n, value), std::vector<float>(n, value),
                               std::vector<float>(n, std::fabs(value))};
-            check_window(state, window);
-            check_window(state, window, 0, false, DataType::kBFloat16);
+            for (const DataType moments : kMoments) check_window(state, window, 0, false, moments);
         }
     }
 }

@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "reference_adamw.h"
 #include "trainer_arena.h"
 #include "worker/arena.h"
 #include "worker/requests.h"
@@ -28,15 +28,16 @@ constexpr uint64_t kColumnsAt = 1024, kStateAt = 2048;  // in the export section
 // Three tiles: selected columns of 300 rows, all of a vector's elements, and two columns of a part of a row.
 class Case {
   public:
-    Case() : arena_(spec()) {
-        std::iota(arena_.master(), arena_.master() + 3 * stride_of_arrays(), 0.0f);
+    explicit Case(DataType moments = DataType::kFloat32) : arena_(spec(moments)) {
+        arena_.set_state(test::random_state(arena_.spec().numel, 5));
+        const std::vector<Range>& ranges = arena_.spec().ranges;
         const std::vector<uint32_t> columns = {0, 3, 7, 8, 20, 40, 1, 4};
         std::memcpy(arena_.export_section() + kColumnsAt, columns.data(), columns.size() * sizeof(uint32_t));
         const uint64_t section = arena_.header().export_offset;
         const uint64_t columns_at = section + kColumnsAt, state_at = section + kStateAt;
-        tiles_ = {{7, 300, 41, 6, columns_at, state_at, 1830},
-                  {12400, 30, 1, 1, 0, state_at + 1800 * 4, 1830},
-                  {12500, 1, 9, 2, columns_at + 6 * 4, state_at + 3 * 1830 * 4, 2}};
+        tiles_ = {{7, 300, 41, 6, columns_at, state_at, 1830, ranges[0].first_scale},
+                  {12400, 30, 1, 1, 0, state_at + 1800 * 4, 1830, ranges[1].first_scale},
+                  {12500, 1, 9, 2, columns_at + 6 * 4, state_at + 3 * 1830 * 4, 2, ranges[2].first_scale}};
     }
 
     TrainerArena& arena() { return arena_; }
@@ -49,6 +50,8 @@ class Case {
     }
 
     void check() {
+        const test::State state = arena_.read_state();
+        const std::vector<float>* const arrays[] = {&state.master, &state.exp_avg, &state.exp_avg_sq};
         for (const ExportTile& tile : tiles_) {
             for (uint64_t a = 0; a < 3; ++a) {
                 const auto* const to =
@@ -60,24 +63,22 @@ class Case {
                         column = reinterpret_cast<const uint32_t*>(arena_.memory() + tile.columns_offset)[column];
                     }
                     const uint64_t element = tile.begin + row * tile.width + column;
-                    CHECK_EQ(to[i], array(a)[element]);
+                    CHECK_EQ(to[i], (*arrays[a])[element]);
                 }
             }
         }
     }
 
   private:
-    static ArenaSpec spec() {
+    static ArenaSpec spec(DataType moments) {
         ArenaSpec spec;
-        spec.ranges = {{0, 12600, 0, 0}};
+        spec.moments_dtype = moments;
+        spec.ranges = {{7, 12307, 0, 0}, {12400, 12430, 0, 0}, {12500, 12509, 0, 0}};
         spec.blocks = {{0, 12600}};
         spec.numel = 12600;
         spec.export_bytes = kStateAt + 3 * 1830 * 4 + 3 * 2 * 4;
         return spec;
     }
-
-    const float* array(uint64_t a) { return arena_.master() + a * stride_of_arrays(); }
-    uint64_t stride_of_arrays() { return (arena_.header().exp_avg_offset - arena_.header().master_offset) / sizeof(float); }
 
     TrainerArena arena_;
     std::vector<ExportTile> tiles_;
@@ -86,9 +87,11 @@ class Case {
 TEST(requests, an_export_copies_the_entries_of_all_arrays) {
     for (const int n_threads : {1, 2, 3, 7}) {
         omp_set_num_threads(n_threads);
-        Case c;
-        export_entries(Arena(c.arena().fd()), c.request());
-        c.check();
+        for (const DataType moments : {DataType::kFloat32, DataType::kBFloat16, DataType::kInt8}) {
+            Case c(moments);
+            export_entries(Arena(c.arena().fd()), c.request());
+            c.check();
+        }
     }
 }
 
@@ -120,6 +123,10 @@ TEST(requests, an_export_refuses_what_leaves_the_partition_or_the_section) {
         c.request();  // writes the changed tiles
         CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), change.name);
     }
+    Case c(DataType::kInt8);
+    c.tiles()[2].first_scale = c.arena().header().n_scales;
+    const Export request = c.request();
+    CHECK_CONTAINS(test::error_of([&] { export_entries(Arena(c.arena().fd()), request); }), "first_scale");
 }
 
 const size_t kPage = static_cast<size_t>(sysconf(_SC_PAGESIZE));

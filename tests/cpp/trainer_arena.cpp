@@ -21,9 +21,28 @@ void write(StepWord& word, int64_t step, float clip) {
     __atomic_store_n(&word.sequence, step, __ATOMIC_RELEASE);
 }
 
+// With scales: the ranges as parts of the blocks, each with its first scale.
+ArenaSpec with_scales(ArenaSpec spec, uint64_t* n_scales) {
+    if (spec.moments_dtype != DataType::kInt8) return spec;
+    std::vector<Range> parts;
+    for (const Block& block : spec.blocks) {
+        for (const Range& range : spec.ranges) {
+            const uint64_t begin = std::max(range.begin, block.begin), end = std::min(range.end, block.end);
+            if (begin >= end) continue;
+            parts.push_back({begin, end, range.param_group, static_cast<uint32_t>(*n_scales)});
+            *n_scales += (end - begin + kTileElements - 1) / kTileElements;
+        }
+    }
+    spec.ranges = parts;
+    return spec;
+}
+
 }  // namespace
 
-TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
+TrainerArena::TrainerArena(const ArenaSpec& given) {
+    uint64_t n_scales = 0;
+    spec_ = with_scales(given, &n_scales);
+    const ArenaSpec& spec = spec_;
     ArenaHeader header{};
     header.magic = kMagic;
     header.version = kVersion;
@@ -31,6 +50,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.moments_dtype = static_cast<uint32_t>(spec.moments_dtype);
     header.weight_dtype = static_cast<uint32_t>(spec.weight_dtype);
     header.numel = spec.numel;
+    header.n_scales = n_scales;
     header.n_ranges = static_cast<uint32_t>(spec.ranges.size());
     header.n_blocks = static_cast<uint32_t>(spec.blocks.size());
     header.n_param_groups = spec.n_param_groups;
@@ -55,6 +75,7 @@ TrainerArena::TrainerArena(const ArenaSpec& spec) : spec_(spec) {
     header.master_offset = reserve(spec.numel * sizeof(float));
     header.exp_avg_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
     header.exp_avg_sq_offset = reserve(spec.numel * element_bytes(spec.moments_dtype));
+    header.scales_offset = reserve(n_scales * sizeof(MomentScales));
     header.slots_offset = reserve(spec.n_slots * header.slot_numel * element_bytes(spec.gradient_dtype));
     header.publish_offset = reserve(spec.n_publish_buffers * header.slot_numel * element_bytes(spec.weight_dtype));
     header.journal_offset = reserve(spec.n_journal_entries * sizeof(JournalEntry));
@@ -84,9 +105,11 @@ TrainerArena::~TrainerArena() {
 
 State TrainerArena::read_state() {
     const size_t n = spec_.numel;
-    return {{master(), master() + n},
-            decode(memory_ + header().exp_avg_offset, n, spec_.moments_dtype),
-            decode(memory_ + header().exp_avg_sq_offset, n, spec_.moments_dtype)};
+    State state{{master(), master() + n}, std::vector<float>(n), std::vector<float>(n)};
+    for_parts([&](uint64_t begin, uint64_t end, std::byte* exp_avg, std::byte* exp_avg_sq, MomentScales* scales) {
+        load_moments(state, begin, end, exp_avg, exp_avg_sq, scales, spec_.moments_dtype);
+    });
+    return state;
 }
 
 std::byte* TrainerArena::slot(uint32_t index) {
@@ -112,9 +135,25 @@ Hyperparameters& TrainerArena::tentative_hyperparameters(int64_t step, uint32_t 
 
 void TrainerArena::set_state(const State& values) {
     std::copy(values.master.begin(), values.master.end(), master());
-    const auto exp_avg = encode(values.exp_avg, spec_.moments_dtype), exp_avg_sq = encode(values.exp_avg_sq, spec_.moments_dtype);
-    std::copy(exp_avg.begin(), exp_avg.end(), memory_ + header().exp_avg_offset);
-    std::copy(exp_avg_sq.begin(), exp_avg_sq.end(), memory_ + header().exp_avg_sq_offset);
+    for_parts([&](uint64_t begin, uint64_t end, std::byte* exp_avg, std::byte* exp_avg_sq, MomentScales* scales) {
+        State rounded = values;
+        round_moments(rounded, 1, begin, end, spec_.moments_dtype);
+        const StoredMoments stored = store_moments(rounded, begin, end, spec_.moments_dtype);
+        std::copy(stored.exp_avg.begin(), stored.exp_avg.end(), exp_avg);
+        std::copy(stored.exp_avg_sq.begin(), stored.exp_avg_sq.end(), exp_avg_sq);
+        std::copy(stored.scales.begin(), stored.scales.end(), scales);
+    });
+}
+
+template <typename Visit>
+void TrainerArena::for_parts(const Visit& visit) {
+    const uint64_t bytes = element_bytes(spec_.moments_dtype);
+    const auto part = [&](uint64_t begin, uint64_t end, uint64_t scale) {
+        visit(begin, end, memory_ + header().exp_avg_offset + begin * bytes, memory_ + header().exp_avg_sq_offset + begin * bytes,
+              at<MomentScales>(header().scales_offset) + scale);
+    };
+    if (spec_.moments_dtype != DataType::kInt8) return part(0, spec_.numel, 0);
+    for (const Range& range : spec_.ranges) part(range.begin, range.end, range.first_scale);
 }
 
 void TrainerArena::set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups) {
@@ -154,8 +193,7 @@ void TrainerArena::expect_step(State& expected, uint32_t block, int64_t step, co
 }
 
 void TrainerArena::expect_rounded(State& expected, uint32_t block, int64_t step) {
-    if (spec_.moments_dtype == DataType::kFloat32) return;
-    for (const Range& range : ranges_of(block)) round_moments(expected, step, range.begin, range.end);
+    for (const Range& range : ranges_of(block)) round_moments(expected, step, range.begin, range.end, spec_.moments_dtype);
 }
 
 void TrainerArena::check_published(uint32_t block, uint32_t buffer, const State& expected) {

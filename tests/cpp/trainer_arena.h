@@ -41,7 +41,7 @@ class TrainerArena {
     Range* ranges() { return at<Range>(header().ranges_offset); }
     Block* blocks() { return at<Block>(header().blocks_offset); }
     float* master() { return at<float>(header().master_offset); }
-    State read_state();  // a copy, with moments of either type
+    State read_state();  // a copy, with moments of any type; 0 where there are no codes
     std::byte* slot(uint32_t index);
     std::byte* publish_buffer(uint32_t index);
     StepRecord& record(int64_t step);
@@ -52,7 +52,7 @@ class TrainerArena {
     BlockShown& block_shown(uint32_t block) { return at<BlockShown>(header().block_shown_offset)[block]; }
     JournalEntry& journal_entry(size_t index) { return at<JournalEntry>(header().journal_offset)[index]; }
 
-    void set_state(const State& state);
+    void set_state(const State& state);  // moments rounded as a job would
     // Both sets of a step.
     void set_hyperparameters(int64_t step, const std::vector<Hyperparameters>& param_groups);
     void set_gradient(uint32_t slot, const std::vector<float>& values);
@@ -72,6 +72,10 @@ class TrainerArena {
     void check_published(uint32_t block, uint32_t publish_buffer, const State& expected);
 
   private:
+    // Calls `visit(begin, end, exp_avg, exp_avg_sq, scales)` for elements that begin with a tile.
+    template <typename Visit>
+    void for_parts(const Visit& visit);
+
     // The block's elements without padding.
     std::vector<Range> ranges_of(uint32_t block) const;
 
