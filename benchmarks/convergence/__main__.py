@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_missing(at_best_lr(rest, first, records.read(path)), options, path)
     tables = write_reports(records.read(path), options.results)
     for name, text in tables.items():
-        title = SETTINGS[name].title if name in SETTINGS else "all settings about delay, to AdamW"
+        title = SETTINGS[name].title if name in SETTINGS else "all settings, to the first method"
         print(f"\n{name}: {title}\n\n{text}")
     return 0
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from benchmarks.convergence.optimizers import DelayedOptimizer, MakeOptimizer, Rule, adamw
 from benchmarks.peers.deepspeed_zenflow import DeepSpeedZenFlow
-from benchmarks.peers.zero_offload import RoundedMoments, ZeroOffload, nearest_bfloat16, nearest_int8
+from benchmarks.peers.zero_offload import RoundedMoments, ZeroOffload
 from lightning_zenflow import ZenFlowStrategy
 
 Family = Literal["AdamW", "ZenFlowStrategy", "ZenFlowStrategy, switched off in part", "others"]
@@ -78,15 +78,11 @@ def _deepspeed_zenflow(title: str, *, repair: bool) -> Method:
     return Method(make_strategy=lambda: DeepSpeedZenFlow(repair=repair), title=title, family="others")
 
 
-def _nearest(dtype: str, round_: Callable[[Tensor, str], Tensor]) -> Method:
-    title = f"AdamW, {dtype} moments, both rounded to nearest"
-    return Method(make_strategy=lambda: RoundedMoments(round_), title=title, family="AdamW")
-
-
 METHODS = {
     "adamw": Method(make_strategy=ZeroOffload, title="DeepSpeed ZeRO-2 offload, AdamW", family="AdamW"),
-    "adamw_nearest": _nearest("bf16", nearest_bfloat16),
-    "adamw_int8_nearest": _nearest("int8", nearest_int8),
+    "adamw_int8_nearest": Method(
+        make_strategy=RoundedMoments, title="AdamW, int8 moments, both rounded to nearest", family="AdamW"
+    ),
     "deepspeed_zenflow": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, repaired", repair=True),
     "deepspeed_zenflow_as_is": _deepspeed_zenflow("DeepSpeed ZenFlow, S=4, as released", repair=False),
     "zenflow_adamw": _zenflow("ZenFlowStrategy, S=1, d=0", update_interval=1, publish_lag=0),
@@ -128,3 +124,14 @@ ABOUT_DELAY = (
     *("neither", "no_topk", "delayed_1", "feedback_1", "nadamw_1"),
 )
 """Rows of the settings about delay."""
+
+ABOUT_MOMENTS = (
+    "zenflow_adamw",
+    "zenflow_adamw_bf16_moments",
+    "zenflow_adamw_int8_moments",
+    "adamw_int8_nearest",
+)
+"""Rows about the element type of the moments."""
+
+OVERVIEWS = {"delay": ABOUT_DELAY, "moments": ABOUT_MOMENTS}
+"""Tables of several settings: their rows, which are compared with the first one."""

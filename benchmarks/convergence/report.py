@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.common.results import markdown
-from benchmarks.convergence.methods import ABOUT_DELAY, METHODS
+from benchmarks.convergence.methods import METHODS, OVERVIEWS
 from benchmarks.convergence.plots import plot
 from benchmarks.convergence.records import Record, newest
 from benchmarks.convergence.settings import SETTINGS
@@ -43,17 +43,20 @@ def table(summaries: Sequence[Summary]) -> str:
     return markdown(rows)
 
 
-def overview(by_setting: Mapping[str, Sequence[Summary]]) -> str:
-    """The Markdown table of all settings about delay, as differences to AdamW."""
-    about_delay = {name: summaries for name, summaries in by_setting.items() if SETTINGS[name].methods == ABOUT_DELAY}
+def overview(by_setting: Mapping[str, Sequence[Summary]], methods: Sequence[str]) -> str:
+    """The Markdown table of the settings that have all these methods, as differences to the first one; empty without such a setting."""
+    of_settings = {
+        name: {summary.method: summary for summary in summaries}
+        for name, summaries in by_setting.items()
+        if {*methods} <= {*SETTINGS[name].methods}
+    }
     rows = []
-    for method in ABOUT_DELAY:
+    for method in methods if of_settings else ():
         row = {"method": METHODS[method].title}
-        for name, summaries in about_delay.items():
-            of_method = {summary.method: summary for summary in summaries}
-            row[name] = _to(of_method[method], baseline_of(summaries)) if method in of_method else ""
+        for name, of_method in of_settings.items():
+            row[name] = _to(of_method[method], of_method.get(methods[0])) if method in of_method else ""
         rows.append(row)
-    return markdown(rows)
+    return markdown(rows) if rows else ""
 
 
 def _to(summary: Summary, baseline: Summary | None) -> str:
@@ -112,7 +115,7 @@ def provenance(records: Sequence[Record]) -> str:
 
 
 def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
-    """Writes table and plot of each setting, and the overview of those about delay; returns the tables by name."""
+    """Writes table and plot of each setting, and the overviews of several; returns the tables by name."""
     by_setting: dict[str, list[Record]] = defaultdict(list)
     for spec, record in newest(records).items():
         # Shortened trials are another comparison.
@@ -127,8 +130,8 @@ def write_reports(records: Iterable[Record], folder: Path) -> dict[str, str]:
             make_table = steps_table if SETTINGS[setting].measure == "steps" else table
             tables[setting] = f"{make_table(summaries)}\n\n{provenance(runs)}"
             plot(summaries, SETTINGS[setting], folder / f"convergence_{setting}.png")
-    if any(SETTINGS[setting].methods == ABOUT_DELAY for setting in tables):
-        tables["delay"] = overview(by_name)
+    overviews = {name: overview(by_name, methods) for name, methods in OVERVIEWS.items()}
+    tables |= {name: text for name, text in overviews.items() if text}
     for name, text in tables.items():
         (folder / f"convergence_{name}.md").write_text(f"{text}\n")
     return tables

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.convergence.methods import ABOUT_DELAY, WITHOUT_DELAY
+from benchmarks.convergence.methods import ABOUT_DELAY, ABOUT_MOMENTS, WITHOUT_DELAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,28 +34,19 @@ SETTINGS = {
         title="byte-level GPT, 400 steps at large learning rates",
         methods=WITHOUT_DELAY,
     ),
-    "moments": Setting(
-        task="gpt",
-        steps=600,
-        lrs=(2e-3, 4e-3),
-        title="byte-level GPT in 32 bits, 600 steps, for the element type of the moments",
-        methods=("adamw", "adamw_nearest", "zenflow_adamw_bf16_moments"),
-        # A model in bfloat16 would add rounding errors of its own, the same for all methods.
-        precision="32-true",
-    ),
     "glue": Setting(
         task="glue",
         steps=500,
         lrs=(5e-4, 1e-3, 2e-3),
         title="examples/glue.py on its bundled sample, from a language model of its sentences",
-        methods=("adamw", "deepspeed_zenflow", "zenflow_s4", "zenflow_auto"),
+        methods=("adamw", "deepspeed_zenflow", "zenflow_s4", "zenflow_auto", *ABOUT_MOMENTS),
     ),
     "delay_small": Setting(
         task="small_gpt",
         steps=3000,
         lrs=(1e-3, 2e-3, 4e-3),
         title="byte-level GPT from random weights, 2 layers of width 64, 3000 steps",
-        methods=ABOUT_DELAY,
+        methods=(*ABOUT_DELAY, *ABOUT_MOMENTS[1:]),
         precision="32-true",
     ),
     "recall": Setting(
@@ -63,7 +54,7 @@ SETTINGS = {
         steps=3000,
         lrs=(1e-3, 2e-3, 4e-3),
         title="multi-query associative recall, 8 pairs, until 99 %",
-        methods=ABOUT_DELAY,
+        methods=(*ABOUT_DELAY, *ABOUT_MOMENTS[1:]),
         precision="32-true",
         measure="steps",
     ),
@@ -72,7 +63,7 @@ SETTINGS = {
         steps=4000,
         lrs=(2e-3, 4e-3, 8e-3, 16e-3),
         title="addition modulo 31 from half of all pairs, until 99 % of the other half",
-        methods=ABOUT_DELAY,
+        methods=(*ABOUT_DELAY, *ABOUT_MOMENTS[1:]),
         precision="32-true",
         measure="steps",
     ),

@@ -5,7 +5,7 @@
 
 * `replay`: the worker's executable applies windows of S steps of bfloat16 gradients in one pass and publishes bfloat16 weights.
 * `one behind`: the same for one step, and publishes weights that are another, tentative, step ahead.
-* `bfloat16 moments`: the same with both moments stored as bfloat16.
+* `bfloat16 moments`, `int8 moments`: the same with both moments stored in so many bits.
 * `DeepSpeedCPUAdam`: ZeRO-Offload's work for one step: the clip pass over the 32-bit gradient, Adam, and the copy to bfloat16.
 * `torch AdamW, fused`: one step of torch's fused CPU kernel and the same two passes.
 

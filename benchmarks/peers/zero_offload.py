@@ -67,38 +67,20 @@ class ZeroOffload(ZenFlowStrategy):
         DeepSpeedStrategy.on_train_batch_start(self, batch, batch_idx)
 
 
-def nearest_bfloat16(moment: Tensor, name: str) -> Tensor:
-    """Values of bfloat16."""
-    return moment.bfloat16()
-
-
-def nearest_int8(moment: Tensor, name: str) -> Tensor:
-    """Values of `moments_dtype="int8"`."""
-    tile = Tile(slice=0, begin=0, rows=1, first_column=0, width=moment.numel())
-    codes = torch.empty(moment.numel(), dtype=torch.int8 if name == "exp_avg" else torch.uint8)
-    coded = CodedMoment(codes, torch.empty(first_scales([tile])[-1]), [tile])
-    coded.write(0, moment)
-    return coded.read(0, moment.numel())
-
-
 class RoundedMoments(ZeroOffload):
-    """Moments have other values between steps, rounded to nearest, to compare `moments_dtype` with; a step computes in 32 bits.
-
-    Args:
-        round_: gives the values of a flat partition's moment, from its own and its name.
-    """
-
-    def __init__(self, round_: Callable[[Tensor, str], Tensor]) -> None:
-        super().__init__()
-        self._round = round_
+    """Moments have values of `moments_dtype="int8"` between steps, both rounded to nearest; a step computes in 32 bits."""
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         # DeepSpeed's optimizer around the module's, whose state holds one flat partition for each parameter group.
         for state in self.deepspeed_engine.optimizer.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].copy_(self._round(state[name], name))
+            for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+                n = state[name].numel()
+                tile = Tile(slice=0, begin=0, rows=1, first_column=0, width=n)
+                coded = CodedMoment(torch.empty(n, dtype=dtype), torch.empty(first_scales([tile])[-1]), [tile])
+                coded.write(0, state[name])
+                state[name].copy_(coded.read(0, n))
         return output
 
 

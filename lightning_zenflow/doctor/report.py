@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 import psutil
 import torch
@@ -76,7 +77,7 @@ def expectations(
         return []
     sentences = [
         f"AdamW of 1 B parameters takes the worker {worker.update_ns[1]:.2g} s if one rank works. It hides behind steps that take longer"
-        f" without offload; with S = 4 behind steps of {worker.update_ns[4]:.2g} s."
+        f" without offload; with S = 4 behind steps of {worker.update_ns[4]:.2g} s, with moments_dtype='int8' of {worker.coded_ns:.2g} s."
     ]
     if pcie:
         setup = Setup(
@@ -89,11 +90,13 @@ def expectations(
             cpu_bw=_rounded(worker.memory_gb_s),
             host_mem=_rounded(free_gb),
         )
-        largest, on_host = (_largest(s) for s in (setup, replace(setup, stage=3, offload_parameters=True)))
+        with_weights = replace(setup, stage=3, offload_parameters=True)
+        largest, on_host = _largest(setup), _largest(with_weights)
+        coded = _largest(with_weights, moments_dtype="int8")
         sentences += [
             f"Gradients of 1 B parameters in bf16 take {2 / setup.pcie:.2g} s over PCIe, as do weights.",
             f"The largest model in bf16, before activations, has about {largest:.2g} B parameters.",
-            *([_with_weights_on_host(setup, on_host)] if on_host > largest else []),
+            *([_with_weights_on_host(setup, on_host, coded)] if on_host > largest else []),
             f"For your model, with its parameters and step time: lightning-zenflow estimate --params 7e9 --step-ms 1000 --gpus {setup.gpus}"
             f" --gpus-per-host {setup.gpus} --gpu-mem {setup.gpu_mem} --pcie {setup.pcie} --cpu-bw {setup.cpu_bw}"
             f" --host-mem {setup.host_mem}",
@@ -101,19 +104,20 @@ def expectations(
     return sentences
 
 
-def _largest(setup: Setup) -> float:
+def _largest(setup: Setup, **keys: Any) -> float:
     """1e9 parameters that fit, with the schedule that training starts with; `setup` is of `_LARGE`. A GPU has few weights of the host."""
-    (cost,) = estimate(setup, ZenFlowConfig(update_interval=1, publish_lag=0)).costs.values()
+    (cost,) = estimate(setup, ZenFlowConfig(update_interval=1, publish_lag=0, **keys)).costs.values()
     fullness = cost.fullness(setup)
     fullest = fullness["host"] if setup.offload_parameters else max(fullness.values())
     return _LARGE / 1e9 / fullest if fullest else math.inf
 
 
-def _with_weights_on_host(setup: Setup, largest: float) -> str:
+def _with_weights_on_host(setup: Setup, largest: float, coded: float) -> str:
     """What stage 3 with parameters in host memory makes possible, and takes: each GPU fetches its part twice, while AdamW runs."""
     share = setup.pcie * setup.gpus / setup.cpu_bw
     return (
-        f"With stage=3 and offload_parameters=True it has about {largest:.2g} B. A step then fetches 1 B parameters in"
+        f"With stage=3 and offload_parameters=True it has about {largest:.2g} B, with moments_dtype='int8' as well {coded:.2g} B."
+        f" A step then fetches 1 B parameters in"
         f" {4 / setup.pcie / setup.gpus:.2g} s, with up to {share:.0%} of the host memory's speed."
     )
 

@@ -33,6 +33,8 @@ class WorkerSpeed:
     """Memory bandwidth, by a triad in place: 12 bytes an element."""
     update_ns: dict[int, float]
     """Time of AdamW for one parameter and step, by the window S whose steps it applies in one pass."""
+    coded_ns: float
+    """The same at S = 1 with moments in 8 bits."""
 
 
 def measure_pcie(index: int) -> float:
@@ -90,4 +92,5 @@ def measure_worker(device: torch.device, reserved_share: float) -> WorkerSpeed:
         cores=tuple(cores),
         memory_gb_s=of("triad", 0, "gb_per_s"),
         update_ns={s: of("replay", s, "ns_per_parameter") / s for s in (1, 2, 4)},
+        coded_ns=of("replay, int8 moments", 1, "ns_per_parameter"),
     )

@@ -65,10 +65,12 @@ def cases(folder: Path) -> dict[str, Case]:
     killed = replace(on_host(CLIPPED["fp32"]), callbacks=(KillsWorker(seed=3),))
     found["killed"] = killed.with_keys(max_worker_restarts=1000)
     saved = replace(NETWORK, save_at=5)
+    clipped = on_host(replace(saved, max_norm=0.3))
     for place, case in (
         ("device", saved),
         ("host", on_host(saved)),
-        ("clipped", on_host(replace(saved, max_norm=0.3))),
+        ("clipped", clipped),
+        ("int8", clipped.with_keys(moments_dtype="int8")),
     ):
         case = replace(case, checkpoint=str(folder / place))
         found[f"saved: {place}"] = case
@@ -76,7 +78,7 @@ def cases(folder: Path) -> dict[str, Case]:
             "device": replace(case, save_at=0, offload_parameters=False),
             "host": on_host(replace(case, save_at=0)),
         }
-        if place == "clipped":
+        if place in ("clipped", "int8"):
             del places["device"]
         found |= {f"resumed: {place} to {to}": resumed for to, resumed in places.items()}
     return found
@@ -145,7 +147,14 @@ def test_the_state_is_exact_where_clip_factors_are_predicted(runs: dict[str, lis
 
 @pytest.mark.parametrize(
     ("saved", "to"),
-    [("device", "device"), ("device", "host"), ("host", "device"), ("host", "host"), ("clipped", "host")],
+    [
+        ("device", "device"),
+        ("device", "host"),
+        ("host", "device"),
+        ("host", "host"),
+        ("clipped", "host"),
+        ("int8", "host"),
+    ],
 )
 def test_a_resumed_run_has_the_same_bits(saved: str, to: str, runs: dict[str, list[Run]]) -> None:
     for resumed, whole in zip(runs[f"resumed: {saved} to {to}"], runs[f"saved: {saved}"], strict=True):
@@ -249,7 +258,7 @@ def test_a_deepspeed_json_is_enough() -> None:
         ZenFlowStrategy(stage=3, offload_parameters=True, publish_lag=1)
 
 
-@pytest.mark.parametrize(("moments", "largest"), [("float32", 16.7), ("bfloat16", 12.7)])
+@pytest.mark.parametrize(("moments", "largest"), [("float32", 16.7), ("bfloat16", 12.7), ("int8", 10.8)])
 def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
     """Of a Llama of 7B: states, weights, gradients, by formula. DeepSpeed's takes 20 a parameter."""
     shapes = [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008), (4096,), (4096,)] * 32

@@ -12,7 +12,9 @@ from lightning_zenflow.doctor.speed import WorkerSpeed
 
 pytestmark = pytest.mark.unit
 
-WORKER = WorkerSpeed(instruction_set="avx2", cores=(1, 2), memory_gb_s=150.0, update_ns={1: 0.2, 2: 0.12, 4: 0.08})
+WORKER = WorkerSpeed(
+    instruction_set="avx2", cores=(1, 2), memory_gb_s=150.0, update_ns={1: 0.2, 2: 0.12, 4: 0.08}, coded_ns=0.15
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,9 @@ def test_expectations_beside_gpus() -> None:
     assert "--gpus 2 --gpus-per-host 2 --gpu-mem 80.0 --pcie 20.0 --cpu-bw 150.0 --host-mem inf" in sentences
     assert "about 3.2 B parameters" in (small_host := "\n".join(expectations([80.0], [20.0], WORKER, free_gb=48.0)))
     assert "offload_parameters" not in small_host
-    assert "it has about 12 B" in "\n".join(expectations([16.0], [20.0], WORKER, free_gb=200.0))
+    assert "it has about 12 B, with moments_dtype='int8' as well 19 B" in "\n".join(
+        expectations([16.0], [20.0], WORKER, free_gb=200.0)
+    )
     assert len(expectations([80.0], [], WORKER, free_gb=48.0)) == 1 and not expectations([], [], None, free_gb=48.0)
 
 

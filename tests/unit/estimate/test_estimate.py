@@ -59,7 +59,7 @@ def test_by_hand() -> None:
 
 def test_cost_of_a_job() -> None:
     # One behind: a committed gradient and a tentative one; and the copies.
-    for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4)):
+    for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4), ("int8", 18.1 + 4)):
         exact = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype=moments))
         assert exact.cpu_s == pytest.approx(n_bytes * 4.001e9 / 4 / 100e9)
     many = cost(gpus=1)
@@ -69,6 +69,8 @@ def test_cost_of_a_job() -> None:
     keys = {"update_interval": 4, "publish_lag": 1}
     float32, bfloat16 = (cost(ZenFlowConfig(**keys, moments_dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert float32.host_bytes - bfloat16.host_bytes == pytest.approx(4 * 4.001e9 / 4, rel=1e-5)
+    coded = cost(ZenFlowConfig(update_interval=1, publish_lag=0, moments_dtype="int8"))
+    assert coded.host_bytes < 9.1 * 4.001e9 / 4
 
 
 def test_the_least_stale_schedule_that_hides() -> None:
@@ -185,7 +187,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, message in {
         ("3",): "gpus must be at most the number of parameters, 3, got 4",
         ("nan",): "params must be a finite number >= 1, got nan",
-        ("7e9", "moments_dtype=int8"): "moments_dtype must be",
+        ("7e9", "moments_dtype=fp8"): "moments_dtype must be",
         ("7e9", "topk_ration=1"): "did you mean 'topk_ratio'",
     }.items():
         with pytest.raises(SystemExit):
