@@ -49,8 +49,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ns: dict[str, list[float]] = defaultdict(list)
     share: dict[str, list[float]] = defaultdict(list)
     against: dict[str, list[float]] = defaultdict(list)
+    triads: list[float] = []
     for _ in range(options.repeats):
         triad, jobs = measure_replay(options.elements, cores)
+        triads.append(triad)
         for name, step in peers.items():
             jobs[name] = Job(steps=1, ns=1e9 * step() / options.elements, n_bytes=BYTES_OF_ONE_STEP)
         deepspeed = jobs["DeepSpeedCPUAdam"].ns
@@ -58,7 +60,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ns[name].append(job.ns / job.steps)
             share[name].append(job.n_bytes / job.ns / triad)
             against[name].append(deepspeed * job.steps / job.ns)
-    return {"threads": len(cores), "ns": ns, "share": share, "against_deepspeed": against}
+    return {
+        "threads": len(cores),
+        "triad_gb_per_s": median(triads),
+        "ns": ns,
+        "share": share,
+        "against_deepspeed": against,
+    }
 
 
 def describe(written: Mapping[str, Any]) -> str:
@@ -74,8 +82,12 @@ def describe(written: Mapping[str, Any]) -> str:
         }
         for name, values in ns.items()
     ]
-    n_repeats = len(ns["DeepSpeedCPUAdam"])
-    return with_origin(markdown(rows), written, f"{written['threads']} threads", f"medians of {n_repeats} repeats")
+    notes = (
+        f"{written['threads']} threads",
+        f"triad of {written['triad_gb_per_s']:.1f} GB/s",
+        f"medians of {len(ns['DeepSpeedCPUAdam'])} repeats",
+    )
+    return with_origin(markdown(rows), written, *notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
