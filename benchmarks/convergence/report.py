@@ -48,7 +48,7 @@ def overview(by_setting: Mapping[str, Sequence[Summary]], methods: Sequence[str]
     of_settings = {
         name: {summary.method: summary for summary in summaries}
         for name, summaries in by_setting.items()
-        if {*methods} <= {*SETTINGS[name].methods}
+        if {*methods} <= {*SETTINGS[name].methods} and {summary.method for summary in summaries} & {*methods[1:]}
     }
     rows = []
     for method in methods if of_settings else ():

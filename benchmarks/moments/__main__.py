@@ -7,6 +7,7 @@ largest magnitude of a tile as scale, and the update m / (sqrt(v) + eps) of the 
 are rounded stochastically, and to a positive number if they are not zero. `fourth power` and `square` are those of `moments_dtype="int8"`.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -124,11 +125,16 @@ def errors(
     return float(error.square().mean().sqrt() / unit), float(error.max() / unit)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
     parser = CommandLine("benchmarks.moments", __doc__)
     parser.add_results(report_only=False)
-    options = parser.parse(arguments)
+    return parser.parse(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = parse_arguments(arguments)
     torch.set_num_threads(1)
     found = [(step, moments) for task in ("delay_small", "recall", "modular") for step, moments in moments_of(task)]
     rows = []

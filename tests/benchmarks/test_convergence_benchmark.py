@@ -35,7 +35,7 @@ def test_every_kind_of_setting_has_table_and_plot(setting: str, tmp_path: Path) 
     failed = record("zenflow_auto", 1, None, setting, error="RuntimeError: a | b\nc")
     tables = report.write_reports([*runs, shortened, failed], tmp_path)
     assert "RuntimeError: a / b c" in tables[setting]
-    assert set(tables) == {setting, "moments", "delay"} - ({"delay"} if setting == "fast" else set())
+    assert set(tables) == {setting, "delay"} - ({"delay"} if setting == "fast" else set())
     if "delay" in tables:
         (late,) = [line for line in tables["delay"].splitlines() if "AdamW, 1 step late  " in line]
         assert ("not reached" if setting == "recall" else "+20.0 %") in late

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_bf16_moments import CASES as BF16_MOMENTS
 from test_optimizer_in_backward import CASES as IN_BACKWARD
 from test_provisional_update import CASES as PROVISIONAL
 from test_provisional_update import PLAIN, UPDATED, check_updated_entries
+from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
 
@@ -65,7 +65,12 @@ OF_ADAMW = {
         )
     },
     **{f"in backward: {name}": IN_BACKWARD[name] for name in ("TiedNet", "no gradient", "accumulated", "not finite")},
-    "bf16 moments": replace(BF16_MOMENTS["S=2, d=0, columns on the device"], max_norm=0.5),
+    **{
+        f"{dtype} moments": replace(SHORT_MOMENTS["S=2, d=0, columns on the device"], max_norm=0.5).with_keys(
+            moments_dtype=dtype
+        )
+        for dtype in ("bfloat16", "int8")
+    },
     "accumulated on the host": replace(CLIPPED, model="SmallNet", strategy_options=APPROXIMATE).with_keys(
         accumulate_on="host"
     ),
