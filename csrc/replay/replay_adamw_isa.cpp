@@ -37,11 +37,11 @@ struct Update {
     size_t n;
 };
 
-// A tile's state as floats, outside the arena.
-struct FloatTile {
-    alignas(64) float values[3][kTile];
+// A tile's moments as floats, outside the arena.
+struct FloatMoments {
+    alignas(64) float values[2][kTile];
 
-    ZENFLOW_INLINE AdamState state() { return {values[0], values[1], values[2]}; }
+    ZENFLOW_INLINE AdamState with(float* master) { return {master, values[0], values[1]}; }
 };
 
 // The moments of a tile as floats. (The master weights are floats in the arena as well.)
@@ -215,10 +215,10 @@ void update_tile(const StateOf<Moment>& tile, const Noise& noise, size_t n_steps
     if constexpr (kIsFloat) {
         apply_and_publish<Store::kResult>(saved, tile, update_of(last));
     } else {
-        FloatTile result;
-        const AdamState moments{tile.master, result.state().exp_avg, result.state().exp_avg_sq};
-        apply_and_publish<Store::kResult>(saved, moments, update_of(last));
-        encode(moments, tile, noise, size);
+        FloatMoments moments;
+        const AdamState result = moments.with(tile.master);
+        apply_and_publish<Store::kResult>(saved, result, update_of(last));
+        encode(result, tile, noise, size);
     }
 }
 
@@ -228,8 +228,8 @@ void show_tile(const StateOf<Moment>& tile, const Update<Gradient, Published>& u
     if constexpr (std::is_same_v<Moment, float>) {
         apply_and_publish<Store::kNothing>(tile, tile, update);
     } else {
-        FloatTile decoded;
-        const AdamState state{tile.master, decoded.state().exp_avg, decoded.state().exp_avg_sq};
+        FloatMoments moments;
+        const AdamState state = moments.with(tile.master);
         decode(tile, state, update.n);
         apply_and_publish<Store::kNothing>(state, state, update);
     }

@@ -165,9 +165,9 @@ class Arena:
 
         self.master = array("master")
         moments, scales = (array("exp_avg"), array("exp_avg_sq")), array("scales")
-        self.rounds = moments[0].dtype != torch.float32
+        self.rounds = sizes.moments_dtype != torch.float32
         self.exp_avg, self.exp_avg_sq = (
-            CodedMoment(codes, scales[:, i], partition.tiles) if len(scales) else Moment(codes)
+            CodedMoment(codes, scales[:, i], partition.tiles) if sizes.moments_dtype == torch.int8 else Moment(codes)
             for i, codes in enumerate(moments)
         )
         self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))

@@ -47,6 +47,7 @@ CASES = {
     "not finite": case_of(1, 0, model_options=NOT_FINITE, max_norm=0.5),
     "not finite, S=4": case_of(4, 1, model_options=NOT_FINITE),
     "bf16": case_of(4, 1, precision="bf16-true", max_norm=0.5),
+    "freezing": case_of(1, 0, model_options={**CASE.model_options, "frozen_in": {0: (2, 4), 3: (3, 100)}}),
     "two threads": case_of(1, 0).with_keys(worker_cores=2),
     "Adam": case_of(2, 1, optimizer=replace(CASE.optimizer, kind="Adam")),
 }

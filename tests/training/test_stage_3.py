@@ -51,6 +51,9 @@ OF_ADAMW = {
         ),
         "bf16 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="bfloat16"),
         "int8 moments": case_of("fp32", 0, 1, 0).with_keys(moments_dtype="int8"),
+        "int8 moments, tiny": case_of("fp32", 0, 1, 0, model_options={"shapes": ((2, 1), (1,))}).with_keys(
+            moments_dtype="int8"
+        ),
     }.items()
 }
 LATE_ONES = OF_ADAMW["S=4, d=1, top-k"]

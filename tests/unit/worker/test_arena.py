@@ -1,4 +1,4 @@
-"""Which of the arena's memory a device uses, and so is page-locked."""
+"""Which of the arena's memory a device uses, and so is page-locked; moments of a rank that has only padding."""
 
 import os
 import re
@@ -11,7 +11,9 @@ from typing_extensions import override
 
 from lightning_zenflow.core import device
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
+from lightning_zenflow.core.partition import build_partition
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.moments import CodedMoment
 from small_arena import GROUPS, make_partition
 
 EXPORT_BYTES = 5000
@@ -181,3 +183,22 @@ def test_small_host_memory_that_cannot_be_page_locked(
     assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
     assert "cudaHostAlloc failed" in caplog.text
     recording.arena.close(keep_state=False)
+
+
+def test_a_rank_with_only_padding_has_coded_moments() -> None:
+    """As all other ranks have, which save together with it."""
+    sizes = ArenaSizes(
+        n_param_groups=1,
+        n_step_records=4,
+        n_slots=0,
+        n_publish_buffers=1,
+        dtype=torch.bfloat16,
+        moments_dtype=torch.int8,
+    )
+    arena = Arena(build_partition([], [2], n_blocks=1), sizes, device=torch.device("cpu"))
+    for moment in (arena.exp_avg, arena.exp_avg_sq):
+        assert isinstance(moment, CodedMoment)
+        assert torch.equal(moment.read(0, 2), torch.zeros(2))
+        moment.write(0, torch.zeros(2))
+        assert moment.stand_in(0, 2).isnan().all()
+    arena.close(keep_state=False)
