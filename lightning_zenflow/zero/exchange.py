@@ -1,7 +1,5 @@
 """Copies of the ranks' states in the order of another layout, for checkpoints that plain DeepSpeed reads."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,15 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.engine.flat_layout import FlatLayout, Run, runs
+from lightning_zenflow.engine.on_disk import on_disk
 
 _CHUNK = 1 << 24
 """Elements that are exchanged at once: 64 MB of device memory."""
 
 
 class OrderedCopy:
-    """This rank's part of the states in another order, float32, in a file without a name.
-
-    The page cache holds it and may give memory back to others: a copy in memory would take as much again as the states themselves.
+    """This rank's part of the states in another order, float32, in a file without a name (`on_disk`).
 
     Args:
         folder: on the file system that the checkpoint is written to.
@@ -34,7 +31,7 @@ class OrderedCopy:
 
     def __init__(self, folder: Path, layouts: Sequence[FlatLayout], *, n_states: int) -> None:
         self._layouts = layouts
-        self.states = [[_on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
+        self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
         self,
@@ -72,13 +69,3 @@ def _copy(source: Tensor, target: Tensor, run: Run, device: torch.device, group:
                 values = torch.empty(n, device=device)
                 dist.recv(values, group=group, group_src=run.source_rank)
             target.narrow(0, run.target_begin + offset, n).copy_(values)
-
-
-def _on_disk(folder: Path, numel: int) -> Tensor:
-    """[numel] float32, zeros."""
-    if numel == 0:
-        return torch.empty(0)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        # A write to a page that a full disk has no place for would end the process.
-        os.posix_fallocate(file.fileno(), 0, 4 * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=torch.float32)
