@@ -295,6 +295,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         others = self._convert_stateful_objects_in_state(others, filter={})
         whole = WholeState(
             engine,
+            engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None,
             self._optimized,
             dict(engine.module.state_dict()),
             moments=any(item is engine.optimizer for item in ours.values()),

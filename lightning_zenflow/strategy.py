@@ -249,6 +249,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
         state = WholeState(
             self.deepspeed_engine,
+            # Also after an evaluation, for which Lightning makes another engine.
+            self.zenflow_optimizer,
             self._optimized,
             weights,
             moments=has_states,

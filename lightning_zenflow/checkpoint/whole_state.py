@@ -27,7 +27,8 @@ class WholeState:
     torch writes a file when all of it is there.
 
     Args:
-        engine: DeepSpeed's.
+        engine: DeepSpeed's, of the model.
+        optimizer: the one that trains or has trained the model, if any.
         order: names of the parameters of each group of the user's optimizer.
         weights: the module's state dict.
         moments: whether the optimizer's state is saved.
@@ -42,14 +43,14 @@ class WholeState:
     def __init__(
         self,
         engine: DeepSpeedEngine,
+        optimizer: ZenFlowOptimizer | None,
         order: Sequence[Sequence[str]],
         weights: dict[str, Any],
         *,
         moments: bool,
         without_frozen: bool = False,
     ) -> None:
-        self._engine, self._order = engine, order
-        self._optimizer = engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+        self._engine, self._optimizer, self._order = engine, optimizer, order
         self._firsts = further_names(engine.module)
         named: Any = engine.module.named_parameters()
         self._parameters: dict[str, Any] = dict(named)
@@ -171,7 +172,7 @@ class WholeState:
         }
 
     def _is_users(self, name: str, shown: Tensor, master: Tensor) -> bool:
-        """Whether the module's weight has been replaced since training ended, as by averaged weights."""
+        """Whether the module's weight has been replaced since training ended, as by averaged weights or those of another checkpoint."""
         if self._optimizer is None or not self._optimizer.closed or hasattr(self._parameter(name), "ds_tensor"):
             return False
         return not torch.equal(shown.detach().cpu(), master.to(shown.dtype))

@@ -200,6 +200,10 @@ def test_paths_of_model_checkpoint_are_files(weights_only: bool, tmp_path: Path)
     for evaluate in (trainer.test, trainer.validate):
         evaluate(ckpt_path="best", verbose=False)
         assert_same_tensors(list(model.state_dict().values()), list(loaded.state_dict().values()))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    end = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert_same_tensors(list(end["state_dict"].values()), list(loaded.state_dict().values()))
+    make_trainer("auto", max_steps=7).fit(Validated(7), ckpt_path=tmp_path / "end.ckpt")
     os.remove(best)
     if not weights_only:
         make_trainer("auto", max_steps=7).fit(Validated(7), ckpt_path=tmp_path / "last.ckpt")
