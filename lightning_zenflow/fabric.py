@@ -297,7 +297,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             engine,
             engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None,
             self._optimized,
-            dict(engine.module.state_dict()),
+            engine.module.state_dict(),
             moments=any(item is engine.optimizer for item in ours.values()),
             without_frozen=self.exclude_frozen_parameters,
         )

@@ -77,32 +77,53 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert_same_tensors([of_one[key] for of_one in moments], [t.float() for t in theirs], key)
 
 
+class SavesWeights(pl.Callback):
+    """Saves weights only at the end of training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._path, weights_only=True)
+
+
 def test_several_ranks(tmp_path: Path) -> None:
     """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
     cases: dict[str, Case] = {}
     for stage in (2, 3):
         case = replace(CASES["S = 4, d = 1"], stage=stage, model_options=FROZEN)
-        cases[f"whole {stage}"], cases[f"rest {stage}"] = halves(case, tmp_path / f"{stage}.ckpt")
+        cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
+        cases[f"rest {stage}"] = replace(rest, callbacks=(SavesWeights(tmp_path / f"weights {stage}.ckpt"),))
+        # A folder by default; weights only are a file whatever the format.
+        cases[f"folder {stage}"] = replace(
+            case,
+            steps=1,
+            save_at=1,
+            checkpoint=str(tmp_path / f"folder {stage}"),
+            callbacks=(SavesWeights(tmp_path / f"small {stage}.ckpt"),),
+        ).with_keys(checkpoint_format="auto")
     one, _ = halves(CASES["frozen"], tmp_path / "one.ckpt")
     saved = run_here(replace(one, steps=SAVED))
     cases["of one"] = replace(one, steps=SAVED, save_at=0)
-    # A folder by default; weights only are a file whatever the format.
-    cases["folder"] = replace(one, checkpoint=str(tmp_path / "folder"), steps=1, save_at=1).with_keys(
-        checkpoint_format="auto"
-    )
     runs = run_on_ranks(cases)
-    assert (tmp_path / "folder" / "latest").is_file()
     assert_same_state(runs["of one"][0], saved)
     for stage in (2, 3):
         for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
             assert_continues(whole, rest)
-        case = replace(cases[f"rest {stage}"], stage=5 - stage)
+        assert (tmp_path / f"folder {stage}" / "latest").is_file() and (tmp_path / f"small {stage}.ckpt").is_file()
+        # By the other stage.
+        case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=())
         half = run_here(replace(case, steps=SAVED))
         content = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
         model = case.make_model()
         names = {id(p): name for name, p in model.named_parameters()}
         in_order = [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
         assert_same_tensors(half.master, in_order)
+        end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
+        assert "optimizer_states" not in end and "zenflow" not in end
+        in_order = [end["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
+        assert_same_tensors(in_order, runs[f"rest {stage}"][0].master)
         # Frozen from the beginning: gathered from its pieces.
         frozen = next(iter(model.parameters()))
         assert torch.equal(content["state_dict"][names[id(frozen)]], frozen)
