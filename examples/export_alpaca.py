@@ -27,27 +27,30 @@ MODEL_PREFIX = "model."
 
 
 def read_lightning_state(checkpoint: Path) -> dict[str, Any]:
-    """What Lightning has put into a DeepSpeed checkpoint: hyperparameters and the like; the weights stay on disk."""
-    # Under stage 3 there is one of each rank.
-    path = min(Path(ds_checkpoint_dir(str(checkpoint))).glob("*mp_rank_00_model_states.pt"))
+    """What Lightning has put into a checkpoint: hyperparameters and the like; the weights stay on disk."""
+    path = checkpoint
+    if not path.is_file():
+        # Of DeepSpeed's folder; under stage 3 there is one of each rank.
+        path = min(Path(ds_checkpoint_dir(str(checkpoint))).glob("*mp_rank_00_model_states.pt"))
     state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     return state
 
 
 def export(checkpoint: Path, output: Path, dtype: torch.dtype) -> None:
-    """Write the weights of `checkpoint` (a folder) in `dtype`, and the tokenizer unless it is ours, to the folder `output`.
+    """Write the weights of `checkpoint` (a file or a folder) in `dtype`, and the tokenizer unless it is ours, to the folder `output`.
 
-    Raises ValueError for a folder that is no checkpoint of this example.
+    Raises ValueError for a path that is no checkpoint of this example.
     """
-    if not (checkpoint / "latest").is_file():
-        raise ValueError(f"{checkpoint} is no checkpoint folder of a training under ZenFlowStrategy")
+    is_folder = (checkpoint / "latest").is_file()
+    if not (is_folder or checkpoint.is_file()):
+        raise ValueError(f"{checkpoint} is no checkpoint of a training under ZenFlowStrategy")
     state = read_lightning_state(checkpoint)
     if CONFIG_KEY not in state:
         raise ValueError(f"{checkpoint} was not written by examples/alpaca.py")
     config = AutoConfig.for_model(**state[CONFIG_KEY])
     config.use_cache = True
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)) if is_folder else state["state_dict"]
     model.load_state_dict({name.removeprefix(MODEL_PREFIX): weight for name, weight in weights.items()})
     model.save_pretrained(output)
     tokenizer = state["datamodule_hyper_parameters"]["tokenizer"]
@@ -57,7 +60,7 @@ def export(checkpoint: Path, output: Path, dtype: torch.dtype) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a checkpoint of examples/alpaca.py as a model of transformers.")
-    parser.add_argument("checkpoint", type=Path, help="folder such as alpaca_output/last.ckpt")
+    parser.add_argument("checkpoint", type=Path, help="such as alpaca_output/last.ckpt")
     parser.add_argument("output", type=Path, help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     arguments = parser.parse_args()

@@ -147,6 +147,11 @@ class ZenFlowConfig(BaseModel):
     max_worker_restarts: int = _key(3, ge=0, unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""
 
+    checkpoint_format: Literal["auto", "deepspeed", "lightning"] = _key("auto", changes_numbers=False)
+    """What a checkpoint is. "lightning": one file, as Lightning's strategies for one device write it, with float32 weights and the state in
+    the layout of torch's AdamW; "deepspeed": a folder of DeepSpeed's ZeRO, to which each rank writes its part. "auto" is "lightning" on one
+    rank and "deepspeed" on several; weights only are always one file. Each run resumes from both."""
+
     sync_checkpoints: bool = _key(True, changes_numbers=False)
     """Syncs a checkpoint to the disk before it takes its name, so that it survives a failure of power. If false, a save ends before the
     disk has all of it, for network storage that is slow to sync."""

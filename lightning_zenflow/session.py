@@ -16,7 +16,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_together, save_together
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, save_together
+from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.overrides import missing_overrides
@@ -32,6 +34,7 @@ from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.lost_ranks import LostRanks
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.supported import refuse_unfrozen
+from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
@@ -80,6 +83,8 @@ class Session(RankEnvironment):
         self.zenflow_optimizer = None
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
+        # Names of the parameters of each group of the user's optimizer.
+        self._optimized: list[list[str]] = []
         self._lost_ranks: LostRanks | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
@@ -111,9 +116,10 @@ class Session(RankEnvironment):
             self._ending.callback(torch.set_num_threads, threads)
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
         if optimizer is not None:
-            optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            named = model.named_parameters()
-            self._frozen_at_setup = {name: p for name, p in named if id(p) in optimized and not p.requires_grad}
+            named = {id(p): (name, p) for name, p in model.named_parameters()}
+            optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            self._frozen_at_setup = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
+            self._optimized = [[name for name, _ in of_group] for of_group in optimized]
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
         settings: dict[str, Any] = {"zenflow": self.zenflow_config, "resources": resources}
@@ -125,6 +131,8 @@ class Session(RankEnvironment):
         with entry as optimizers:
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
+        if optimizer is None:
+            self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
         return built
@@ -171,8 +179,29 @@ class Session(RankEnvironment):
             with self._explained():
                 self.zenflow_optimizer.flush()
 
-    def _save(self, path: Any, write: Callable[[Path], None]) -> None:
-        """Saves the exact state after the last step, atomically; as `save_together`.
+    def _saves_file(self, *, weights_only: bool = False) -> bool:
+        """Whether a checkpoint is one file (`checkpoint_format`)."""
+        format_ = self.zenflow_config.checkpoint_format
+        return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
+
+    def _save_file(self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Saves one file; as `_save`.
+
+        Args:
+            path: path of the file.
+            state: what is put together.
+            content: what is written of it, on rank 0.
+        """
+
+        def write(file: Path) -> None:
+            if self.is_global_zero:
+                ours = {} if state.run_state is None else {CHECKPOINT_KEY: state.run_state}
+                torch.save({**content(), **ours}, file)
+
+        self._save(path, write, state)
+
+    def _save(self, path: Any, write: Callable[[Path], None], state: WholeState | None = None) -> None:
+        """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
@@ -190,10 +219,25 @@ class Session(RankEnvironment):
             save_together(
                 path,
                 write,
-                self.zenflow_optimizer,
+                state or self.zenflow_optimizer,
                 is_global_zero=self.is_global_zero,
                 sync=self.zenflow_config.sync_checkpoints,
             )
+
+    def _load_file(
+        self,
+        engine: Any,
+        saved: SavedFile,
+        weights: Mapping[str, Any],
+        states: Mapping[str, Any] | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """Loads model and optimizer from one file; as `load_file_together`."""
+        with self._explained():
+            # Before weights are loaded, which updates in flight would overwrite.
+            self.flush()
+            load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
 
     def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""

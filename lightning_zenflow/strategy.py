@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.client_state import AVERAGED, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.collective import load_weights_together
+from lightning_zenflow.checkpoint.client_state import AVERAGED, CURRENT, as_lightning_saved, to_save
+from lightning_zenflow.checkpoint.collective import is_file_together, load_weights_together, read_file_together
+from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.engine.config import prepare_deepspeed_config
 from lightning_zenflow.engine.pieces import load_whole
@@ -84,6 +86,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         pt_reserved_cores_perc: float | None = None,
         worker_timeout: float | None = None,
         max_worker_restarts: int | None = None,
+        checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
         timeline: str | Path | None = None,
@@ -92,6 +95,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     ) -> None:
         super().__init__(config, given_keys(locals()), deepspeed_options)
         self._over = False
+        self._file: SavedFile | None = None
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -209,14 +213,15 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing: Lightning asks before `save_checkpoint`, where DeepSpeed's engine saves the state."""
+        """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
         return {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Saves the exact state after the last step, atomically.
+        """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
 
         Raises:
+            TypeError: there are `storage_options`, which nothing reads.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
@@ -225,6 +230,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
                 f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
             )
         try:
+            if self._saves_file(weights_only="optimizer_states" not in checkpoint):
+                self._save_as_file(checkpoint, filepath, storage_options)
+                return
             client_state = to_save(checkpoint, self.deepspeed_engine)
             self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
         except Exception as error:
@@ -233,15 +241,45 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             # `ModelCheckpoint(save_on_exception=True)`: Lightning would raise this error in the place of the one that ended training.
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
 
+    def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        if storage_options is not None:
+            raise TypeError(f"storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
+        has_states = bool(checkpoint.get("optimizer_states"))
+        # The averaged weights are elsewhere then (`WeightAveraging`).
+        weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
+        state = WholeState(
+            self.deepspeed_engine,
+            # Also after an evaluation, for which Lightning makes another engine.
+            self.zenflow_optimizer,
+            self._optimized,
+            weights,
+            moments=has_states,
+            without_frozen=self.exclude_frozen_parameters,
+        )
+        self._save_file(
+            path, state, lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
+        )
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of this strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3, saved by any number of ranks.
+        """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
+        strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
+
+        Args:
+            checkpoint_path: path of the checkpoint.
+            weights_only: see `torch.load`; for a file only. None is false: Lightning 2.6 does not hand over what the user gave to `fit` if
+                weights are loaded after the set-up, as here.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
         module, path = self.lightning_module, Path(checkpoint_path)
+        if is_file_together(path):
+            # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
+            self._file = read_file_together(path, weights_only=bool(weights_only))
+            self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
+            return self._file.content
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
             client_state = load_weights_together(path, [self.deepspeed_engine], strict=module.strict_loading)
             if AVERAGED in client_state:
@@ -253,6 +291,23 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         # DeepSpeed takes over the saved one; the Trainer's counts.
         self.zenflow_optimizer.clip_grad = max_norm
         return as_lightning_saved(client_state, module)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
+        saved, self._file = self._file, None
+        if saved is None:
+            return
+        assert self.lightning_module is not None
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        # What the averaged weights were made from, where there are some.
+        weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
+        states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
+        max_norm = 0.0 if self.zenflow_optimizer is None else self.zenflow_optimizer.clip_grad
+        self._load_file(self.deepspeed_engine, saved, weights, states, strict=strict)
+        if self.zenflow_optimizer is not None:
+            # As from a folder.
+            self.zenflow_optimizer.clip_grad = max_norm
 
     @override
     def on_exception(self, exception: BaseException) -> None:

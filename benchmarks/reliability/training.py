@@ -114,7 +114,9 @@ class Disturbances(pl.Callback):
 
 def fit(width: int, last_step: int, ckpt_path: Path | None, *callbacks: pl.Callback) -> int:
     """Trains up to a step; returns the number of worker restarts."""
-    strategy = ZenFlowStrategy(update_interval=4, publish_lag=1, max_worker_restarts=10**9)
+    strategy = ZenFlowStrategy(
+        update_interval=4, publish_lag=1, max_worker_restarts=10**9, checkpoint_format="deepspeed"
+    )
     trainer = quiet_trainer(strategy=strategy, max_steps=last_step, callbacks=list(callbacks))
     trainer.fit(Regression(width), ckpt_path=ckpt_path)
     assert strategy.zenflow_optimizer is not None

@@ -1,6 +1,6 @@
-"""Atomic creation and replacement of checkpoint directories, safe against a kill of the writing process and a failure of power.
+"""Atomic creation and replacement of checkpoints, directories or files, safe against a kill of the writing process and a failure of power.
 
-A checkpoint is written under a staging name in the same folder and renamed when it is complete. Names that only this module makes, with a
+A checkpoint is written in a staging directory in the same folder and renamed when it is complete. Names that only this module makes, with a
 random TOKEN:
 
 * ``.TOKEN.zenflow-saving``: being written.
@@ -31,15 +31,17 @@ class StagedSave:
     Args:
         path: path of the checkpoint.
         sync: whether the checkpoint must survive a failure of power. Files of other processes than this one are synced by them.
+        is_file: whether it is a single file.
 
     Attributes:
-        folder: the staging directory, empty at first; its files are to be written there.
+        content: what becomes the checkpoint: the staging directory, empty at first, to which its files are to be written; or the file to
+            be written in it.
 
     Raises:
         OSError: the directory cannot be created.
     """
 
-    def __init__(self, path: Path, *, sync: bool) -> None:
+    def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
         self._path = path
         self._sync = sync
         created = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
@@ -53,40 +55,44 @@ class StagedSave:
         self._lock_file.touch()
         # Without a lock no process can tell that this one has ended, and none deletes its files.
         self._lock_fd = _lock(self._lock_file, wait=True)
-        self.folder = self._lock_file.with_suffix(_SAVING)
+        self._folder = self._lock_file.with_suffix(_SAVING)
+        self.content = self._folder / path.name if is_file else self._folder
         try:
-            self.folder.mkdir()
+            self._folder.mkdir()
         except BaseException:
             self._unlock()
             raise
 
     def commit(self) -> None:
-        """Renames the directory to the checkpoint's path; deletes a previous checkpoint of this name.
+        """Gives the content the checkpoint's path; deletes a previous checkpoint of this name.
 
-        A kill between two renames leaves the previous checkpoint complete under another name, until `recover`. Lightning takes it for
-        ``last`` as well. Names are not exchanged in one system call, since network file systems cannot do it.
+        A file takes the place of another one at once. Where either is a directory, a kill between two renames leaves the previous
+        checkpoint complete under another name, until `recover`. Lightning takes it for ``last`` as well. Names are not exchanged in one
+        system call, since network file systems cannot do it.
 
         Raises:
-            OSError: the directory cannot be renamed or synced.
+            OSError: the content cannot be renamed or synced.
         """
         if self._sync:
-            sync_all([*self.folder.rglob("*"), self.folder])
+            sync_all([*self._folder.rglob("*"), self._folder])
         replaced = _replaced_path(self._path)
-        if os.path.lexists(self._path):
+        if os.path.lexists(self._path) and (self._path.is_dir() or self.content.is_dir()):
             self._path.rename(replaced)
         try:
-            self.folder.rename(self._path)
+            self.content.rename(self._path)
         except BaseException:
             recover(self._path)
             raise
         if self._sync:
             sync_all([self._path.parent])
         _discard(replaced)
+        # Of a file.
+        _delete(self._folder)
         self._unlock()
 
     def abandon(self) -> None:
         """Deletes the directory with its content; may be called after `commit`."""
-        _delete(self.folder)
+        _delete(self._folder)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -12,21 +12,24 @@ from lightning_zenflow.engine.pieces import is_in_pieces
 AVERAGED = "averaged_state_dict"
 """Key of the averaged weights, which Lightning's `WeightAveraging` saves in the place of the model's."""
 
+CURRENT = "current_model_state"
+"""Key under which it saves the model's."""
+
 
 def to_save(checkpoint: Mapping[str, Any], engine: DeepSpeedEngine) -> dict[str, Any]:
     """The client state to save, of a checkpoint as Lightning or, with Fabric, the user made it.
 
     `DeepSpeedStrategy` drops "state_dict", because the engine saves the weights. `WeightAveraging` has put the averaged weights there, and
-    the model's at "current_model_state".
+    the model's at `CURRENT`.
 
     "shared_params" has further names of parameters that have several, each with the first, under which the parameter is saved. It takes the
     place of what DeepSpeed finds: that compares addresses, which all parameters without elements have in common, so that `zero_to_fp32`
     would give them one shape, and it overlooks modules that have several names.
     """
     client_state = dict(checkpoint)
-    if "current_model_state" in client_state:
+    if CURRENT in client_state:
         # The model's are the engine's, and need not be saved twice.
-        client_state["current_model_state"] = None
+        client_state[CURRENT] = None
         client_state[AVERAGED] = client_state["state_dict"]
     client_state["shared_params"] = further_names(engine.module)
     return client_state
@@ -49,6 +52,6 @@ def as_lightning_saved(client_state: Mapping[str, Any], module: pl.LightningModu
         return checkpoint
     weights = module.state_dict()
     checkpoint["state_dict"] = checkpoint.pop(AVERAGED, weights)
-    if "current_model_state" in checkpoint:
-        checkpoint["current_model_state"] = weights
+    if CURRENT in checkpoint:
+        checkpoint[CURRENT] = weights
     return checkpoint

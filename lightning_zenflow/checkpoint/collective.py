@@ -1,7 +1,7 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.engine_content import EngineContent
-from lightning_zenflow.checkpoint.files import CheckpointError
-from lightning_zenflow.checkpoint.reader import SavedCheckpoint
+from lightning_zenflow.checkpoint.files import CheckpointError, verify
+from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
+from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pieces import load_whole
+from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
@@ -26,7 +30,7 @@ from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 def save_together(
     path: Path,
     write: Callable[[Path], None],
-    optimizer: ZenFlowOptimizer | None,
+    states: ZenFlowOptimizer | WholeState | None,
     *,
     is_global_zero: bool,
     sync: bool,
@@ -35,8 +39,8 @@ def save_together(
 
     Args:
         path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
-        write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`.
-        optimizer: whose state is saved.
+        write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`; or the one file.
+        states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
         is_global_zero: whether this rank creates, renames and deletes directories.
         sync: whether the checkpoint must survive a failure of power.
 
@@ -47,22 +51,22 @@ def save_together(
     try:
         with _saving(path, path):
             if is_global_zero:
-                staged = StagedSave(path, sync=sync)
-        folders = [path if staged is None else staged.folder]
-        dist.broadcast_object_list(folders, src=0)
-        (folder,) = folders
-        with _saving(path, folder):
-            ordered = None if optimizer is None else optimizer.copy_for_save(folder)
+                staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
+        contents = [path if staged is None else staged.content]
+        dist.broadcast_object_list(contents, src=0)
+        (content,) = contents
+        with _saving(path, content):
+            copy: Any = None if states is None else states.copy_for_save(content)
         with (
-            nullcontext() if optimizer is None else optimizer.saved_as(ordered),
-            _saving(path, folder),
+            nullcontext() if states is None else states.saved_as(copy),
+            _saving(path, content),
         ):
             with _without_collectives():
-                write(folder)
+                write(content)
             if sync:
                 # Each rank its own, since network storage keeps what has been written with the host that wrote it.
-                sync_all(folder.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
-        with _saving(path, folder):
+                sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
+        with _saving(path, content):
             if staged is not None:
                 staged.commit()
     except BaseException:
@@ -72,8 +76,8 @@ def save_together(
 
 
 @contextmanager
-def _saving(path: Path, folder: Path) -> Iterator[None]:
-    """Context of a part of a save to `folder`, whose error is raised on all ranks, with its cause and what to do about it."""
+def _saving(path: Path, content: Path) -> Iterator[None]:
+    """Context of a part of a save to `content`, whose error is raised on all ranks, with its cause and what to do about it."""
     with raising_together(OSError):
         try:
             yield
@@ -81,7 +85,7 @@ def _saving(path: Path, folder: Path) -> Iterator[None]:
             Exception
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # torch's file writer raises RuntimeError, without a reason.
-            cause = reason if isinstance(reason, OSError) else write_error(folder)
+            cause = reason if isinstance(reason, OSError) else write_error(content)
             # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
             for error in (reason, reason.__context__):
                 if error is not None:
@@ -129,16 +133,43 @@ def _loading(path: Path) -> Iterator[None]:
             raise CheckpointError(f"checkpoint {path}: {says}") from reason
 
 
-def _verify_model(path: Path) -> None:
-    """Puts back what a killed save was replacing, and checks the model's file: once for all ranks, since that reads all of it."""
+def is_file_together(path: Path) -> bool:
+    """Whether a checkpoint is one file. A collective: all ranks must call it.
+
+    Puts back what a killed save was replacing, and checks the model's file: once for all ranks, since that reads all of it.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or damaged.
+    """
+    found = [False]
     with _loading(path):
         if dist.get_rank() == 0:
             recover(path)
-            SavedCheckpoint(path).verify_model()
+            found = [path.is_file() and not is_part(path)]
+            if found[0]:
+                verify(path)
+            else:
+                SavedCheckpoint(path).verify_model()
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
+    """The one of DeepSpeed's engines among what is loaded.
+
+    Raises:
+        MisconfigurationException: there is none, or there are several.
+    """
+    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
+    if len(engines) != 1:
+        raise MisconfigurationException(
+            f"a checkpoint is loaded into one model that was set up, got {len(engines)}: load each model by itself"
+        )
+    return engines[0]
 
 
 def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> dict[str, Any]:
-    """Loads weights from a checkpoint of any number of ranks into an engine. A collective: all ranks must call it.
+    """Loads weights from a folder of any number of ranks into an engine, after `is_file_together`. A collective: all ranks must call it.
 
     Args:
         path: path of the checkpoint.
@@ -152,13 +183,7 @@ def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> 
         CheckpointError: a rank cannot read it, or the model does not have the saved weights.
         MisconfigurationException: there is no engine, or there are several.
     """
-    engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
-    if len(engines) != 1:
-        raise MisconfigurationException(
-            f"a checkpoint is loaded into one model that was set up, got {len(engines)}: load each model by itself"
-        )
-    (engine,) = engines
-    _verify_model(path)
+    engine = one_engine(items)
     with _loading(path):
         saved = SavedCheckpoint(path)
         # Reads the model's file; under stage 3 the weights are in those of the optimizer.
@@ -172,7 +197,8 @@ def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> 
 
 
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-    """Loads model and optimizer from a checkpoint of any number of ranks and of stage 2 or 3. A collective: all ranks must call it.
+    """Loads model and optimizer from a folder of any number of ranks and of stage 2 or 3, after `is_file_together`. A collective: all ranks
+    must call it.
 
     Args:
         engine: DeepSpeed's engine.
@@ -188,7 +214,6 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     """
     optimizer: ZenFlowZeroOptimizer | ZenFlowZero3Optimizer = engine.optimizer
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    _verify_model(path)
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
@@ -209,3 +234,59 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
             load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
         )
     return client_state
+
+
+def read_file_together(path: Path, *, weights_only: bool | None) -> SavedFile:
+    """Reads a checkpoint that is one file, after `is_file_together`. A collective: all ranks must call it.
+
+    Args:
+        path: path of the file.
+        weights_only: see `torch.load`; None is its default.
+
+    Raises:
+        CheckpointError: a rank cannot read it.
+    """
+    with _loading(path):
+        return SavedFile(path, weights_only=weights_only)
+
+
+def load_file_together(
+    engine: Any,
+    saved: SavedFile,
+    weights: Mapping[str, Any],
+    states: Mapping[str, Any] | None,
+    order: Sequence[Sequence[str]],
+    *,
+    strict: bool,
+) -> None:
+    """Loads model and optimizer from one file. A collective: all ranks must call it.
+
+    Args:
+        engine: DeepSpeed's engine; without an optimizer of this package only weights are loaded.
+        saved: the file.
+        weights: the saved module's state dict.
+        states: the state dict of the saved optimizer; None: only weights are loaded.
+        order: as of `WholeState`.
+        strict: whether the model must have exactly the saved weights and buffers.
+
+    Raises:
+        CheckpointError: a rank cannot continue from the checkpoint.
+    """
+    optimizer = engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None
+    if optimizer is None:
+        with _loading(saved.path):
+            load_whole(engine.module, weights, strict=strict)
+        return
+    state = None
+    with _loading(saved.path):
+        masters = saved.weights_for(optimizer, weights)
+        if states is not None:
+            saved.refuse_other_version()
+            state = saved.state_for(optimizer, order, states)
+    if state is not None:
+        state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
+    with optimizer.loading(), _loading(saved.path):
+        load_whole(engine.module, masters, strict=strict)
+        optimizer.load_full_state(masters, state)
+        if state is not None:
+            saved.restore_engine(engine)

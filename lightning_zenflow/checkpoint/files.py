@@ -1,5 +1,6 @@
 """Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
 
+import pickle
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ def _reading(file: Path) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except (ImportError, AttributeError) as error:
         raise refusal(
             file,
@@ -59,12 +62,23 @@ def verify(file: Path) -> None:
                             pass
 
 
-def read(file: Path, *, mapped: bool = True) -> Any:
+def read(file: Path, *, mapped: bool = True, weights_only: bool | None = False) -> Any:
     """Content of a file written by torch; large tensors are memory-mapped, or not.
 
+    Args:
+        file: the file.
+        mapped: whether they are.
+        weights_only: see `torch.load`; None is its default.
+
     Raises:
-        CheckpointError: see `verify`.
+        CheckpointError: see `verify`; or the file has other objects than `weights_only` allows.
     """
     # A file that is no archive has torch's former format, which cannot be mapped, or is incomplete.
     with _reading(file), WithoutConversion():
-        return torch.load(file, map_location="cpu", weights_only=False, mmap=mapped and zipfile.is_zipfile(file))
+        is_archive = zipfile.is_zipfile(file)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=weights_only, mmap=mapped and is_archive)
+        except pickle.UnpicklingError as error:
+            if weights_only is False or not is_archive:
+                raise
+            raise refusal(file, "this file has Python objects: if you trust it, pass `weights_only=False`") from error

@@ -40,6 +40,12 @@ from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
 
+def is_part(path: Path) -> Path | None:
+    """The directory of a checkpoint in which the path is; None where it is in none, or is a whole one."""
+    folders = () if (path / "latest").is_file() else (path.parent, path.parent.parent)
+    return next((folder for folder in folders if (folder / "latest").is_file()), None)
+
+
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint directory. Its file ``latest`` names the folder with one file of the model, under stage 3 one per rank, and one file of
@@ -59,17 +65,9 @@ class SavedCheckpoint:
         """Checks the structure of the directory."""
         if not self.path.exists():
             raise refusal(self.path, "the path must exist")
-        has_latest = (self.path / "latest").is_file()
-        for parent in (self.path.parent, self.path.parent.parent):
-            if not has_latest and (parent / "latest").is_file():
-                raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {parent}")
-        if self.path.is_file():
-            raise refusal(
-                self.path,
-                "the path must be a directory saved by ZenFlowStrategy or DeepSpeedStrategy, got a file. To take the weights from a"
-                " checkpoint of another strategy, use `model = Module.load_from_checkpoint(path)`, then `fit(model)`",
-            )
-        if not has_latest:
+        if (whole := is_part(self.path)) is not None:
+            raise refusal(self.path, f"the path must be a whole checkpoint, got a part: use {whole}")
+        if not (self.path / "latest").is_file():
             raise refusal(
                 self.path, "the directory must be a checkpoint of DeepSpeed, got one without the file `latest`"
             )

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
+from lightning_zenflow.engine.on_disk import with_own_storage
 from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ class FullState:
         self.make_exact(number, "safe_get_full_fp32_param and safe_get_full_optimizer_state")
         state = self._state(optim_state_key)
         return self._whole(number, lambda _, s: state.read(s.begin, s.numel))
+
+    def in_memory(self, number: int, optim_state_key: str | None = None) -> Tensor | None:
+        """What `read` gives, without a copy, where this rank has all of it in float32: [*shape of the parameter] on the CPU, in the arena's
+        memory, exact until the next step; otherwise None. No collective.
+        """
+        state, shape = self._state(optim_state_key), self._shapes[number]
+        if number not in self._slices or state.array.dtype != torch.float32:
+            return None
+        _, s = self._slices[number]
+        return with_own_storage(state.array, s.begin, shape) if s.numel == shape.numel() else None
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
@@ -121,6 +132,11 @@ class FullState:
             f"safe_set_full_grad({self._name(number)}): under ZenFlowStrategy gradients go to the host during backward and cannot be"
             " replaced after it: change them in a hook, `parameter.register_hook(lambda gradient: ...)`"
         )
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole parameters, by name in the order of their numbers."""
+        return {self._name(number): shape for number, shape in enumerate(self._shapes)}
 
     def _name(self, number: int) -> str:
         return str(self._optimizer.param_names[self._parameters[number]])

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.engine.saved_float32 import SavedAsFloat32, float32_on_disk
+from lightning_zenflow.engine.on_disk import on_disk
+from lightning_zenflow.engine.saved_float32 import SavedAsFloat32
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment, Moment
 
@@ -80,7 +81,7 @@ class HostState:
         """Space for the moments of each parameter group as float32, where they have no views."""
         if not self.is_coded:
             return None
-        return [{name: float32_on_disk(folder, numel) for name in MOMENTS} for _, numel in self._bounds]
+        return [{name: on_disk(folder, numel) for name in MOMENTS} for _, numel in self._bounds]
 
     @contextmanager
     def saved_from(self, copy: list[dict[str, Tensor]] | None) -> Iterator[None]:

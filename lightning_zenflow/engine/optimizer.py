@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -201,6 +202,30 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """
 
     @property
+    def full_state(self) -> FullState:
+        """Whole weights and moments of single parameters."""
+        return self._full_state
+
+    def load_full_state(self, weights: Mapping[str, Tensor], saved: dict[str, Any] | None) -> None:
+        """Continues from whole states, right after a flush and after the model has loaded its weights; all ranks call it together.
+
+        Args:
+            weights: master weights by name, [*shape of the parameter], any type; those of all trained parameters, perhaps of others.
+            saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
+                this rank's `ZenFlowStep.state_dict` or None. None: weights only.
+        """
+        for number, (name, shape) in enumerate(self._full_state.shapes.items()):
+            self._full_state.write(number, weights[name])
+            for key, of_names in ({} if saved is None else saved["moments"]).items():
+                moment = of_names.get(name)
+                self._full_state.write(number, torch.zeros(shape) if moment is None else moment, key)
+        if saved is not None:
+            for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
+            self._host_state.write_count(saved["count"])
+        self._continue_from(saved, optimizer_states=saved is not None)
+
+    @property
     def closed(self) -> bool:
         """Whether the worker has been ended."""
         return self._worker is None
@@ -243,7 +268,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """Continues the run of a checkpoint, after DeepSpeed has loaded its state.
 
         Args:
-            own: this rank's part of the checkpoint.
+            own: this rank's part of the checkpoint; its entry "zenflow" is read.
             optimizer_states: whether the optimizer's state was loaded, and not only weights.
         """
         count = self._host_state.copy_loaded_state_into_arena()

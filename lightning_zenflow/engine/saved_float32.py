@@ -5,13 +5,9 @@ bits the file has those of the arena and the call of `Tensor.float`; this packag
 out. What torch has no type for is copied to disk before, as float32.
 """
 
-import os
-import tempfile
 from operator import methodcaller
-from pathlib import Path
 from typing import Any, SupportsIndex
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -31,21 +27,3 @@ class WithoutConversion(TorchFunctionMode):
     @override
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if function is Tensor.float else function(*args, **(kwargs or {}))
-
-
-def float32_on_disk(folder: Path, numel: int) -> Tensor:
-    """[numel] float32, zeros, in a file without a name. The page cache holds it and may give memory back to others.
-
-    Args:
-        folder: on the file system that the checkpoint is written to.
-        numel: number of elements.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    if numel == 0:
-        return torch.empty(0)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        # A write to a page that a full disk has no place for would end the process.
-        os.posix_fallocate(file.fileno(), 0, 4 * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=torch.float32)

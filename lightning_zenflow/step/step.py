@@ -51,6 +51,7 @@ class ZenFlowStep:
         number: steps so far.
         micro_batches: backward passes since the last step.
         count: 0-D float64 on the device: number of applied steps.
+        layout: what must be the same for a run to continue this one bit for bit (`layout_of`).
         skipped: 0-D int64 on the device: steps that changed nothing because their gradient norm was not finite.
     """
 
@@ -64,7 +65,7 @@ class ZenFlowStep:
         read_inputs: Callable[[], StepInputs],
         gather_weights: Callable[[], None],
     ) -> None:
-        self._layout = layout_of(config, dist.get_world_size(group), parts.rank.partition)
+        self.layout = layout_of(config, dist.get_world_size(group), parts.rank.partition)
         self._counters, self._write_count = parts.counters, parts.write_count
         self._freezing = freezing
         self._group = group
@@ -298,7 +299,7 @@ class ZenFlowStep:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
         return {
             "version": VERSION,
-            "layout": self._layout,
+            "layout": self.layout,
             "step": self.number,
             "skipped": int(self.skipped),
             "trained": self._freezing.trained,
@@ -319,7 +320,7 @@ class ZenFlowStep:
             Reason why the run does not continue bit for bit; empty if it does.
         """
         self.count = torch.full_like(self.count, count)
-        difference = "it is not one of ZenFlow" if saved is None else difference_of(saved["layout"], self._layout)
+        difference = "it is not one of ZenFlow" if saved is None else difference_of(saved["layout"], self.layout)
         if saved is not None:
             self.number = self._flushed_number = saved["step"]
             self.skipped.fill_(saved["skipped"])

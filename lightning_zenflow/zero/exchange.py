@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zenflow.engine.flat_layout import FlatLayout, Run, runs
-from lightning_zenflow.engine.saved_float32 import float32_on_disk
+from lightning_zenflow.engine.on_disk import on_disk
 
 _CHUNK = 1 << 24
 """Elements that are exchanged at once: 64 MB of device memory."""
@@ -18,7 +18,7 @@ Read = Callable[[int, int], Tensor]
 
 
 class OrderedCopy:
-    """This rank's part of the states in another order, float32, on disk: a copy in memory would take as much as the states.
+    """This rank's part of the states in another order, float32, on disk (`on_disk`): a copy in memory would take as much as the states.
 
     Args:
         folder: on the file system that the checkpoint is written to.
@@ -34,7 +34,7 @@ class OrderedCopy:
 
     def __init__(self, folder: Path, layouts: Sequence[FlatLayout], *, n_states: int) -> None:
         self._layouts = layouts
-        self.states = [[float32_on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
+        self.states = [[on_disk(folder, layout.partition_numel) for _ in range(n_states)] for layout in layouts]
 
     def fill(
         self,

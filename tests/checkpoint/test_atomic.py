@@ -1,4 +1,4 @@
-"""Directories that are complete or absent, whatever is killed or fails: `checkpoint.atomic` without training."""
+"""Directories and files that are complete or absent, whatever is killed or fails: `checkpoint.atomic` without training."""
 
 import errno
 import fcntl
@@ -19,9 +19,9 @@ from lightning_zenflow.checkpoint.atomic import StagedSave, recover, remove, syn
 OF_THE_USER = [".notes.removed", ".old.removed", ".a.ckpt.saving", "b.replaced.ckpt", ".lock"]
 
 
-def save(path: Path, content: str) -> None:
-    staged = StagedSave(path, sync=False)
-    (staged.folder / "content").write_text(content)
+def save(path: Path, content: str, *, is_file: bool = False) -> None:
+    staged = StagedSave(path, sync=False, is_file=is_file)
+    (staged.content if is_file else staged.content / "content").write_text(content)
     staged.commit()
 
 
@@ -47,11 +47,14 @@ def killed(action: Callable[[], None], event: int) -> bool:
 
 
 def content_of(path: Path) -> str:
-    return (path / "content").read_text()
+    return (path if path.is_file() else path / "content").read_text()
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "b" * 200])
-def test_killed_at_any_call(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "are_files"),
+    [(name, (old, new)) for name, old in (("last.ckpt", False), ("b" * 200, True)) for new in (False, True)],
+)
+def test_killed_at_any_call(name: str, are_files: tuple[bool, bool], tmp_path: Path) -> None:
     """A replacement leaves one of both checkpoints, which Lightning finds as the last one, and a removal none that is incomplete; the next
     save in the folder deletes everything else, and nothing of the user's."""
     path = tmp_path / name
@@ -59,9 +62,11 @@ def test_killed_at_any_call(name: str, tmp_path: Path) -> None:
         (tmp_path / precious).mkdir()
         (tmp_path / precious / "file").touch()
     for event in count():
-        save(path, "old")
-        if not killed(partial(save, path, "new"), event):
+        save(path, "old", is_file=are_files[0])
+        if not killed(partial(save, path, "new", is_file=are_files[1]), event):
             break
+        # A file takes the place of a file at once.
+        assert all(are_files) <= path.is_file()
         left = list(tmp_path.glob(f"{path.stem}*{path.suffix}"))
         assert left and {content_of(p) for p in left} <= {"old", "new"}
         if event % 2:
@@ -71,15 +76,15 @@ def test_killed_at_any_call(name: str, tmp_path: Path) -> None:
             remove(path)
         save(tmp_path / "other.ckpt", "")
         assert {*os.listdir(tmp_path)} == {*OF_THE_USER, "other.ckpt", *([name] if event % 2 else [])}
-    assert event > 15
+    assert event > 10
     for event in count():
-        save(path, "old")
+        save(path, "old", is_file=are_files[0])
         if not killed(partial(remove, path), event):
             break
         assert not path.exists() or content_of(path) == "old"
         save(tmp_path / "other.ckpt", "")
         assert {*os.listdir(tmp_path)} <= {*OF_THE_USER, "other.ckpt", name}
-    assert event > 3 and not path.exists()
+    assert event > 1 and not path.exists()
     remove(path)
     assert all((tmp_path / precious / "file").exists() for precious in OF_THE_USER)
 
@@ -103,7 +108,7 @@ def test_what_another_process_saves_is_left_alone(
     assert killed(leave, -1)
     left = set(os.listdir(tmp_path))
     alive = StagedSave(tmp_path / "alive.ckpt", sync=False)
-    (alive.folder / "content").write_text("alive")
+    (alive.content / "content").write_text("alive")
     # Of another run in the same folder, and of the same name.
     for path in (tmp_path / "c.ckpt", tmp_path / "alive.ckpt"):
         save(path, "other")
@@ -179,7 +184,7 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
     for name in ("first", "second"):
         staged = StagedSave(path, sync=sync)
         assert name == "second" or sync == {str(tmp_path), str(tmp_path / "new")}.issubset(synced)
-        (staged.folder / "checkpoint").mkdir()
-        (staged.folder / "checkpoint" / "states.pt").write_text(name)
+        (staged.content / "checkpoint").mkdir()
+        (staged.content / "checkpoint" / "states.pt").write_text(name)
         staged.commit()
     assert events == ["named", "named", "deleted"]

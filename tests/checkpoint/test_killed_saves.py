@@ -15,10 +15,14 @@ SCRIPT = Path(__file__).parents[1] / "support" / "killed_saves.py"
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("n_points", [4, pytest.param(41, marks=pytest.mark.slow)])
-def test_killed_at_points_of_a_save(n_points: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+def test_killed_at_points_of_a_save(format_: str, n_points: int, tmp_path: Path) -> None:
     """`checkpoint.atomic` alone is killed at each call in `test_atomic.py`."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), json.dumps([i / (n_points - 1) for i in range(n_points)])],
+        [
+            *(sys.executable, str(SCRIPT), str(tmp_path)),
+            *(json.dumps([i / (n_points - 1) for i in range(n_points)]), format_),
+        ],
         env=fresh_environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

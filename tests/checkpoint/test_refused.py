@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (shutil.rmtree(p), p.mkdir()),
         "must be a checkpoint of DeepSpeed, got one without the file `latest`",
     ),
-    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "the path must be a directory .*, got a file"),
+    "a file": (lambda p: (shutil.rmtree(p), p.write_text("x")), "must be a checkpoint of DeepSpeed, got one without"),
     "no folder": (
         lambda p: (p / "latest").write_text("other"),
         "the folder 'other', named by its file `latest`, is missing",

@@ -115,9 +115,9 @@ class Configured(LinearLossModule):
         self.save_hyperparameters()
 
 
-def test_export_to_a_single_file(tmp_path: Path) -> None:
+def test_a_folder_exported_to_a_single_file(tmp_path: Path) -> None:
     model = Configured(rows=11)
-    trainer = make_trainer(defaults(), max_steps=4)
+    trainer = make_trainer(ZenFlowStrategy(checkpoint_format="deepspeed"), max_steps=4)
     trainer.fit(model)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "a.ckpt", tmp_path / "single.ckpt")

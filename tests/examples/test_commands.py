@@ -151,7 +151,7 @@ def test_alpaca_is_trained_resumed_validated_and_exported(
     run("alpaca", "validate", "--model.pretrained=alpaca_output/model")
     trained, validated, exported = (logged(tmp_path, "val/loss", version=version) for version in (0, 2, 3))
     assert validated == pytest.approx(trained, rel=1e-5) and exported == pytest.approx(trained, rel=1e-5)
-    with pytest.raises(ValueError, match="logs is no checkpoint folder"):
+    with pytest.raises(ValueError, match="logs is no checkpoint of a training"):
         export(monkeypatch, "logs", "model")
 
 

@@ -140,7 +140,8 @@ def test_snippet(
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     snippet, model = blocks(ROOT / document, "python")[number], Model()
     for checkpoint in re.findall(r'"([^"]+=[^"]+\.ckpt)"', snippet):
-        trainer = pl.Trainer(strategy=ZenFlowStrategy(), max_epochs=1)
+        strategy = ZenFlowStrategy(checkpoint_format="deepspeed" if "convert_zero" in snippet else "auto")
+        trainer = pl.Trainer(strategy=strategy, max_epochs=1)
         trainer.fit(Model())
         trainer.save_checkpoint(checkpoint)
     before = [p.detach().clone() for p in model.parameters()]

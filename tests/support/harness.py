@@ -132,6 +132,8 @@ class Case:
             "provisional_scale": 0,
             "select_interval": 0,
             "worker_cores": 1,
+            # On one rank as on several.
+            "checkpoint_format": "deepspeed",
             **({} if self.stage == 2 else {"config": {"zero_optimization": self.zero_3()}}),
             **self.strategy_options,
         }
@@ -269,6 +271,10 @@ class StockStrategy(ZenFlowStrategy):
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+
+    @override
+    def _saves_file(self, *, weights_only: bool = False) -> bool:
+        return False
 
     @override
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -59,11 +59,17 @@ class WatchSaves(pl.Callback):
         self._steps += 1
 
 
+FORMAT: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+"""Of the checkpoints."""
+
+
 def train(folder: Path, steps: int, watch: WatchSaves | None = None) -> LinearLossModule:
     """Saves after every step, keeping the newest checkpoint and ``last.ckpt``; goes on from the last one."""
     checkpoints = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_last=True, save_top_k=1)
     model = LinearLossModule(length=steps)
-    strategy = ZenFlowStrategy(topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1)
+    strategy = ZenFlowStrategy(
+        topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1, checkpoint_format=FORMAT
+    )
     callbacks = [checkpoints] if watch is None else [checkpoints, watch]
     trainer = make_trainer(strategy, max_steps=steps, enable_checkpointing=True, callbacks=callbacks)
     trainer.fit(model, ckpt_path="last")
@@ -95,8 +101,10 @@ def assert_usable(folder: Path) -> None:
     assert list(folder.glob("last*.ckpt"))
     for path in folder.iterdir():
         if not path.name.startswith("."):
-            saved = SavedCheckpoint(path)
-            saved.optimizer_state(0)
+            if FORMAT == "deepspeed":
+                SavedCheckpoint(path).optimizer_state(0)
+            else:
+                assert torch.load(path, weights_only=True)["optimizer_states"]
 
 
 def run_killed(folder: Path, steps: int, points: list[float]) -> None:

@@ -124,7 +124,13 @@ def test_models(make: Any, other: Any) -> None:
 
 def test_weights_of_odd_layouts_in_checkpoints(tmp_path: Path) -> None:
     """A resumed run ends with the bits of the one that saved, and exports have the parameters' shapes."""
-    keys = {"update_interval": 4, "publish_lag": 1, "provisional_scale": 0, "weight_prediction": 0}
+    keys = {
+        "update_interval": 4,
+        "publish_lag": 1,
+        "provisional_scale": 0,
+        "weight_prediction": 0,
+        "checkpoint_format": "deepspeed",
+    }
     model, resumed = OddNet(), OddNet()
     trainer = fit(model, ZenFlowStrategy(**keys), steps=4)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

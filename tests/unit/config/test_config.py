@@ -43,6 +43,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "pt_reserved_cores_perc": SHARE,
     "worker_timeout": ([1, 1e6], [0, 2e6]),
     "max_worker_restarts": ([0, 100], ["auto"]),
+    "checkpoint_format": (["auto", "deepspeed", "lightning"], ["file", "Lightning", 1]),
     "sync_checkpoints": BOOLEAN,
     "stall_monitor": BOOLEAN,
     "timeline": (["logs/timeline.json", Path("a.json")], [1, "timeline.png", []]),

@@ -1,0 +1,183 @@
+"""A checkpoint that is one file, as Lightning's strategies for one device write it: whole weights, and AdamW's state in torch's layout.
+
+Under the Trainer::
+
+    state_dict            float32 master weights of what is trained, by the module's names; buffers and frozen weights in their own type
+    optimizer_states      [state_dict of torch.optim.AdamW], the parameters in the order of the user's optimizer
+    zenflow               what else continues the run bit for bit
+        ranks             [rank] `ZenFlowStep.state_dict`
+        loss_scaler       attributes of DeepSpeed's
+        clip_grad         largest gradient norm
+        counts            of DeepSpeed's engine
+    ...                   what Lightning saves besides
+
+Under Fabric weights and state have the names that the loop gives them. A file with weights only has the weights only. All of it but the
+user's own objects is loaded by ``torch.load(path, weights_only=True)``.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+
+from lightning_zenflow.checkpoint.files import read, refusal
+from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.engine.host_state import MOMENTS
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
+from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+
+
+class SavedFile:
+    """A checkpoint that is one file, of this package or of another strategy.
+
+    Args:
+        path: the file.
+        weights_only: see `torch.load`; None is its default.
+
+    Attributes:
+        path: the file.
+        content: what is in it; weights and optimizer's states may be mapped.
+
+    Raises:
+        CheckpointError: it is damaged, or no checkpoint.
+    """
+
+    def __init__(self, path: Path, *, weights_only: bool | None) -> None:
+        self.path = path
+        self.content: dict[str, Any] = read(path, weights_only=weights_only)
+        if not isinstance(self.content, dict):
+            raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(self.content).__name__}")
+        self._run_state = self.content.pop(CHECKPOINT_KEY, None)
+
+    def entry(self, name: str) -> Any:
+        """An entry of the content.
+
+        Raises:
+            CheckpointError: it is missing.
+        """
+        if name not in self.content:
+            raise refusal(self.path, f"the file must have an entry {name!r}, got {', '.join(map(str, self.content))}")
+        return self.content[name]
+
+    @property
+    def optimizer_state(self) -> Mapping[str, Any]:
+        """State dict of the optimizer, in a file of the Trainer.
+
+        Raises:
+            CheckpointError: there is none, or there are several.
+        """
+        states = self.entry("optimizer_states")
+        if len(states) != 1:
+            raise refusal(self.path, f"the file must have the state of one optimizer, got {len(states)}")
+        state: Mapping[str, Any] = states[0]
+        return state
+
+    def unmap_others(self, mapped: Sequence[str]) -> None:
+        """Copies what is in the content, but for the entries `mapped`, so that who keeps it does not hold the file."""
+        self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
+
+    def weights_for(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights, if they are those of the optimizer's parameters.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        for name, shape in optimizer.full_state.shapes.items():
+            if name not in weights or weights[name].shape != shape:
+                found = f"one of {list(weights[name].shape)}" if name in weights else "none"
+                raise refusal(self.path, f"the model must be the saved one: {name} must be {list(shape)}, got {found}")
+        return weights
+
+    def state_for(
+        self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """This rank's argument of `ZenFlowOptimizer.load_full_state`.
+
+        Args:
+            optimizer: the one to load.
+            order: as of `WholeState`.
+            saved: a `torch.optim.AdamW.state_dict`.
+
+        Raises:
+            CheckpointError: it is no state of AdamW or Adam for these parameters.
+        """
+        if not {"state", "param_groups"} <= saved.keys():
+            raise refusal(self.path, f"the optimizer's state must be one of torch, got {', '.join(map(str, saved))}")
+        groups, sizes = saved["param_groups"], [len(names) for names in order]
+        if (theirs := [len(group["params"]) for group in groups]) != sizes:
+            raise refusal(self.path, f"the optimizer must have groups of {theirs} parameters as saved, got {sizes}")
+        names = dict(zip((i for g in groups for i in g["params"]), (n for ns in order for n in ns), strict=True))
+        shapes, states = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
+        for index, group in enumerate(groups):
+            for option, required in REQUIRED_OPTIONS.items():
+                if bool(group.get(option, required)) != required:
+                    raise refusal(
+                        self.path, f"parameter group {index}: {option} must be {required}, got {group[option]!r}"
+                    )
+        counts: dict[int, str] = {}
+        for name, shape in shapes.items():
+            # None of a parameter that has never had a gradient.
+            of_one = states.get(name)
+            if of_one is None:
+                continue
+            for key in ("step", *MOMENTS):
+                if key not in of_one or (key in MOMENTS and of_one[key].shape != shape):
+                    found = f"one of {list(of_one[key].shape)}" if key in of_one else f"no {key}"
+                    raise refusal(
+                        self.path, f"{name} must have the state of AdamW or Adam for {list(shape)}, got {found}"
+                    )
+            counts.setdefault(int(of_one["step"]), name)
+        if len(counts) > 1:
+            raise refusal(
+                self.path,
+                f"all parameters must have been trained for the same number of steps, got {counts}: one was frozen or had no gradient for a"
+                " while, and ZenFlow has one count; take the weights only, `model = Module.load_from_checkpoint(path)`",
+            )
+        moments = {key: {n: state[key] for n, state in states.items() if n in shapes} for key in MOMENTS}
+        return {
+            "count": next(iter(counts), 0),
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in groups],
+            "moments": moments,
+        }
+
+    def run_state_for(self, optimizer: ZenFlowOptimizer) -> dict[str, Any] | None:
+        """This rank's `ZenFlowStep.state_dict`; None in a file of another strategy. A collective.
+
+        Raises:
+            CheckpointError: another version wrote it.
+        """
+        if self._run_state is None:
+            return None
+        of_ranks, n_ranks = self._run_state["ranks"], dist.get_world_size()
+        ours: dict[str, Any] = copy.deepcopy(of_ranks[dist.get_rank() if len(of_ranks) == n_ranks else 0])
+        if not all_agree(ours["layout"] == optimizer.zenflow_step.layout):
+            # So that all ranks find the difference, where some have the slices of the run that saved.
+            ours["layout"]["slices"] = None
+        return ours
+
+    def refuse_other_version(self) -> None:
+        """Raises CheckpointError if another version has written what continues the run."""
+        if self._run_state is None:
+            return
+        version = self._run_state["ranks"][0]["version"]
+        if version != VERSION:
+            raise refusal(
+                self.path,
+                f"the layout must be {VERSION}, got {version}: another version of lightning-zenflow wrote the checkpoint; continue with"
+                " that version, or begin anew from its weights, `model = Module.load_from_checkpoint(path)`",
+            )
+
+    def restore_engine(self, engine: DeepSpeedEngine) -> None:
+        """Restores what DeepSpeed's engine and its optimizer count, and the loss scale."""
+        if self._run_state is None:
+            return
+        for name, count in self._run_state["counts"].items():
+            setattr(engine, name, count)
+        engine.optimizer.clip_grad = self._run_state["clip_grad"]
+        scaler, saved = vars(engine.optimizer.loss_scaler), self._run_state["loss_scaler"]
+        if scaler.keys() == saved.keys():
+            scaler.update(saved)

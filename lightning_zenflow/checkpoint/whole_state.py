@@ -1,0 +1,178 @@
+"""What a checkpoint that is one file is made of, put together from all ranks; `single_file` has its layout."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import GatheredParameters
+from torch import Tensor
+
+from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.engine.host_state import MOMENTS
+from lightning_zenflow.engine.on_disk import on_disk, with_own_storage
+from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pieces import is_in_pieces
+
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class WholeState:
+    """What rank 0 writes of a model and its optimizer to a file. One parameter at a time is put together by all ranks.
+
+    One rank's float32 states are written from where they are. All others are copied to files without a name beside the checkpoint, since
+    torch writes a file when all of it is there.
+
+    Args:
+        engine: DeepSpeed's, of the model.
+        optimizer: the one that trains or has trained the model, if any.
+        order: names of the parameters of each group of the user's optimizer.
+        weights: the module's state dict.
+        moments: whether the optimizer's state is saved.
+        without_frozen: whether weights are left out that are not trained at present.
+
+    Attributes:
+        weights: the same dict, and after `saved_as` has been entered, on rank 0, with whole master weights.
+        optimizer_state: then the state in torch's layout.
+        run_state: then the entry "zenflow", None where there is no optimizer's state.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        optimizer: ZenFlowOptimizer | None,
+        order: Sequence[Sequence[str]],
+        weights: dict[str, Any],
+        *,
+        moments: bool,
+        without_frozen: bool = False,
+    ) -> None:
+        self._engine, self._optimizer, self._order = engine, optimizer, order
+        self._firsts = further_names(engine.module)
+        named: Any = engine.module.named_parameters()
+        self._parameters: dict[str, Any] = dict(named)
+        self.weights = weights
+        if without_frozen:
+            for name in [n for n in weights if (p := self._parameter(n)) is not None and not p.requires_grad]:
+                del weights[name]
+        self._shapes = {} if self._optimizer is None else self._optimizer.full_state.shapes
+        self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
+        self.optimizer_state: dict[str, Any] = {}
+        self.run_state: dict[str, Any] | None = None
+
+    def _parameter(self, name: str) -> Any:
+        return self._parameters.get(self._firsts.get(name, name))
+
+    @property
+    def _in_pieces(self) -> dict[str, Any]:
+        """Parameters that the optimizer does not have and of which each rank has a piece."""
+        if not is_in_pieces(self._engine.module):
+            return {}
+        wanted = {self._firsts.get(name, name) for name in self.weights}
+        return {n: p for n, p in self._parameters.items() if n in wanted and n not in self._shapes}
+
+    def copy_for_save(self, path: Path) -> dict[str | None, dict[str, Tensor]]:
+        """Memory for the whole states, on rank 0: by key and name; key None is of weights. Where the arena has them, they are there.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if dist.get_rank() != 0:
+            return {}
+        copies: dict[str | None, dict[str, Tensor]] = {}
+        for key in self._keys:
+            found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
+            missing = {name: self._shapes[name] for name, there in found.items() if there is None}
+            flat, begin = on_disk(path.parent, sum(shape.numel() for shape in missing.values())), 0
+            for name, shape in missing.items():
+                found[name] = with_own_storage(flat, begin, shape)
+                begin += shape.numel()
+            copies[key] = {name: state for name, state in found.items() if state is not None}
+        copies[None] |= {
+            n: on_disk(path.parent, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()
+        }
+        return copies
+
+    def _in_arena(self, number: int, key: str | None) -> Tensor | None:
+        if dist.get_world_size() > 1:
+            return None
+        assert self._optimizer is not None
+        return self._optimizer.full_state.in_memory(number, key)
+
+    @contextmanager
+    def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
+        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together.
+
+        Args:
+            copies: result of `copy_for_save`.
+        """
+        for key in self._keys:
+            for number, name in enumerate(self._shapes):
+                if self._in_arena(number, key) is None:
+                    assert self._optimizer is not None
+                    whole = self._optimizer.full_state.read(number, key)
+                    if copies:
+                        copies[key][name].copy_(whole)
+        self._gather(copies.get(None, {}))
+        if len(self._keys) > 1:
+            self._add_run_state()
+        if copies:
+            self._fill(copies)
+        yield
+
+    @torch.no_grad()
+    def _gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Puts together what the optimizer does not have; what stays gathered is so afterwards."""
+        pieces = self._in_pieces
+        if not pieces:
+            return
+        for name, parameter in pieces.items():
+            with GatheredParameters([parameter]):
+                if name in weights:
+                    weights[name].copy_(parameter)
+        if self._optimizer is not None:
+            with self._optimizer.saved_as(None):
+                pass
+
+    def _add_run_state(self) -> None:
+        optimizer, engine = self._optimizer, self._engine
+        assert optimizer is not None
+        of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(optimizer.zenflow_step.state_dict(), of_ranks)
+        self.run_state = {
+            "ranks": of_ranks,
+            "loss_scaler": dict(vars(optimizer.loss_scaler)),
+            "clip_grad": optimizer.clip_grad,
+            "counts": {name: getattr(engine, name) for name in _COUNTS},
+        }
+
+    def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
+        masters = copies[None]
+        for name, shown in self.weights.items():
+            master = masters.get(self._firsts.get(name, name))
+            if master is not None and not self._is_users(name, shown, master):
+                self.weights[name] = master
+        if len(self._keys) == 1:
+            return
+        assert self._optimizer is not None
+        numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
+        step = float(self._optimizer.zenflow_step.count)
+        self.optimizer_state = {
+            "state": {
+                numbers[name]: {"step": torch.tensor(step), **{key: copies[key][name] for key in MOMENTS}}
+                for name in sorted(self._shapes, key=numbers.__getitem__)
+            },
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in names]}
+                for group, names in zip(self._optimizer.optimizer.param_groups, self._order, strict=True)
+            ],
+        }
+
+    def _is_users(self, name: str, shown: Tensor, master: Tensor) -> bool:
+        """Whether the module's weight has been replaced since training ended, as by averaged weights or those of another checkpoint."""
+        if self._optimizer is None or not self._optimizer.closed or hasattr(self._parameter(name), "ds_tensor"):
+            return False
+        return not torch.equal(shown.detach().cpu(), master.to(shown.dtype))

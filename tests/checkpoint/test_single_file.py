@@ -1,0 +1,365 @@
+"""`checkpoint_format: lightning`: one file that continues our run bit for bit, and AdamW's under strategies for one device, both ways."""
+
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from typing_extensions import override
+
+from checkpoint_files import change_byte
+from fabric_runs import set_up, train_step
+from harness import EVERYTHING, Case, Run, make_trainer, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.checkpoint.files import CheckpointError
+from models import LinearLossModule, TestModule
+from networks import SmallNet
+from rank_processes import run_on_ranks
+from same_bits import assert_same_run, assert_same_state, assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+STEPS, SAVED = 14, 6
+LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0}
+"""The settings at which training is AdamW's."""
+FROZEN = {"frozen_in": {0: (0, 100), 3: (3, 100), 2: (4, 9)}}
+CASES = {
+    "S = 1, d = 0": Case(**LIMIT, model="SmallNet"),
+    "S = 4, d = 1": Case(topk_ratio=0.3, strategy_options=EVERYTHING),
+    "bf16": Case(topk_ratio=0.3, precision="bf16-true", max_norm=1.0, accumulate=2).with_keys(
+        **EVERYTHING, moments_dtype="bfloat16"
+    ),
+    "fp16": Case(topk_ratio=0.3, precision="16-true"),
+    "int8": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, "moments_dtype": "int8"}),
+    "frozen": Case(topk_ratio=0.3, model_options=FROZEN, strategy_options=EVERYTHING),
+    "stage 3": Case(topk_ratio=0.3, stage=3, precision="bf16-true", model_options=FROZEN, strategy_options=EVERYTHING),
+    "parameters on the host": Case(**LIMIT, stage=3, offload_parameters=True, model="SmallNet"),
+}
+
+
+def halves(case: Case, path: Path) -> tuple[Case, Case]:
+    """The whole run, which saves, and its rest."""
+    case = replace(case.with_keys(checkpoint_format="lightning"), steps=STEPS, checkpoint=str(path))
+    return replace(case, save_at=SAVED), case
+
+
+def assert_continues(whole: Run, rest: Run) -> None:
+    assert len(rest.losses) == STEPS - SAVED
+    assert_same_run(rest, replace(whole, shown=whole.shown[SAVED:], losses=whole.losses[SAVED:]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    whole, rest = map(run_here, halves(CASES[name], path))
+    assert_continues(whole, rest)
+    assert [file.name for file in tmp_path.iterdir()] == ["half.ckpt"] and path.is_file()
+    # Without the user's own objects nothing but tensors, numbers and texts; each tensor has its own memory.
+    content = torch.load(path, weights_only=True)
+    (state,) = content["optimizer_states"]
+    saved = [*content["state_dict"].values(), *(t for s in state["state"].values() for t in s.values())]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in saved)
+    exact = run_here(replace(CASES[name], steps=SAVED))
+    model = CASES[name].make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert_same_tensors(
+        [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g], exact.master
+    )
+    moments = [state["state"][i] for i in sorted(state["state"])]
+    for key, theirs in (("exp_avg", exact.exp_avg), ("exp_avg_sq", exact.exp_avg_sq)):
+        assert_same_tensors([of_one[key] for of_one in moments], [t.float() for t in theirs], key)
+
+
+class SavesWeights(pl.Callback):
+    """Saves weights only at the end of training."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self._path, weights_only=True)
+
+
+def test_several_ranks(tmp_path: Path) -> None:
+    """Bit for bit on as many ranks, and with exact state on one, which does the same in the other direction."""
+    cases: dict[str, Case] = {}
+    for stage in (2, 3):
+        case = replace(CASES["S = 4, d = 1"], stage=stage, model_options=FROZEN)
+        cases[f"whole {stage}"], rest = halves(case, tmp_path / f"{stage}.ckpt")
+        cases[f"rest {stage}"] = replace(rest, callbacks=(SavesWeights(tmp_path / f"weights {stage}.ckpt"),))
+        # A folder by default; weights only are a file whatever the format.
+        cases[f"folder {stage}"] = replace(
+            case,
+            steps=1,
+            save_at=1,
+            checkpoint=str(tmp_path / f"folder {stage}"),
+            callbacks=(SavesWeights(tmp_path / f"small {stage}.ckpt"),),
+        ).with_keys(checkpoint_format="auto")
+    one, _ = halves(CASES["frozen"], tmp_path / "one.ckpt")
+    saved = run_here(replace(one, steps=SAVED))
+    cases["of one"] = replace(one, steps=SAVED, save_at=0)
+    runs = run_on_ranks(cases)
+    assert_same_state(runs["of one"][0], saved)
+    for stage in (2, 3):
+        for whole, rest in zip(runs[f"whole {stage}"], runs[f"rest {stage}"], strict=True):
+            assert_continues(whole, rest)
+        assert (tmp_path / f"folder {stage}" / "latest").is_file() and (tmp_path / f"small {stage}.ckpt").is_file()
+        # By the other stage.
+        case = replace(cases[f"rest {stage}"], stage=5 - stage, callbacks=())
+        half = run_here(replace(case, steps=SAVED))
+        content = torch.load(tmp_path / f"{stage}.ckpt", weights_only=True)
+        model = case.make_model()
+        names = {id(p): name for name, p in model.named_parameters()}
+        in_order = [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
+        assert_same_tensors(half.master, in_order)
+        end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
+        assert "optimizer_states" not in end and "zenflow" not in end
+        in_order = [end["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
+        assert_same_tensors(in_order, runs[f"rest {stage}"][0].master)
+        # Frozen from the beginning: gathered from its pieces.
+        frozen = next(iter(model.parameters()))
+        assert torch.equal(content["state_dict"][names[id(frozen)]], frozen)
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def fit(
+    strategy: Any, steps: int, *, save: Path | None = None, resume: Path | None = None
+) -> tuple[TestModule, list[float]]:
+    model, losses = SmallNet(length=STEPS), Losses()
+    trainer = make_trainer(strategy, max_steps=steps, gradient_clip_val=0.5, callbacks=[losses])
+    trainer.fit(model, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return model, losses.losses
+
+
+def limit() -> ZenFlowStrategy:
+    return ZenFlowStrategy(**LIMIT, optimizer_in_backward=False, worker_cores=1)
+
+
+def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    whole, losses = fit("auto", STEPS)
+    fit("auto", SAVED, save=theirs)
+    fit(limit(), SAVED, save=ours)
+    for strategy, path in ((limit(), theirs), ("auto", ours), (limit(), ours)):
+        rest, rest_losses = fit(strategy, STEPS, resume=path)
+        torch.testing.assert_close(rest_losses, losses[SAVED:], rtol=3e-6, atol=1e-6)
+        torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
+    # In torch's own words.
+    mine, plain = (torch.load(path, weights_only=True) for path in (ours, theirs))
+    assert mine.keys() == plain.keys() | {"zenflow"}
+    (mine,), (plain,) = mine["optimizer_states"], plain["optimizer_states"]
+    assert mine["param_groups"] == plain["param_groups"]
+    torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
+
+
+class OpensFiles(pl.Callback):
+    """What users' code does with the paths of `ModelCheckpoint`."""
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        best = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+        assert torch.load(best, weights_only=True)["state_dict"].keys() == pl_module.state_dict().keys()
+
+
+class Validated(SmallNet):
+    """Its best step is the fourth one."""
+
+    def __init__(self, length: int = 6) -> None:
+        super().__init__(length=length)
+        self.save_hyperparameters()
+
+    @override
+    def validation_step(self, *_: Any) -> None:
+        self.log("val_loss", abs(self.trainer.global_step - 4.0))
+
+    test_step = validation_step
+
+    def val_dataloader(self) -> Any:
+        return [torch.zeros(1)]
+
+    test_dataloader = val_dataloader
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_paths_of_model_checkpoint_are_files(weights_only: bool, tmp_path: Path) -> None:
+    checkpoints = ModelCheckpoint(
+        dirpath=tmp_path, monitor="val_loss", save_top_k=2, save_last=True, save_weights_only=weights_only
+    )
+    trainer = make_trainer(
+        ZenFlowStrategy(topk_ratio=0.3, update_interval=4, publish_lag=1, worker_cores=1),
+        max_steps=6,
+        enable_checkpointing=True,
+        limit_val_batches=1,
+        val_check_interval=2,
+        callbacks=[checkpoints, OpensFiles()],
+    )
+    model = Validated()
+    trainer.fit(model)
+    best = checkpoints.best_model_path
+    loaded = Validated.load_from_checkpoint(best)
+    assert best.endswith("step=4.ckpt") and loaded.hparams == {"length": 6}
+    assert all(path.is_file() for path in tmp_path.iterdir()) and len(os.listdir(tmp_path)) == 3
+    assert not torch.equal(next(loaded.parameters()), next(model.parameters()))
+    for evaluate in (trainer.test, trainer.validate):
+        evaluate(ckpt_path="best", verbose=False)
+        assert_same_tensors(list(model.state_dict().values()), list(loaded.state_dict().values()))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    end = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert_same_tensors(list(end["state_dict"].values()), list(loaded.state_dict().values()))
+    make_trainer("auto", max_steps=7).fit(Validated(7), ckpt_path=tmp_path / "end.ckpt")
+    os.remove(best)
+    if not weights_only:
+        make_trainer("auto", max_steps=7).fit(Validated(7), ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    """The file has them in the place of the model's, as Lightning's; a run goes on with both; after training they are the model's."""
+    results = []
+    for make in (limit, lambda: "auto"):
+        models = [SmallNet(length=STEPS) for _ in range(2)]
+        for model, steps, resume in zip(models, (SAVED, STEPS), (None, "half.ckpt"), strict=True):
+            checkpoints = ModelCheckpoint(
+                dirpath=tmp_path, filename="half", every_n_train_steps=SAVED, save_top_k=0 if resume else 1
+            )
+            trainer = make_trainer(
+                make(),
+                max_steps=steps,
+                enable_checkpointing=True,
+                callbacks=[EMAWeightAveraging(decay=0.5), checkpoints],
+            )
+            trainer.fit(model, ckpt_path=resume and tmp_path / resume)
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+        contents = [torch.load(tmp_path / name, weights_only=True) for name in ("half.ckpt", "end.ckpt")]
+        os.remove(tmp_path / "half.ckpt")
+        results.append(
+            [models[1].state_dict(), contents[0]["current_model_state"], *(c["state_dict"] for c in contents)]
+        )
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(dict(ours), dict(theirs), rtol=1e-5, atol=2e-6)
+
+
+def test_fabric(tmp_path: Path) -> None:
+    """Our file continues our loop and a plain one's, whose file continues ours."""
+    keys = {**LIMIT, "checkpoint_format": "lightning"}
+
+    def begin(ours: bool) -> tuple[Fabric, Any, Any]:
+        model = SmallNet()
+        if ours:
+            return set_up(model, **keys)[:3]
+        fabric = Fabric(accelerator="cpu", devices=1)
+        wrapped, optimizer = fabric.setup(model, model.configure_optimizers()["optimizer"])
+        wrapped.mark_forward_method("loss")
+        return fabric, wrapped, optimizer
+
+    ends: dict[tuple[bool, bool], list[Any]] = {}
+    for saves in (True, False):
+        path = tmp_path / f"{saves}.ckpt"
+        fabric, model, optimizer = begin(saves)
+        for step in range(SAVED):
+            train_step(fabric, model, optimizer, step)
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": SAVED, "note": torch.ones(2)})
+        fabric.strategy.teardown()
+        for loads in (True, False):
+            fabric, model, optimizer = begin(loads)
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            rest = fabric.load(path, state)
+            assert state["step"] == SAVED and torch.equal(rest["note"], torch.ones(2))
+            losses = [train_step(fabric, model, optimizer, step)[0] for step in range(SAVED, STEPS)]
+            ends[saves, loads] = [losses, [w.clone() for w in model.state_dict().values()]]
+            fabric.strategy.teardown()
+        assert path.is_file()
+        edited(lambda content: content.update(note=Path))(path)
+        with pytest.raises((CheckpointError, pickle.UnpicklingError), match="weights_only"):
+            fabric, model, optimizer = begin(saves)
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        fabric.strategy.teardown()
+    for end in ends.values():
+        torch.testing.assert_close(end, ends[False, False], rtol=1e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a.ckpt"
+    run_here(replace(halves(CASES["S = 4, d = 1"], path)[0], steps=SAVED))
+    return path
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        change(content)
+        torch.save(content, path)
+
+    return apply
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
+    "half of it": (lambda p: os.truncate(p, p.stat().st_size // 2), "truncated or damaged"),
+    "text": (lambda p: p.write_text("hello world"), "truncated or damaged"),
+    "no checkpoint": (lambda p: torch.save([1], p), "must be a checkpoint of Lightning, got a list"),
+    "no weights": (edited(lambda c: c.pop("state_dict")), "must have an entry 'state_dict', got epoch"),
+    "another model": (edited(lambda c: c["state_dict"].popitem()), "the model must be the saved one: .* got none"),
+    "another optimizer": (
+        edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),
+        "must have the state of AdamW or Adam for .*, got no exp_avg_sq",
+    ),
+    "other groups": (edited(lambda c: c["optimizer_states"][0]["param_groups"].pop()), "must have groups of"),
+    "amsgrad": (
+        edited(lambda c: c["optimizer_states"][0]["param_groups"][1].update(amsgrad=True)),
+        "parameter group 1: amsgrad must be False, got True",
+    ),
+    "several counts": (
+        edited(lambda c: c["optimizer_states"][0]["state"][1].update(step=torch.tensor(2.0))),
+        "must have been trained for the same number of steps, got {",
+    ),
+    "another version": (
+        edited(lambda c: c["zenflow"]["ranks"][0].update(version=0)),
+        "another version of lightning-zenflow wrote",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(saved.read_bytes())
+    damage, message = REFUSED[name]
+    damage(path)
+    with pytest.raises(CheckpointError, match=f"^checkpoint {path}: .*{message}"):
+        run_here(halves(CASES["S = 4, d = 1"], path)[1])
+
+
+def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(limit(), max_steps=3)
+    trainer.fit(LinearLossModule(length=3))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    before = (tmp_path / "a.ckpt").read_bytes()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise pickle.PicklingError("of the user's")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="a.ckpt could not be saved: of the user's; training can continue"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+    assert (tmp_path / "a.ckpt").read_bytes() == before
