@@ -286,7 +286,7 @@ def load_file_together(
     if state is not None:
         state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
     with optimizer.loading(), _loading(saved.path):
-        load_whole(engine.module, masters, strict=strict)
+        load_whole(engine.module, weights, strict=strict)
         optimizer.load_full_state(masters, state)
         if state is not None:
             saved.restore_engine(engine)

@@ -9,6 +9,7 @@ Under the Trainer::
         loss_scaler       attributes of DeepSpeed's
         clip_grad         largest gradient norm
         counts            of DeepSpeed's engine
+        entries           in the state dict, of parameters whose entries have other names
     ...                   what Lightning saves besides
 
 Under Fabric weights and state have the names that the loop gives them. A file with weights only has the weights only. All of it but the
@@ -81,16 +82,20 @@ class SavedFile:
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
     def weights_for(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The weights, if they are those of the optimizer's parameters.
+        """The weights of the optimizer's parameters, by their names.
 
         Raises:
-            CheckpointError: they are not.
+            CheckpointError: the file has others.
         """
+        entries, masters = {} if self._run_state is None else self._run_state["entries"], {}
         for name, shape in optimizer.full_state.shapes.items():
-            if name not in weights or weights[name].shape != shape:
-                found = f"one of {list(weights[name].shape)}" if name in weights else "none"
+            # The module's `load_state_dict` or `on_load_checkpoint` renames them.
+            weight = weights.get(name, weights.get(entries.get(name, name)))
+            if weight is None or weight.shape != shape:
+                found = "none" if weight is None else f"one of {list(weight.shape)}"
                 raise refusal(self.path, f"the model must be the saved one: {name} must be {list(shape)}, got {found}")
-        return weights
+            masters[name] = weight
+        return masters
 
     def state_for(
         self, optimizer: ZenFlowOptimizer, order: Sequence[Sequence[str]], saved: Mapping[str, Any]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.client_state import further_names
@@ -54,24 +55,46 @@ class WholeState:
         self._firsts = further_names(engine.module)
         named: Any = engine.module.named_parameters()
         self._parameters: dict[str, Any] = dict(named)
+        self._addresses = {(p.data_ptr(), p.shape): name for name, p in self._parameters.items() if p.numel() > 0}
         self.weights = weights
         if without_frozen:
-            for name in [n for n in weights if (p := self._parameter(n)) is not None and not p.requires_grad]:
-                del weights[name]
+            for entry in [e for e in weights if (p := self._parameter(e)) is not None and not p.requires_grad]:
+                del weights[entry]
+        self._refuse_renamed_pieces()
         self._shapes = {} if self._optimizer is None else self._optimizer.full_state.shapes
         self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
 
-    def _parameter(self, name: str) -> Any:
-        return self._parameters.get(self._firsts.get(name, name))
+    def _name_of(self, entry: str) -> str:
+        """Name of the parameter that an entry of the weights shows, which the module's `state_dict` or a hook may have renamed."""
+        name, shown = self._firsts.get(entry, entry), self.weights[entry]
+        if name in self._parameters or not isinstance(shown, Tensor):
+            return name
+        return self._addresses.get((shown.data_ptr(), shown.shape), name)
+
+    def _parameter(self, entry: str) -> Any:
+        return self._parameters.get(self._name_of(entry))
+
+    def _refuse_renamed_pieces(self) -> None:
+        """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of."""
+        module = self._engine.module
+        if not is_in_pieces(module):
+            return
+        known = self._parameters.keys() | self._firsts.keys() | dict(module.named_buffers()).keys()
+        for entry, shown in self.weights.items():
+            if entry not in known and isinstance(shown, Tensor) and shown.numel() == 0:
+                raise MisconfigurationException(
+                    f"under stage 3 the entries of the module's state dict must have the parameters' names, got {entry!r}: rename them after"
+                    ' loading, or save folders, `checkpoint_format="deepspeed"`'
+                )
 
     @property
     def _in_pieces(self) -> dict[str, Any]:
         """Parameters that the optimizer does not have and of which each rank has a piece."""
         if not is_in_pieces(self._engine.module):
             return {}
-        wanted = {self._firsts.get(name, name) for name in self.weights}
+        wanted = {self._name_of(entry) for entry in self.weights}
         return {n: p for n, p in self._parameters.items() if n in wanted and n not in self._shapes}
 
     def copy_for_save(self, path: Path) -> dict[str | None, dict[str, Tensor]]:
@@ -150,14 +173,18 @@ class WholeState:
         }
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
-        masters = copies[None]
-        for name, shown in self.weights.items():
-            master = masters.get(self._firsts.get(name, name))
-            if master is not None and not self._is_users(name, shown, master):
-                self.weights[name] = master
+        masters, entries = copies[None], {}
+        for entry, shown in self.weights.items():
+            name = self._name_of(entry)
+            master = masters.get(name)
+            if master is not None and not self._is_users(entry, shown, master):
+                self.weights[entry] = master
+            if name in self._shapes:
+                entries.setdefault(name, entry)
         if len(self._keys) == 1:
             return
-        assert self._optimizer is not None
+        assert self._optimizer is not None and self.run_state is not None
+        self.run_state["entries"] = {name: entry for name, entry in entries.items() if entry != name}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
         step = float(self._optimizer.zenflow_step.count)
         self.optimizer_state = {
@@ -171,8 +198,8 @@ class WholeState:
             ],
         }
 
-    def _is_users(self, name: str, shown: Tensor, master: Tensor) -> bool:
+    def _is_users(self, entry: str, shown: Tensor, master: Tensor) -> bool:
         """Whether the module's weight has been replaced since training ended, as by averaged weights or those of another checkpoint."""
-        if self._optimizer is None or not self._optimizer.closed or hasattr(self._parameter(name), "ds_tensor"):
+        if self._optimizer is None or not self._optimizer.closed or hasattr(self._parameter(entry), "ds_tensor"):
             return False
         return not torch.equal(shown.detach().cpu(), master.to(shown.dtype))

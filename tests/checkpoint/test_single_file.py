@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from checkpoint_files import change_byte
@@ -140,10 +141,16 @@ class Losses(pl.Callback):
 
 
 def fit(
-    strategy: Any, steps: int, *, save: Path | None = None, resume: Path | None = None
+    strategy: Any,
+    steps: int,
+    *,
+    save: Path | None = None,
+    resume: Path | None = None,
+    make: type[TestModule] = SmallNet,
+    **options: Any,
 ) -> tuple[TestModule, list[float]]:
-    model, losses = SmallNet(length=STEPS), Losses()
-    trainer = make_trainer(strategy, max_steps=steps, gradient_clip_val=0.5, callbacks=[losses])
+    model, losses = make(length=STEPS), Losses()
+    trainer = make_trainer(strategy, max_steps=steps, gradient_clip_val=0.5, callbacks=[losses], **options)
     trainer.fit(model, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -169,6 +176,40 @@ def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
     (mine,), (plain,) = mine["optimizer_states"], plain["optimizer_states"]
     assert mine["param_groups"] == plain["param_groups"]
     torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
+
+
+class Renaming(SmallNet):
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": state for name, state in super().state_dict(*args, **kwargs).items()}
+
+    @override
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({k.removeprefix("net."): v for k, v in state_dict.items()}, strict, assign)
+
+
+class RenamingInHooks(SmallNet):
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"net.{name}": state for name, state in checkpoint["state_dict"].items()}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {k.removeprefix("net."): v for k, v in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize("make", [Renaming, RenamingInHooks])
+def test_entries_may_have_other_names_than_parameters(make: type[TestModule], tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    _, losses = fit(limit(), STEPS, precision="bf16-true")
+    fit(limit(), SAVED, save=path, make=make, precision="bf16-true")
+    _, rest = fit(limit(), STEPS, resume=path, make=make, precision="bf16-true")
+    assert rest == losses[SAVED:]
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert all(name.startswith("net.") and weight.dtype == torch.float32 for name, weight in weights.items())
+    with pytest.raises(MisconfigurationException, match="under stage 3 the entries .* got 'net\\."):
+        fit(ZenFlowStrategy(**LIMIT, stage=3, worker_cores=1), 1, save=tmp_path / "a.ckpt", make=make)
+    assert os.listdir(tmp_path) == ["half.ckpt"]
 
 
 class OpensFiles(pl.Callback):
