@@ -31,6 +31,7 @@ from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.lost_ranks import LostRanks
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
@@ -81,6 +82,8 @@ class Session(RankEnvironment):
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         self._lost_ranks: LostRanks | None = None
+        # Of a training that has ended, for saves after it.
+        self._released: list[Released] = []
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -103,6 +106,7 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
+        self._released = []
         self.zenflow_config = _repeatable(self._given_config)
         self._lost_ranks = LostRanks(self.node_rank)
         resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
@@ -187,13 +191,14 @@ class Session(RankEnvironment):
                         "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
                         " the last checkpoint"
                     )
-            save_together(
-                path,
-                write,
-                self.zenflow_optimizer,
-                is_global_zero=self.is_global_zero,
-                sync=self.zenflow_config.sync_checkpoints,
-            )
+            with as_in_training(self._released):
+                save_together(
+                    path,
+                    write,
+                    self.zenflow_optimizer,
+                    is_global_zero=self.is_global_zero,
+                    sync=self.zenflow_config.sync_checkpoints,
+                )
 
     def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""
@@ -213,11 +218,26 @@ class Session(RankEnvironment):
                 self._lost_ranks.explain(error)
             raise
 
+    def _in_engines(self) -> Sequence[Module]:
+        """Modules that DeepSpeed has, or the engines around them."""
+        raise NotImplementedError
+
+    @property
+    def _ends_together(self) -> bool:
+        """Whether all ranks tear down together, and none because of an error."""
+        raise NotImplementedError
+
     @override
     def teardown(self) -> None:
-        """Ends the worker and releases the shared memory. Weights stay as they are."""
+        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now."""
         self._ending.close()
-        super().teardown()
+        models = self._in_engines()
+        for model in models:
+            make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
+        try:
+            super().teardown()
+        finally:
+            self._released = [release(model) for model in models]
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
