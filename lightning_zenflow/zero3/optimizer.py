@@ -188,6 +188,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 self._partition_all_parameters()
 
     @override
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self.fp16_partitioned_groups_flat = []
+        # Private: the memory of them all.
+        self.lp_param_buffer: Tensor | None = None
+
+    @override
     def _take_weights(self) -> None:
         if not self.offload_param:
             return
