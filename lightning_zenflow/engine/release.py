@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import (
     InsertPostInitMethodToModuleSubClasses,
     ZeroParamStatus,
 )
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
@@ -105,6 +106,9 @@ def release(model: Module) -> Released:
         return {}
     if isinstance(model, DeepSpeedEngine):
         model.destroy()
+        # Private: the flag that a module is gathered as one, and the engine's configuration of it; what users have flagged besides stays.
+        for leaf in apply_zero_leaf_module_config(module, model._config.zero_config.leaf_module):
+            vars(leaf).pop("_z3_leaf", None)
     modules = list(module.modules())
     remove_hooks(module)
     for m in modules:

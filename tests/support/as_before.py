@@ -11,7 +11,8 @@ def looks(module: nn.Module) -> dict[str, Any]:
     for name, m in module.named_modules():
         # What Lightning adds, under every strategy, and what models here and their optimizers keep themselves.
         own = {key for key in vars(m) if key not in ("_fabric", "_hparams", "_optimizers", "_trainer", "_trained")}
-        hooks = {key: {n: id(hook) for n, hook in vars(m)[key].items()} for key in own if "_hooks" in key}
+        tables = {key: vars(m)[key] for key in own if "_hooks" in key and isinstance(vars(m)[key], dict)}
+        hooks = {key: {n: id(hook) for n, hook in table.items()} for key, table in tables.items()}
         found[f"module {name}"] = (type(m), type(m._parameters), own, hooks)
     for name, p in module.named_parameters(remove_duplicate=False):
         hooks = {key: len(getattr(p, key) or {}) for key in ("_backward_hooks", "_post_accumulate_grad_hooks")}
