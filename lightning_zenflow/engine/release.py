@@ -62,7 +62,8 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
         together: whether all ranks call it, which then exchange weights. If not, those of several ranks stay divided.
     """
     divided: list[Any] = [p for p in _module(model).parameters() if hasattr(p, "ds_tensor")]
-    if not divided:
+    # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
+    if not divided or any(p.ds_tensor is None or p.ds_tensor.numel() < p.partition_numel() for p in divided):
         return
     if dist.get_world_size() == 1:
         for p in divided:

@@ -5,6 +5,7 @@ That nothing is left on it, `harness.run_case` and `fabric_runs.run_case` compar
 
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import safetensors.torch
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
@@ -23,6 +25,7 @@ from as_before import assert_as_before, looks
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
+from lightning_zenflow.worker.memory import HOST_MEMORY
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -221,3 +224,27 @@ def test_a_training_that_has_ended_can_be_saved(ranks: int, tmp_path: Path) -> N
         first, *others = (torch.load(folders[name] / f"{rank}.pt") for rank in range(ranks))
         for other in others:
             assert_same_tensors([*other.values()], [*first.values()])
+
+
+class NoRoom(pl.Callback):
+    """Takes the host's memory away when training ends; weights in pieces can then be read layer by layer, as after an error."""
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        os.environ[HOST_MEMORY] = "1e-9"
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del os.environ[HOST_MEMORY]
+        for name, p in pl_module.named_parameters():
+            assert p.numel() == 0, name
+            with GatheredParameters([p]):
+                assert p.shape == Owned().get_parameter(name).shape
+        raise RuntimeError("all in pieces")
+
+
+@pytest.mark.slow
+def test_weights_that_find_no_room_stay_divided() -> None:
+    case = replace(SAVES["3"], callbacks=(NoRoom(),), fails=True)
+    for run in run_on_ranks({"case": case})["case"]:
+        assert run.error is not None and "RuntimeError: all in pieces" in run.error
