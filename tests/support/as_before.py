@@ -16,8 +16,10 @@ def looks(module: nn.Module) -> dict[str, Any]:
         found[f"module {name}"] = (type(m), type(m._parameters), own, hooks)
     for name, p in module.named_parameters(remove_duplicate=False):
         hooks = {key: len(getattr(p, key) or {}) for key in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-        beside = p.untyped_storage().nbytes() - p.numel() * p.element_size()
-        found[f"parameter {name}"] = (id(p), type(p), p.shape, p.is_leaf, p.device, set(vars(p)), hooks, beside)
+        # Those of torch's compiler are its own.
+        own = {key for key in vars(p) if not key.startswith("_dynamo")}
+        found[f"parameter {name}"] = (id(p), type(p), p.shape, p.is_leaf, p.device, own, hooks)
+        found[f"memory beside {name}"] = p.untyped_storage().nbytes() - p.numel() * p.element_size()
     return found
 
 
@@ -26,4 +28,5 @@ def assert_as_before(before: dict[str, Any], module: nn.Module) -> None:
     after = looks(module)
     assert after.keys() == before.keys()
     for name, theirs in before.items():
-        assert after[name] == theirs, name
+        # What was a view of something larger has become contiguous.
+        assert after[name] == theirs or after[name] == 0 < theirs, name
