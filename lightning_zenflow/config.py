@@ -157,7 +157,7 @@ class ZenFlowConfig(BaseModel):
     disk has all of it, for network storage that is slow to sync."""
 
     stall_monitor: bool = _key(True, changes_numbers=False)
-    """Logs stall metrics and prints a summary at the end of fit (`lightning_zenflow.StallMonitor`)."""
+    """Logs stall metrics, and a summary at the end of a fit of 50 steps or more (`lightning_zenflow.StallMonitor`)."""
 
     timeline: _JsonPath | None = _key(None, changes_numbers=False)
     """File for a timeline of a few steps in the Chrome trace format, for Perfetto (ui.perfetto.dev)."""

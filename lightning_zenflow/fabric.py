@@ -1,8 +1,9 @@
 """The strategy for `lightning.fabric.Fabric`: the user's own training loop, on the same session as the Trainer's strategy."""
 
 import math
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         self.config = {"gradient_clipping": 0.0, **self.config}
         # DeepSpeed's, of the model that is trained.
         self._engine: Any = None
+        # DeepSpeed's, of models that are not trained; a user may drop them before.
+        self._inference: weakref.WeakSet[Module] = weakref.WeakSet()
         # Whether an error has interrupted a backward pass.
         self._was_interrupted = False
         self._micro_batches = MicroBatches()
@@ -102,7 +105,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     @override
     def setup_module(self, module: Module) -> Any:
         """Sets up a further model, for inference only."""
-        return inference_engine(module, self.config, self.root_device)
+        engine = inference_engine(module, self.config, self.root_device)
+        self._inference.add(engine)
+        return engine
 
     @override
     def setup_module_and_optimizers(
@@ -147,7 +152,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         engine.register_forward_pre_hook(_weak(self._begin_forward))
         engine.register_forward_hook(_weak(self._forward.close), always_call=True)
-        module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
+        flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
+        self._ending.callback(flush_hook.remove)
         return engine, [optimizer], scheduler
 
     @override
@@ -406,7 +412,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
-        """Ends the worker and releases the shared memory. Weights stay as they are; `flush` or `fabric.save` comes before.
+        """Ends the worker, releases the shared memory and gives the modules back as they were before `fabric.setup`, with their weights as
+        they are now; `flush` or `fabric.save` comes before. All ranks call it together.
 
         Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to model, optimizer and Fabric any
         more; a LightningModule refers to its Fabric.
@@ -414,6 +421,16 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         if self._timeline is not None:
             self._timeline.close()
         super().teardown()
+
+    @override
+    def _in_engines(self) -> Sequence[Module]:
+        return [*([] if self._engine is None else [self._engine]), *self._inference]
+
+    @property
+    @override
+    def _ends_together(self) -> bool:
+        # As in a `finally` behind the loop.
+        return not self._was_interrupted and sys.exc_info()[0] is None
 
     def _usable_step(self, what: str) -> ZenFlowStep:
         optimizer = self.zenflow_optimizer

@@ -33,6 +33,7 @@ from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.lost_ranks import LostRanks
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.telemetry.tracing import Lane
@@ -86,6 +87,8 @@ class Session(RankEnvironment):
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
         self._lost_ranks: LostRanks | None = None
+        # Of a training that has ended, for saves after it.
+        self._released: list[Released] = []
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -108,6 +111,7 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
+        self._released = []
         self.zenflow_config = _repeatable(self._given_config)
         self._lost_ranks = LostRanks(self.node_rank)
         resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
@@ -216,13 +220,15 @@ class Session(RankEnvironment):
                         "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
                         " the last checkpoint"
                     )
-            save_together(
-                path,
-                write,
-                state or self.zenflow_optimizer,
-                is_global_zero=self.is_global_zero,
-                sync=self.zenflow_config.sync_checkpoints,
-            )
+            # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
+            with nullcontext() if state is not None else as_in_training(self._released):
+                save_together(
+                    path,
+                    write,
+                    state or self.zenflow_optimizer,
+                    is_global_zero=self.is_global_zero,
+                    sync=self.zenflow_config.sync_checkpoints,
+                )
 
     def _load_file(
         self,
@@ -257,11 +263,26 @@ class Session(RankEnvironment):
                 self._lost_ranks.explain(error)
             raise
 
+    def _in_engines(self) -> Sequence[Module]:
+        """Modules that DeepSpeed has, or the engines around them."""
+        raise NotImplementedError
+
+    @property
+    def _ends_together(self) -> bool:
+        """Whether all ranks tear down together, and none because of an error."""
+        raise NotImplementedError
+
     @override
     def teardown(self) -> None:
-        """Ends the worker and releases the shared memory. Weights stay as they are."""
+        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now."""
         self._ending.close()
-        super().teardown()
+        models = self._in_engines()
+        for model in models:
+            make_whole(model, ranks_on_host=self.num_processes, together=self._ends_together)
+        try:
+            super().teardown()
+        finally:
+            self._released = [release(model) for model in models]
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:

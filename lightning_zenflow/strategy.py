@@ -25,6 +25,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.engine.config import prepare_deepspeed_config
+from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
@@ -175,6 +176,11 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         return self._set_up(initialize, model, optimizer)
 
+    @override
+    def _initialize_deepspeed_inference(self, model: Module) -> None:
+        # Private: the engine of a model that is evaluated. Lightning's own method removes all hooks of the model, the user's as well.
+        self.model = inference_engine(model, self.config, self.root_device, divides=self.zero_stage_3)
+
     @property
     @override
     def handles_gradient_accumulation(self) -> bool:
@@ -316,6 +322,16 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         if self._lost_ranks is not None:
             self._lost_ranks.explain(exception)
         super().on_exception(exception)
+
+    @override
+    def _in_engines(self) -> Sequence[Module]:
+        return [] if self.model is None else [self.model]
+
+    @property
+    @override
+    def _ends_together(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
 
     @property
     def _ends_with_error(self) -> bool:

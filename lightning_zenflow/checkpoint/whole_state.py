@@ -85,8 +85,8 @@ class WholeState:
         for entry, shown in self.weights.items():
             if entry not in known and isinstance(shown, Tensor) and shown.numel() == 0:
                 raise MisconfigurationException(
-                    f"under stage 3 the entries of the module's state dict must have the parameters' names, got {entry!r}: rename them after"
-                    ' loading, or save folders, `checkpoint_format="deepspeed"`'
+                    f"under stage 3 the entries of the module's state dict must have the parameters' names, got {entry!r}: rename them"
+                    ' after loading, or save folders, `checkpoint_format="deepspeed"`'
                 )
 
     @property
@@ -173,7 +173,7 @@ class WholeState:
         }
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
-        masters, entries = copies[None], {}
+        masters, entries = copies[None], dict[str, str]()
         for entry, shown in self.weights.items():
             name = self._name_of(entry)
             master = masters.get(name)

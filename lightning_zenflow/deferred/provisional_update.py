@@ -118,6 +118,11 @@ class ProvisionalUpdate:
         """Begins a step, before its first gradient."""
         torch.div(self._clip, loss_scale, out=self._factor)
 
+    def forget_weights(self) -> None:
+        """Drops the memory of the weights, and what was kept for updates of them, when training has ended."""
+        self._rows = [None for _ in self._rows]
+        self._kept.clear()
+
     def applies_to(self, slice_index: int) -> bool:
         """Whether a slice has rows to update."""
         return self._rows[slice_index] is not None

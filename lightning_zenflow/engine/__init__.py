@@ -5,9 +5,18 @@ What depends on how a stage divides parameters is in `zero` and `zero3`. Private
 """
 
 import contextlib
+import logging
 import sys
 
-# DeepSpeed's logger keeps the standard output that it finds on its first import, and warns right away where there is no GPU. Standard
-# output is for the results of a user's program.
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a record of DeepSpeed's import is more than the warning that there is no GPU: Lightning chooses the device, and says so."""
+    return record.module != "real_accelerator"
+
+
+# DeepSpeed's logger keeps the standard output that it finds on its first import. Standard output is for the results of a user's program.
+_logger = logging.getLogger("DeepSpeed")
+_logger.addFilter(_is_of_use)
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
+_logger.removeFilter(_is_of_use)

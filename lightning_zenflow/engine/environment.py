@@ -11,7 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
@@ -107,7 +107,7 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         # Private: DeepSpeed forgets its groups only in its own `destroy_process_group`, and would not make new ones for the next engine;
         # Lightning and users call torch's. `_world.pg_map` has the groups that torch has not destroyed; torch has no public list of them.
         group = groups._WORLD_GROUP
-        if group is not None and group not in torch.distributed.distributed_c10d._world.pg_map:
+        if group is not None and group not in distributed_c10d._world.pg_map:
             groups._release_process_group_references()
         if self.accelerator.name() == "cpu":
             # DeepSpeed chooses one accelerator per process, and CUDA where there is a device.
@@ -119,8 +119,9 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
             super().setup_environment()
         if self._timeout is not None:
             # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
-            # has no public way to change it.
-            _set_pg_timeout(self._timeout, groups._clone_world_group())
+            # before 2.14 has no public way to change it.
+            set_timeout = getattr(torch.distributed, "set_timeout", distributed_c10d._set_pg_timeout)
+            set_timeout(self._timeout, groups._clone_world_group())
 
     @override
     def teardown(self) -> None:

@@ -201,6 +201,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         middle of construction. For a stage that has none there, nothing.
         """
 
+    def _forget_weights(self) -> None:
+        """Drops what refers to the flat buffers of the model's weights."""
+        self._rank.forget_weights()
+        self.parts.provisional.forget_weights()
+
     @property
     def full_state(self) -> FullState:
         """Whole weights and moments of single parameters."""
@@ -288,3 +293,5 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self._destroyed:
             self._destroyed = True
             super().destroy()
+            # The strategy outlives the training, and a module refers to it.
+            self._forget_weights()

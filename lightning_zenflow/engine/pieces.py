@@ -1,7 +1,7 @@
 """Loading into a module whose parameters DeepSpeed's stage 3 has divided, without gathering them: each rank takes its own pieces.
 
 Private attributes of a divided parameter: `ds_shape` (of the whole), `ds_tensor` (this rank's piece, flat, with padding),
-`ds_process_group` (of the ranks that share it) and `partition`, which drops gathered weights.
+`ds_process_group` (of the ranks that share it), `partition_numel` (elements of a piece) and `partition`, which drops gathered weights.
 """
 
 from collections.abc import Mapping
@@ -22,6 +22,14 @@ def whole_shapes(module: Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the whole parameters of a divided module, by their first names."""
     named: Any = module.named_parameters()
     return {name: tuple(p.ds_shape) for name, p in named}
+
+
+def piece_of(whole: Tensor, parameter: Any) -> Tensor:
+    """This rank's piece of a parameter, [elements of a piece]: a part of `whole`, or a copy with zeros as padding."""
+    numel, flat = parameter.partition_numel(), whole.reshape(-1)
+    begin = min(dist.get_rank(group=parameter.ds_process_group) * numel, flat.numel())
+    part = flat[begin : begin + numel]
+    return part if part.numel() == numel else torch.cat([part, part.new_zeros(numel - part.numel())])
 
 
 @torch.no_grad()
@@ -64,8 +72,5 @@ def load_whole(module: Module, states: Mapping[str, Any], *, strict: bool) -> No
                 f"Error(s) in loading state_dict for {type(module).__name__}: size mismatch for {name}: the shape must be"
                 f" {list(p.ds_shape)}, got {list(states[name].shape)}"
             )
-        pieces[name] = torch.zeros_like(p.ds_tensor)
-        begin, flat = dist.get_rank(group=p.ds_process_group) * p.ds_tensor.numel(), states[name].reshape(-1)
-        part = flat[begin : begin + p.ds_tensor.numel()]
-        pieces[name][: part.numel()] = part
+        pieces[name] = piece_of(states[name], p)
     load_pieces(module, states, pieces, strict=strict)

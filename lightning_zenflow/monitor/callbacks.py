@@ -1,5 +1,6 @@
 """The Trainer's monitors: one logs stall metrics during training and a summary at its end, one writes a timeline."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,13 @@ class StallMonitor(pl.Callback):
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
         summary: log a table and a sentence of advice at the end of fit.
+        summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
+            own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
     """
 
-    def __init__(self, *, progress_bar: bool = True, summary: bool = True) -> None:
+    def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
         self._progress_bar = progress_bar
-        self._summary = summary
+        self._summary_from = summary_from if summary else math.inf
         self._meter: StepMeter | None = None
 
     @override
@@ -76,8 +79,8 @@ class StallMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._meter is not None and self._summary and (summary := self._meter.summary()) is not None:
-            rank_zero_info(summary)
+        if self._meter is not None and len(self._meter.step_s) >= max(2, self._summary_from):
+            rank_zero_info(self._meter.summary())
         self._meter = None
 
     def _log(self, trainer: pl.Trainer, meter: StepMeter) -> None:
@@ -141,7 +144,7 @@ def attach_monitors(callbacks: list[pl.Callback], config: ZenFlowConfig) -> None
         config: `stall_monitor`, `timeline` and `timeline_steps` are read.
     """
     if config.stall_monitor:
-        insert_first(callbacks, StallMonitor())
+        insert_first(callbacks, StallMonitor(summary_from=50))
     if config.timeline is not None:
         first, last = config.timeline_steps
         insert_first(callbacks, TimelineWriter(Path(config.timeline), first=first, last=last))

@@ -83,7 +83,7 @@ def advice(waits: Mapping[str, float], *, worker: float, skipped: float) -> str 
             if load > HIDDEN:
                 remedy = "give the worker more cores, or raise update_interval (with auto: max_update_interval)"
                 return f"The CPU needs {load:.1f} steps per update: {remedy}."
-            remedy = "keep other processes off the worker's cores, or raise publish_lag, or set it to auto"
+            remedy = "keep other processes off the worker's cores, or raise publish_lag"
             load_is_small = f"although it needs only {load:.1f} steps per update"
             return f"{share:.0%} of the time is spent waiting for the CPU, {load_is_small}: {remedy}."
         if cause in _REMEDIES:

@@ -74,6 +74,11 @@ class RankState:
         """Element type of weights and gradients."""
         return self.weights[0].dtype
 
+    def forget_weights(self) -> None:
+        """Drops the memory of the weights when training has ended; the model may have others by then."""
+        for weights in self.weights:
+            weights.data = weights.new_empty(0)
+
     def weights_at(self, param_group: int, begin: int, numel: int) -> Tensor:
         """View [numel] of the model's weights.
 

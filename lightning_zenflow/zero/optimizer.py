@@ -148,6 +148,12 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             refuse_moved(self.param_names[parameter] for parameter, now, before in places if now != before)
 
     @override
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self.bit16_groups_flat: list[Tensor] = []
+        self.parallel_partitioned_bit16_groups: list[list[Tensor]] = []
+
+    @override
     def _gather_weights(self) -> None:
         """As ZeRO-2."""
         all_gather_dp_groups(

@@ -10,7 +10,6 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
-from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from typing_extensions import override
@@ -20,6 +19,7 @@ from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.release import restore_linear
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
@@ -152,8 +152,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     def _slice_in_flight(self, parameter: Any) -> int | None:
         """This rank's slice of a parameter, which the worker may be writing; None for one that is frozen or all padding here."""
+        if self.closed:
+            return None
         number = self._numbers.get(parameter.ds_id)
-        return None if number is None or self.closed else self._slice_of_parameter.get(number)
+        return None if number is None else self._slice_of_parameter.get(number)
 
     def _before_use(self, parameter: Any) -> None:
         if (index := self._slice_in_flight(parameter)) is not None:
@@ -184,6 +186,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             # What an interrupted pass has gathered; other ranks may have ended.
             with suppress(RuntimeError):
                 self._partition_all_parameters()
+
+    @override
+    def _forget_weights(self) -> None:
+        super()._forget_weights()
+        self.fp16_partitioned_groups_flat = []
+        # Private: the memory of them all.
+        self.lp_param_buffer: Tensor | None = None
 
     @override
     def _take_weights(self) -> None:
@@ -261,6 +270,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         DeepSpeed's stream of fetches never waits for the training stream: its own step makes the host wait for the device. One rank uses
         its pieces in place. Those in host memory are gathered where they are used next, since the worker may not have written them.
         """
+        if self.closed:
+            return
         # Private: drops what is gathered of every parameter.
         self._partition_all_parameters()
         if self.offload_param:
@@ -318,6 +329,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             self._gather_weights()
 
     @override
+    def checkpoint_event_prologue(self) -> None:
+        """As DeepSpeed's, which drops what is gathered; nothing after the end of training, when all is dropped."""
+        if not self.closed:
+            super().checkpoint_event_prologue()
+
+    @override
     def checkpoint_event_epilogue(self) -> None:
         """As DeepSpeed's, which gathers; nothing in `_gathered_afterwards`."""
         if not self._gathers_afterwards:
@@ -340,9 +357,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     @override
     def destroy(self) -> None:
         super().destroy()
-        # Private: torch's function, which DeepSpeed replaces by one that keeps less memory, in the whole process and for ever.
-        linear = torch.nn.functional.linear
-        torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear)
+        restore_linear()
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:

@@ -208,7 +208,11 @@ def test_entries_may_have_other_names_than_parameters(make: type[TestModule], tm
     weights = torch.load(path, weights_only=True)["state_dict"]
     assert all(name.startswith("net.") and weight.dtype == torch.float32 for name, weight in weights.items())
     with pytest.raises(MisconfigurationException, match="under stage 3 the entries .* got 'net\\."):
-        fit(ZenFlowStrategy(**LIMIT, stage=3, worker_cores=1), 1, save=tmp_path / "a.ckpt", make=make)
+        make_trainer(
+            ZenFlowStrategy(**LIMIT, stage=3, worker_cores=1),
+            max_steps=1,
+            callbacks=[SavesWeights(tmp_path / "a.ckpt")],
+        ).fit(make(length=1))
     assert os.listdir(tmp_path) == ["half.ckpt"]
 
 

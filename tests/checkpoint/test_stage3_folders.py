@@ -120,7 +120,7 @@ class Doubled(pl.Callback):
     """Reads the state of single parameters, which another rank may have loaded, and writes to it; in the end it is what it was."""
 
     @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         for p in pl_module.parameters():
             if p.requires_grad:
                 master, moment = safe_get_full_fp32_param(p), safe_get_full_optimizer_state(p, "exp_avg")

@@ -5,6 +5,7 @@ from typing import Any
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from as_before import assert_as_before, looks
 from harness import Case, Run, read_state, snapshot
 from lightning_zenflow.fabric import ZenFlowStrategy
 from models import TestModule
@@ -47,6 +48,7 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     """As `harness.run_case`."""
     run = Run()
     model = case.make_model()
+    before = looks(model)
     fabric, wrapped, optimizer, scheduler = set_up(model, devices=devices, precision=case.precision, **case.keys())
     strategy = fabric.strategy
     assert isinstance(strategy, ZenFlowStrategy)
@@ -69,4 +71,5 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     strategy.flush()
     run.weights = snapshot(model)
     strategy.teardown()
+    assert_as_before(before, model)
     return run, read_state(run, strategy.zenflow_optimizer)

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 import models
 import networks
+from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.zero.flat_order import balanced_order
@@ -382,8 +383,10 @@ def run_case(
         accelerator=case.accelerator,
         callbacks=all_callbacks,
     )
+    before = looks(model)
     with scripted(case.schedules) if case.schedules else nullcontext():
         trainer.fit(model, ckpt_path=None if case.save_at else case.checkpoint)
+    assert_as_before(before, model)
     run.weights, run.untrained = snapshot(model), untrained(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
     return run, read_state(run, trainer.strategy.zenflow_optimizer)

@@ -103,14 +103,15 @@ def test_written_state_is_what_training_goes_on_with(name: str, accumulate: int)
                 for ours, theirs in zip(state, (v, 0 * v, v), strict=True):
                     assert ours is not None and torch.equal(ours, theirs)
 
+    states: list[list[Tensor | None]] = []
     fit(
         model,
         ZenFlowStrategy(**KEYS[name]),
         steps=6,
-        callbacks=[At("on_train_batch_end", write)],
+        callbacks=[At("on_train_batch_end", write), At("on_train_end", lambda m: states.extend(read(m)))],
         accumulate_grad_batches=accumulate,
     )
-    for i, (v, state) in enumerate(zip(value, read(model), strict=True)):
+    for i, (v, state) in enumerate(zip(value, states, strict=True)):
         gradient = sum(g for micro in range(accumulate) if (g := model.gradient(i, 5, micro, 0)) is not None)
         group = model.optimizer_options.groups(5)[0 if v.dim() > 1 else 1]
         exp_avg = (1 - group.beta1) * torch.as_tensor(gradient) / accumulate

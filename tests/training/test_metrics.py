@@ -140,6 +140,16 @@ def test_the_callback_with_another_strategy() -> None:
         fit(LinearLossModule(length=4), "auto", callbacks=[StallMonitor()])
 
 
+def test_a_short_fit_says_what_it_begins_with_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        for steps in (49, 50):
+            fit(LinearLossModule(length=steps), fixed(), steps=steps)
+    ours = [record for record in caplog.records if "ZenFlow" in record.getMessage()]
+    assert {record.levelno for record in ours} == {logging.INFO}
+    starts = [record.getMessage().startswith("ZenFlow: 50 steps;") for record in ours]
+    assert starts == [False, False, True]
+
+
 @pytest.mark.parametrize("summary", [True, False])
 def test_messages_of_the_start_and_the_end(
     summary: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]

@@ -1,8 +1,13 @@
-"""Users' modules under ZeRO stage 3, whose weights DeepSpeed gathers where a module runs: torch's AdamW, wherever the parameters are."""
+"""Users' modules under ZeRO stage 3, whose weights DeepSpeed gathers where a module runs: torch's AdamW, wherever the parameters are.
+
+Some under stage 2 as well.
+"""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from test_offload_parameters import on_host
 from test_stage_3 import NETWORK, Sharded
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from typing_extensions import override
 
 from harness import Case, Run, make_trainer, run_here
@@ -55,25 +61,58 @@ def t5() -> Any:
     return T5ForConditionalGeneration(T5Config(vocab_size=31, dropout_rate=0.0, decoder_start_token_id=0, **sizes))
 
 
+EXPERTS = {"num_local_experts": 24, "num_experts_per_tok": 1}
+"""More experts than the 18 tokens of a micro-batch: some of each layer get none."""
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1))
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS))
+
+
+def qwen3_moe() -> Any:
+    """Its first layer has no experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {**SIZES, "head_dim": 6, "moe_intermediate_size": 8, "mlp_only_layers": [0]}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS, norm_topk_prob=True))
 
 
 class OfTransformers(TestModule):
-    def __init__(self, *, make: Callable[[], nn.Module], use_reentrant: bool | None = None, **options: Any) -> None:
+    """One of transformers' models.
+
+    Args:
+        make: makes it.
+        use_reentrant: kind of checkpointing, if there is any.
+        offload: what holds activations in host memory until backward: autograd ("saved"), or transformers' checkpointing.
+    """
+
+    def __init__(
+        self,
+        *,
+        make: Callable[[], nn.Module],
+        use_reentrant: bool | None = None,
+        offload: Literal["", "saved", "checkpointing"] = "",
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        self.offload = offload
         with torch.random.fork_rng():
             torch.manual_seed(5)
             self.network: Any = make()
         if use_reentrant is not None:
             self.network.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        if offload == "checkpointing":
+            self.network.activation_checkpointing_enable(offload=True)
 
     @override
     def loss(self, step: int, micro: int, rank: int) -> Tensor:
         tokens = torch.randint(31, (2, 9), generator=generator(13, step, micro, rank)).to(self.device)
-        loss: Tensor = self.network(input_ids=tokens, labels=tokens).loss
+        # Without a GPU there is no page-locked memory, which transformers asks for.
+        pageable = mock.patch("transformers.modeling_utils.save_on_cpu", lambda **_: save_on_cpu())
+        with {"": nullcontext(), "saved": save_on_cpu(), "checkpointing": pageable}[self.offload]:
+            loss: Tensor = self.network(input_ids=tokens, labels=tokens).loss
         return loss
 
 
@@ -131,6 +170,7 @@ def of_transformers(make: Callable[[], nn.Module], **options: Any) -> Case:
 RANKS_MATTER = {
     "T5": of_transformers(t5),
     "Mixtral": of_transformers(mixtral),
+    "Qwen3-MoE": of_transformers(qwen3_moe),
     "experts": case_of("SparseNet"),
     "used outside": case_of("OutsideNet"),
     "LoRA, reentrant": case_of(LoraLlama, use_reentrant=True),
@@ -140,6 +180,8 @@ CASES = {
     "Llama": of_transformers(llama),
     "Llama, reentrant": of_transformers(llama, use_reentrant=True),
     "Llama, non-reentrant": of_transformers(llama, use_reentrant=False),
+    "Llama, saved in host memory": of_transformers(llama, offload="saved"),
+    "Llama, checkpointing with offload": of_transformers(llama, offload="checkpointing"),
     "GPT-2": of_transformers(gpt2),
     "T5, reentrant": of_transformers(t5, use_reentrant=True),
     "Mixtral, non-reentrant": of_transformers(mixtral, use_reentrant=False),
@@ -152,7 +194,16 @@ CASES = {
 PLACES: dict[str, Callable[[Case], Case]] = {"device": lambda case: case, "host": on_host}
 
 
-IN_FAST_TESTS = ("T5", "Mixtral", "experts", "used outside", "LoRA, reentrant", "Llama, non-reentrant", "GPT-2")
+IN_FAST_TESTS = (
+    "T5",
+    "Mixtral",
+    "Qwen3-MoE",
+    "experts",
+    "used outside",
+    "LoRA, reentrant",
+    "Llama, non-reentrant",
+    "GPT-2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,9 +215,13 @@ def on_two_ranks() -> dict[str, list[Run]]:
 
 
 def compare(name: str, on_device: list[Run], in_host_memory: list[Run]) -> None:
-    expected = torch_alone(CASES[name], ranks=len(on_device))
-    for ours, theirs, plain in zip(on_device, in_host_memory, expected, strict=True):
+    for ours, theirs in zip(on_device, in_host_memory, strict=True):
         assert_same_run(theirs, ours)
+    compare_with_torch(on_device, torch_alone(CASES[name], ranks=len(on_device)))
+
+
+def compare_with_torch(runs: list[Run], expected: list[Run]) -> None:
+    for ours, plain in zip(runs, expected, strict=True):
         torch.testing.assert_close(ours.weights, plain.weights, rtol=0, atol=2e-6)
         torch.testing.assert_close(ours.losses, plain.losses, rtol=0, atol=2e-6)
 
@@ -176,6 +231,20 @@ def compare(name: str, on_device: list[Run], in_host_memory: list[Run]) -> None:
 )
 def test_numbers_are_those_of_torchs_adamw(name: str) -> None:
     compare(name, *([run_here(change(CASES[name]))] for change in PLACES.values()))
+
+
+UNDER_STAGE_2 = ("Mixtral", "Qwen3-MoE", "Llama, saved in host memory", "Llama, checkpointing with offload")
+
+
+@pytest.mark.parametrize("name", UNDER_STAGE_2)
+def test_numbers_under_stage_2(name: str) -> None:
+    compare_with_torch([run_here(replace(CASES[name], stage=2))], torch_alone(CASES[name]))
+
+
+@pytest.mark.slow
+def test_numbers_under_stage_2_on_two_ranks() -> None:
+    for name, runs in run_on_ranks({name: replace(CASES[name], stage=2) for name in UNDER_STAGE_2}).items():
+        compare_with_torch(runs, torch_alone(CASES[name], ranks=2))
 
 
 @pytest.mark.slow

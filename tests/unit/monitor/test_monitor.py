@@ -55,7 +55,7 @@ def test_metrics_by_hand() -> None:
 
 
 MORE_CORES = "give the worker more cores, or raise update_interval (with auto: max_update_interval)."
-ALONE = "keep other processes off the worker's cores, or raise publish_lag, or set it to auto."
+ALONE = "keep other processes off the worker's cores, or raise publish_lag."
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""A module after DeepSpeed: as it was before, with whole weights in memory of its own.
+
+Private names of DeepSpeed's that are removed: `_OF_MODULES`, `_OF_PARAMETERS`, what begins with `ds_` on parameters, and hooks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
+from deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    InsertPostInitMethodToModuleSubClasses,
+    ZeroParamStatus,
+)
+from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_zenflow.core.distributed import all_agree
+from lightning_zenflow.engine.pieces import piece_of
+from lightning_zenflow.worker.memory import free_host_memory
+
+_OF_MODULES = (
+    *("_external_params", "_original_parameters", "all_parameters", "applied_pre_backward_ref_cnt"),
+    *("ds_external_parameters", "ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters"),
+    *("post_bwd_fn", "pre_bwd_fn"),
+)
+"""Under stage 3. Not by their prefix: a user's dataset may be in `ds_train`."""
+
+_OF_PARAMETERS = frozenset(
+    [
+        # Stage 1 and 2.
+        *("_dp_group", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+        *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
+        *("set_full_hp_grad", "set_full_hp_param"),
+        # Stage 3.
+        *("_ds_z3_eager_fallback_owner", "_ds_z3_gathered_param_context_depth", "_z3_optimizer", "aligned_size"),
+        *("all_gather", "all_gather_coalesced", "convert_to_zero_parameters", "is_external_param", "item"),
+        *("nvme_swapper", "padding_size", "partition", "partition_gradients", "partition_numel"),
+        "reduce_gradients_at_owner",
+    ]
+)
+
+Released = Mapping[Any, dict[str, Any]]
+"""Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
+
+
+@torch.no_grad()
+def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
+    """Makes the weights whole that stage 3 has divided, one parameter after the other: of one rank where they are, views of its pieces; of
+    several in host memory, if that has room for those of all ranks. The next step is `release`; without it no one may use the module.
+
+    Args:
+        model: the module, or DeepSpeed's engine of it.
+        ranks_on_host: number of ranks on this host.
+        together: whether all ranks call it, which then exchange weights. If not, those of several ranks stay divided.
+    """
+    divided: list[Any] = [p for p in _module(model).parameters() if hasattr(p, "ds_tensor")]
+    # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
+    if not divided or any(p.ds_tensor is None or p.ds_tensor.numel() < p.partition_numel() for p in divided):
+        return
+    if dist.get_world_size() == 1:
+        for p in divided:
+            p.data = p.ds_tensor.data.narrow(0, 0, p.ds_numel).view(p.ds_shape)
+            p.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        return
+    if not together:
+        return
+    needed = ranks_on_host * sum(p.ds_numel * p.element_size() for p in divided)
+    if not all_agree(needed <= free_host_memory().n_bytes):
+        rank_zero_info(
+            f"ZenFlow: the ranks' pieces stay as they are, since {needed / 2**30:.2f} GiB for whole weights of all ranks of a host are not"
+            " free in its memory; `deepspeed.zero.GatheredParameters` gives whole weights of single layers"
+        )
+        return
+    for p in divided:
+        # After a prefetch that no module has used.
+        p.ds_active_sub_modules.clear()
+        p.partition()
+        with GatheredParameters([p]):
+            whole = p.data.to("cpu", copy=True)
+        p.data = whole
+        p.ds_tensor.data = p.ds_tensor.data.new_empty(0)
+
+
+@torch.no_grad()
+def release(model: Module) -> Released:
+    """Ends DeepSpeed's engine of a module and removes what it has added to it; gives each parameter memory of its own, where it has a part
+    of a flat buffer. A module that is divided over ranks (`make_whole`) stays so.
+
+    Args:
+        model: the module, or DeepSpeed's engine of it.
+
+    Returns:
+        What `as_in_training` needs.
+    """
+    module = _module(model)
+    parameters: list[Any] = list(module.parameters())
+    restore_linear()
+    if any(hasattr(p, "ds_tensor") and p.numel() != p.ds_numel for p in parameters):
+        return {}
+    if isinstance(model, DeepSpeedEngine):
+        model.destroy()
+        # Private: the flag that a module is gathered as one, and the engine's configuration of it; what users have flagged besides stays.
+        for leaf in apply_zero_leaf_module_config(module, model._config.zero_config.leaf_module):
+            vars(leaf).pop("_z3_leaf", None)
+    modules = list(module.modules())
+    remove_hooks(module)
+    for m in modules:
+        _remove_attributes(m)
+    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if not any(entry is m for m in modules)]
+    released: dict[Any, dict[str, Any]] = {}
+    for p in parameters:
+        names = [name for name in vars(p) if name in _OF_PARAMETERS or name.startswith("ds_")]
+        if not names:
+            continue
+        if p.untyped_storage().nbytes() != p.numel() * p.element_size():
+            p.data = p.data.clone()
+        released[p] = {name: vars(p).pop(name) for name in names}
+        if (piece := released[p].get("ds_tensor")) is not None:
+            piece.data = piece.data.new_empty(0)
+    return released
+
+
+@contextmanager
+def as_in_training(released: Sequence[Released]) -> Iterator[None]:
+    """Context in which released parameters are as DeepSpeed's engine saves them; under stage 3 divided, without memory of their own."""
+    whole: list[tuple[Any, Tensor]] = []
+    try:
+        for p, attributes in ((p, attributes) for of_module in released for p, attributes in of_module.items()):
+            whole.append((p, p.data))
+            p.__dict__.update(attributes)
+            if hasattr(p, "ds_tensor"):
+                p.ds_tensor.data = piece_of(p.data, p)
+                p.data = p.data.new_empty(0)
+        yield
+    finally:
+        for p, data in whole:
+            if hasattr(p, "ds_tensor"):
+                p.ds_tensor.data = data.new_empty(0)
+                p.data = data
+            for name in [name for name in vars(p) if name in _OF_PARAMETERS or name.startswith("ds_")]:
+                delattr(p, name)
+
+
+def restore_linear() -> None:
+    """Undoes what DeepSpeed's stage 3 does to the process."""
+    # Private: torch's function, which DeepSpeed replaces by one that keeps less memory, for ever.
+    linear = torch.nn.functional.linear
+    torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear)
+
+
+def _module(model: Module) -> Module:
+    module: Module = model.module if isinstance(model, DeepSpeedEngine) else model
+    return module
+
+
+def _remove_attributes(module: Module) -> None:
+    if isinstance(module._parameters, ZeROOrderedDict):
+        own = dict(module._parameters.items())
+        for name in _OF_MODULES:
+            vars(module).pop(name, None)
+        module._parameters = own
+    # Lightning's detour through the engine leaves the class' method on the object.
+    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
+        del module.forward
+
+
+def remove_hooks(module: Module) -> None:
+    """Removes DeepSpeed's hooks from modules and parameters."""
+    for m in module.modules():
+        # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
+        _remove_from([table for name, table in vars(m).items() if "_hooks" in name])
+    for p in module.parameters():
+        # Private: torch's, where DeepSpeed waits for gradients.
+        _remove_from([getattr(p, "_post_accumulate_grad_hooks", None)])
+
+
+def _remove_from(tables: Sequence[Any]) -> None:
+    tables = [table for table in tables if isinstance(table, dict)]
+    theirs = {
+        number
+        for table in tables
+        for number, hook in table.items()
+        if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
+    }
+    for table in tables:
+        for number in theirs:
+            table.pop(number, None)

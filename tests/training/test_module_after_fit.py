@@ -1,0 +1,250 @@
+"""After training, evaluation or an error a module is what it was before: to be saved, copied, taken apart and trained anew.
+
+That nothing is left on it, `harness.run_case` and `fabric_runs.run_case` compare for every case, on any number of ranks.
+"""
+
+import copy
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import safetensors.torch
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from typing_extensions import override
+
+from as_before import assert_as_before, looks
+from harness import Case, make_trainer, run_here
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
+from lightning_zenflow.worker.memory import HOST_MEMORY
+from networks import TiedNet
+from rank_processes import run_on_ranks
+from same_bits import assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+STAGES: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2": {},
+    "3": {"stage": 3},
+    "3, in host memory": {"stage": 3, "offload_parameters": True},
+}
+
+
+class Owned(TiedNet):
+    """Has tied and frozen weights, and what users put on modules and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(frozen=(1,))
+        self.ds_train = list(range(3))
+        self.calls = 0
+        self.head.register_forward_hook(self.count)
+        self.head.weight.no_decay = True  # type: ignore[attr-defined]
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class Plain(nn.Module):
+    """As `Owned`; Lightning's own modules refer to Fabric, under every strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        owned = Owned()
+        self.ds_train, self.embedding, self.layers, self.head = (
+            owned.ds_train,
+            owned.embedding,
+            owned.layers,
+            owned.head,
+        )
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class Stops(pl.Callback):
+    """Ends a training with an error in its third step."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise self.error("in the middle")
+
+
+def assert_usable(model: nn.Module, folder: Path) -> None:
+    """Every way out of a module gives its weights and no more."""
+    weights = model.state_dict()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for twin in (
+        torch.load(buffer, weights_only=False),
+        pickle.loads(pickle.dumps(model)),
+        copy.deepcopy(model),
+    ):
+        assert_same_tensors([*twin.state_dict().values()], [*weights.values()])
+        assert twin.head.weight is twin.embedding.weight and twin.ds_train == [0, 1, 2]
+    safetensors.torch.save_model(model, str(folder / "a.safetensors"))
+    other = type(model)()
+    safetensors.torch.load_model(other, str(folder / "a.safetensors"))
+    assert_same_tensors([*other.state_dict().values()], [*weights.values()])
+    part = model.get_submodule("layers.0.1").state_dict()
+    torch.save(part, folder / "part.pt")
+    assert (folder / "part.pt").stat().st_size < sum(x.nbytes for x in part.values()) + 2500
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_everything_but_the_weights_is_as_before(stage: str, tmp_path: Path) -> None:
+    """The trained module trains again, under the same stage and under plain Lightning, and counts by its own hook."""
+    model = Owned()
+    before, linear = looks(model), nn.functional.linear
+    for strategy in (ZenFlowStrategy(**STAGES[stage]), ZenFlowStrategy(**STAGES[stage]), "auto"):
+        weights, calls = [p.detach().clone() for p in model.parameters()], model.calls
+        make_trainer(strategy, max_steps=2).fit(model)
+        assert_as_before(before, model)
+        changed = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
+        assert changed == [p.requires_grad for p in model.parameters()]
+        assert model.calls == calls + 2
+        assert_usable(model, tmp_path)
+    assert nn.functional.linear is linear
+
+
+@pytest.mark.parametrize("function", ["validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_evaluation_leaves_nothing(stage: str, function: str, tmp_path: Path) -> None:
+    model = Owned()
+    before, linear, weights = looks(model), nn.functional.linear, copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        getattr(make_trainer(ZenFlowStrategy(**STAGES[stage]), limit_val_batches=1), function)(model)
+        assert_as_before(before, model)
+    assert nn.functional.linear is linear
+    assert_same_tensors([*model.state_dict().values()], [*weights.values()])
+    assert_usable(model, tmp_path)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_leaves_nothing(stage: str, error: type[BaseException], tmp_path: Path) -> None:
+    """In the middle of a step, or where the set-up fails behind the division of the parameters."""
+    model = Owned()
+    before = looks(model)
+    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5, callbacks=[Stops(error)])
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        trainer.fit(model)
+    assert_as_before(before, model)
+    assert_usable(model, tmp_path)
+    make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=2).fit(model)
+    assert_as_before(before, model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_set_up_leaves_nothing(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", "/bin/false")
+    model = Owned()
+    before = looks(model)
+    with pytest.raises(Exception, match="exited with status 1"):
+        make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=5).fit(model)
+    assert_as_before(before, model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_under_fabric(stage: str, tmp_path: Path) -> None:
+    """Of the model that is trained, and of one that is not."""
+    model, other = Plain(), Plain()
+    befores = looks(model), looks(other)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(**STAGES[stage], worker_cores=1))
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    inference = fabric.setup_module(other)
+    for tokens in torch.arange(18).view(2, 9):
+        fabric.backward(wrapped(tokens), model=wrapped)
+        optimizer.step()
+        optimizer.zero_grad()
+        inference(tokens)
+    fabric.strategy.flush()
+    fabric.strategy.teardown()
+    for module, before in zip((model, other), befores, strict=True):
+        assert_as_before(before, module)
+        assert_usable(module, tmp_path)
+
+
+SAVED = Case(model="TiedNet", model_options={"frozen": (1,)}, steps=4, topk_ratio=0, update_interval=1, publish_lag=0)
+SAVES: dict[str, Case] = {
+    "2": replace(SAVED, topk_ratio=0.3, update_interval=4, publish_lag=1),
+    "3": replace(SAVED, stage=3),
+    "3, in host memory": replace(SAVED, stage=3, offload_parameters=True),
+}
+
+
+class Weights(pl.Callback):
+    """Writes the weights that a rank has after training, and a checkpoint of the training that has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.folder / "after.ckpt")
+        torch.save(pl_module.state_dict(), self.folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_training_that_has_ended_can_be_saved(ranks: int, tmp_path: Path) -> None:
+    """With the state at its end and the weights of frozen parameters; all ranks have whole weights."""
+    folders = {name: tmp_path / name.replace(" ", "-") for name in SAVES}
+    cases: dict[str, Case] = {}
+    for name, case in SAVES.items():
+        folders[name].mkdir()
+        cases[name] = replace(case, callbacks=(Weights(folders[name]),))
+        cases[f"{name}, resumed"] = replace(case, checkpoint=str(folders[name] / "after.ckpt"))
+    run: Callable[[], Any] = lambda: run_on_ranks(cases, ranks=ranks)  # noqa: E731
+    runs = {name: [run_here(case)] for name, case in cases.items()} if ranks == 1 else run()
+    for name in SAVES:
+        for saved, resumed in zip(runs[name], runs[f"{name}, resumed"], strict=True):
+            assert resumed.losses == []
+            for kind in ("master", "exp_avg", "exp_avg_sq", "weights"):
+                assert_same_tensors(getattr(resumed, kind), getattr(saved, kind), kind)
+        first, *others = (torch.load(folders[name] / f"{rank}.pt") for rank in range(ranks))
+        for other in others:
+            assert_same_tensors([*other.values()], [*first.values()])
+
+
+class NoRoom(pl.Callback):
+    """Takes the host's memory away when training ends; weights in pieces can then be read layer by layer, as after an error."""
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        os.environ[HOST_MEMORY] = "1e-9"
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        del os.environ[HOST_MEMORY]
+        for name, p in pl_module.named_parameters():
+            assert p.numel() == 0, name
+            with GatheredParameters([p]):
+                assert p.shape == Owned().get_parameter(name).shape
+        raise RuntimeError("all in pieces")
+
+
+@pytest.mark.slow
+def test_weights_that_find_no_room_stay_divided() -> None:
+    case = replace(SAVES["3"], callbacks=(NoRoom(),), fails=True)
+    for run in run_on_ranks({"case": case})["case"]:
+        assert run.error is not None and "RuntimeError: all in pieces" in run.error
