@@ -89,6 +89,11 @@ class Session(RankEnvironment):
             self.zenflow_config = self.zenflow_config.with_weights_on_host()
         self._given_config = self.zenflow_config
 
+    @override
+    def _load_config(self, config: Any) -> Any:
+        # Private: called with what `resolve_config` has read. For None, Lightning would read the environment variable's file as JSON.
+        return config
+
     def _set_up(self, initialize: Callable[[], Built], model: Module, optimizer: Optimizer | None) -> Built:
         """Builds the engine with ZenFlow's optimizer; all ranks call it together.
 
