@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 

@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.load import _move_state_into
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.client_state import to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole

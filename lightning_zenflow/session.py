@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -68,9 +68,10 @@ class Session(RankEnvironment):
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
         if missing := missing_overrides(type(self), base):
+            package = import_module(base.__module__.partition(".")[0])
             raise RuntimeError(
-                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of lightning {lightning.__version__} (missing there:"
-                f" {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
+                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of {package.__name__} {package.__version__} (missing"
+                f" there: {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
             )
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)

@@ -10,13 +10,13 @@ from typing import Any
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.engine_content import EngineContent
 from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer

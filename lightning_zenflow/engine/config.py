@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS, whole_numel
 from lightning_zenflow.schedule.staggered import bucket_size
 
