@@ -94,7 +94,18 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
     @override
     def setup_module(self, module: Module) -> Any:
-        """Sets up a further model, for inference only."""
+        """Sets up a further model, for inference only.
+
+        Raises:
+            MisconfigurationException: none is trained yet, and this one looks as if it is to be.
+        """
+        # Fabric refuses `setup_optimizers` before it asks the strategy; a loop that calls it has set up its model here, without optimizer.
+        if self.zenflow_optimizer is None and module.training and any(p.requires_grad for p in module.parameters()):
+            raise MisconfigurationException(
+                "fabric.setup_module: a model that is trained must be set up with its optimizer, got it alone; instead of"
+                " `fabric.setup_module` and `fabric.setup_optimizers` write `model, optimizer = fabric.setup(model, optimizer)`, with an"
+                " optimizer of the model's own parameters. For inference call `model.eval()` before"
+            )
         return inference_engine(module, self.config, self.root_device)
 
     @override

@@ -230,6 +230,7 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
     other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     stage_0 = {"zero_optimization": {"stage": 0}}
     assert_refused(
+        (lambda: fabric.setup_module(nn.Linear(3, 3)), r"write `model, optimizer = fabric.setup\(model, optimizer\)`"),
         (lambda: fabric.setup(*linear(), other), "must have one optimizer, got 2"),
         (lambda: fabric.setup(*linear(amsgrad=True)), "amsgrad must be False"),
         (lambda: fabric.setup(sparse, torch.optim.AdamW(sparse.parameters())), "sparse must be"),
@@ -238,6 +239,8 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
         (lambda: ZenFlowStrategy({"optimizer": {"type": "AdamW"}}), "optimizer must be absent with Fabric"),
         (lambda: ZenFlowStrategy(stage_0), "zero_optimization.stage must be 1, 2 or 3"),
     )
+    assert fabric.setup_module(nn.Linear(3, 2).eval())(torch.ones(1, 3)).shape == (1, 2)
+    assert fabric.setup_module(nn.Linear(3, 2).requires_grad_(False)).training
     assert workers() == []
 
 
