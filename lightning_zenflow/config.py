@@ -95,8 +95,9 @@ class ZenFlowConfig(BaseModel):
 
     clip_prediction: bool | _Auto = _key("auto")
     """Whether forward passes may see weights with a predicted clip factor where d = 0. If false, those are AdamW's own: blocks are not
-    submitted in backward while gradients are clipped; with parameters in host memory, where they hide behind the forward pass too, those
-    with another factor than the true one are published again. "auto" is false with parameters in host memory, otherwise true."""
+    submitted in backward while gradients are clipped or have fp16's loss scale; with parameters in host memory, where they hide behind the
+    forward pass too, those with another factor than the true one are published again. "auto" is false with parameters in host memory,
+    otherwise true."""
 
     tail: Literal["auto", "none", "device"] = _key("auto")
     """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"
