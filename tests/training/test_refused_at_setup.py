@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
@@ -107,6 +108,10 @@ OURS: Refused = [
     ),
     (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"clipping gradients by value"),
     (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
+    (
+        lambda: fit(Model(), plugins=[DoublePrecision()]),
+        r"Trainer: precision must be one of '32-true', .*, got '64-true'",
+    ),
     (lambda: fit(Model(), callbacks=[Finetuning()]), r"Finetuning must be absent: it adds parameter groups in mid-run"),
     (
         lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
