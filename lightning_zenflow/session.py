@@ -42,6 +42,25 @@ from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
 
+class FromTrainer:
+    """Property of a strategy that has the value of the present Trainer or Fabric, or else one that the user gave the strategy itself.
+
+    Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
+    accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, strategy: Any, _: type) -> Any:
+        if strategy is None:
+            return self
+        return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
+
+    def __set__(self, strategy: Any, value: Any) -> None:
+        vars(strategy)[self._name] = value
+
+
 class Session(RankEnvironment):
     """Mixin of a `DeepSpeedStrategy`: the life of the optimizer, from the set-up of the engine to the end of the worker.
 
@@ -64,6 +83,7 @@ class Session(RankEnvironment):
     config: Any
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
+    accelerator = FromTrainer()
 
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy

@@ -34,7 +34,7 @@ from lightning_zenflow.engine.supported import (
 )
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, TimelineWriter, insert_first
-from lightning_zenflow.session import Session
+from lightning_zenflow.session import FromTrainer, Session
 
 
 class TrainerStrategy(Session):
@@ -66,6 +66,7 @@ class TrainerStrategy(Session):
     """The package whose Trainer it is for."""
     stall_monitor: ClassVar[type[StallMonitoring]]
     """The callback for that Trainer."""
+    precision_plugin = FromTrainer()
 
     def __init__(
         self,
@@ -98,23 +99,11 @@ class TrainerStrategy(Session):
         timeline_steps: Sequence[int] | None = None,
         **deepspeed_options: Any,
     ) -> None:
-        # Before Lightning's constructor, which sets the plugin.
-        self._plugin_of_trainer: Any = None
         super().__init__(config, given_keys(locals()), deepspeed_options)
-        # Private: where a Trainer looks for a plugin that the user gave the strategy; see `RankEnvironment.accelerator`.
+        # Private: where a Trainer looks for a plugin that the user gave the strategy.
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._config_without_trainer: dict[str, Any] | None = None
-
-    @property
-    @override
-    def precision_plugin(self) -> Any:
-        """That of the present Trainer."""
-        return self._plugin_of_trainer or super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Any) -> None:
-        self._plugin_of_trainer = plugin
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

@@ -71,21 +71,6 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
     _variables_before: dict[str, str | None] | None = None
-    _accelerator_of_trainer: Any = None
-
-    @property
-    @override
-    def accelerator(self) -> Any:
-        """That of the present Trainer or Fabric.
-
-        Lightning keeps it where it keeps one that the user gave the strategy. So a strategy that has been in one Trainer would be refused
-        by the next one, for having an accelerator "through both strategy class and accelerator flag".
-        """
-        return self._accelerator_of_trainer or super().accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        self._accelerator_of_trainer = accelerator
 
     @property
     @override
