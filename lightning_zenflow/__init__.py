@@ -1,10 +1,9 @@
 """ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU.
 
-The import makes the name "zenflow" known to the Trainer and to Fabric. Each public name is imported when it is used first: DeepSpeed takes
-seconds more.
+The import makes the names "zenflow" and "zenflow_adamw" known to the Trainer and to Fabric. Each public name is imported when it is used
+first: DeepSpeed takes seconds more.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,20 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_MODULES[name]), name)
 
 
-def _strategy_of(module: str) -> Callable[..., Any]:
-    return lambda **options: import_module(module).ZenFlowStrategy(**options)
+def register(registry: Any, module: str) -> None:
+    """Makes the strategy of a module, which is imported when the strategy is made, known to a registry of Lightning by its names.
 
+    "zenflow" has the defaults. "zenflow_adamw" ends every step with AdamW's weights: nothing late (S = 1, d = 0), no predicted clip factor.
+    """
 
-for _registry, _module in (
-    (StrategyRegistry, "lightning_zenflow.strategy"),
-    (STRATEGY_REGISTRY, "lightning_zenflow.fabric"),
-):
+    def make(**options: Any) -> Any:
+        return import_module(module).ZenFlowStrategy(**options)
+
     # An import after a failed one comes here again.
-    _registry.register("zenflow", _strategy_of(_module), "ZeRO-2 offload without stalls (ZenFlow)", override=True)
+    registry.register("zenflow", make, "ZeRO-2 offload without stalls (ZenFlow)", override=True)
+    adamw = {"update_interval": 1, "publish_lag": 0, "clip_prediction": False}
+    registry.register("zenflow_adamw", make, "ZenFlow with AdamW's own weights in every step", override=True, **adamw)
+
+
+register(StrategyRegistry, "lightning_zenflow.strategy")
+register(STRATEGY_REGISTRY, "lightning_zenflow.fabric")

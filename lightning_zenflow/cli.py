@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, cast
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.doctor.report import examine
 from lightning_zenflow.estimate.cost import estimate
 from lightning_zenflow.estimate.report import as_text

@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, first_schedule
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
@@ -95,8 +95,9 @@ class ZenFlowConfig(BaseModel):
 
     clip_prediction: bool | _Auto = _key("auto")
     """Whether forward passes may see weights with a predicted clip factor where d = 0. If false, those are AdamW's own: blocks are not
-    submitted in backward while gradients are clipped; with parameters in host memory, where they hide behind the forward pass too, those
-    with another factor than the true one are published again. "auto" is false with parameters in host memory, otherwise true."""
+    submitted in backward while gradients are clipped or have fp16's loss scale; with parameters in host memory, where they hide behind the
+    forward pass too, those with another factor than the true one are published again. "auto" is false with parameters in host memory,
+    otherwise true."""
 
     tail: Literal["auto", "none", "device"] = _key("auto")
     """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"

@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -46,6 +46,25 @@ from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
 
+class FromTrainer:
+    """Property of a strategy that has the value of the present Trainer or Fabric, or else one that the user gave the strategy itself.
+
+    Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
+    accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, strategy: Any, _: type) -> Any:
+        if strategy is None:
+            return self
+        return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
+
+    def __set__(self, strategy: Any, value: Any) -> None:
+        vars(strategy)[self._name] = value
+
+
 class Session(RankEnvironment):
     """Mixin of a `DeepSpeedStrategy`: the life of the optimizer, from the set-up of the engine to the end of the worker.
 
@@ -68,13 +87,15 @@ class Session(RankEnvironment):
     config: Any
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
+    accelerator = FromTrainer()
 
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
         if missing := missing_overrides(type(self), base):
+            package = import_module(base.__module__.partition(".")[0])
             raise RuntimeError(
-                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of lightning {lightning.__version__} (missing there:"
-                f" {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
+                f"lightning_zenflow cannot extend {base.__module__}.{base.__name__} of {package.__name__} {package.__version__} (missing"
+                f" there: {missing}); it is tested with 2.6.6: install that version or a newer lightning-zenflow"
             )
         if config is None:
             config = os.environ.get(base.DEEPSPEED_ENV_VAR)
@@ -96,6 +117,11 @@ class Session(RankEnvironment):
         if offloads_parameters(self.config):
             self.zenflow_config = self.zenflow_config.with_weights_on_host()
         self._given_config = self.zenflow_config
+
+    @override
+    def _load_config(self, config: Any) -> Any:
+        # Private: called with what `resolve_config` has read. For None, Lightning would read the environment variable's file as JSON.
+        return config
 
     def _set_up(self, initialize: Callable[[], Built], model: Module, optimizer: Optimizer | None) -> Built:
         """Builds the engine with ZenFlow's optimizer; all ranks call it together.

@@ -1,17 +1,17 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
+import copy
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch.nn import Module
@@ -24,22 +24,27 @@ from lightning_zenflow.checkpoint.collective import is_file_together, load_weigh
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import prepare_deepspeed_config
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
+    refuse_unsupported_callbacks,
     refuse_unsupported_module,
     refuse_unsupported_training,
     several_devices_in_notebook,
 )
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
-from lightning_zenflow.monitor.callbacks import attach_monitors, insert_first
-from lightning_zenflow.session import Session
+from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, TimelineWriter, insert_first
+from lightning_zenflow.session import FromTrainer, Session
 
 
-class ZenFlowStrategy(Session, DeepSpeedStrategy):
+class TrainerStrategy(Session):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
+
+    A mixin of a Trainer's `DeepSpeedStrategy`. `lightning.pytorch` and `pytorch_lightning` have the same classes twice; a subclass for each
+    names those that are its own.
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
     Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
@@ -60,7 +65,11 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     """
 
     strategy_name = "zenflow"
-    deepspeed_strategy = DeepSpeedStrategy
+    lightning: ClassVar[ModuleType]
+    """The package whose Trainer it is for."""
+    stall_monitor: ClassVar[type[StallMonitoring]]
+    """The callback for that Trainer."""
+    precision_plugin = FromTrainer()
 
     def __init__(
         self,
@@ -95,16 +104,46 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         **deepspeed_options: Any,
     ) -> None:
         super().__init__(config, given_keys(locals()), deepspeed_options)
+        # Private: where a Trainer looks for a plugin that the user gave the strategy.
+        self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._file: SavedFile | None = None
+        self._config_without_trainer: dict[str, Any] | None = None
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
+        if self._config_without_trainer is not None:
+            # The strategy may be another Trainer's now, which has other values. Private: Lightning asks for them once.
+            self.config, self._config_initialized = self._config_without_trainer, False
         # Private: `model.trainer` is an error where there is none.
         if model._trainer is not None:
             callbacks: list[pl.Callback] = model.trainer.callbacks  # type: ignore[attr-defined]  # one of Trainer's connectors sets it
-            attach_monitors(callbacks, self.zenflow_config)
+            # A monitor of the user's own is kept instead.
+            if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
+                insert_first(callbacks, self.stall_monitor(summary_from=50))
+            if self.zenflow_config.timeline is not None:
+                insert_first(callbacks, self._timeline)
+
+    @cached_property
+    def _timeline(self) -> pl.Callback:
+        """Writes the timeline."""
+        first, last = self.zenflow_config.timeline_steps
+        writer = TimelineWriter(Path(str(self.zenflow_config.timeline)), first=first, last=last)
+        return self._callback(on_train_start=writer.start, on_train_batch_end=writer.end_step, on_fit_end=writer.close)
+
+    @cached_property
+    def _exact_weights(self) -> pl.Callback:
+        """Makes weights exact before the user's callbacks read them.
+
+        Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
+        replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
+        """
+        return self._callback(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
+
+    def _callback(self, **hooks: Callable[..., None]) -> pl.Callback:
+        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
+        return callback
 
     # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
 
@@ -117,19 +156,26 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         super()._configure_launcher()
 
     @override
+    def setup_environment(self) -> None:
+        # The first hook that sees the model's own callbacks, and before theirs.
+        callbacks = self.lightning_module.trainer.callbacks
+        refuse_unsupported_callbacks(callbacks, self.lightning, in_pieces=self.zero_stage_3)
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         self._over = False
         refuse_unsupported_module(self.lightning_module)
+        refuse_unsupported_training(self.lightning_module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
-        refuse_unsupported_training(self.lightning_module, callbacks, in_pieces=self.zero_stage_3)
-        exact = ExactWeights(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
-        insert_first(callbacks, exact)
+        insert_first(callbacks, self._exact_weights)
         super().setup(trainer)
 
     @override
     def _format_config(self) -> None:
         # Private: between the Trainer's values, which it reads, and the engine's construction.
+        self._config_without_trainer = copy.deepcopy(self.config)
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             self.config = prepare_deepspeed_config(
@@ -164,6 +210,12 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             raise MisconfigurationException(
                 "configure_optimizers must return one optimizer, got several; put the parameters into its parameter groups"
             ) from error
+        # Private: what Lightning puts in the place of None.
+        if isinstance(optimizer, self.lightning.core.optimizer._MockOptimizer):
+            raise MisconfigurationException(
+                "configure_optimizers must return an optimizer, got None: ZenFlowStrategy has nothing to offload then; use"
+                " `Trainer(strategy='auto')`, or `validate`, `test` and `predict`"
+            )
         assert self.lightning_module is not None
         validate_optimizer(optimizer, self.lightning_module, scheduled=scheduler is not None)
         return optimizer, scheduler
@@ -174,7 +226,8 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
-        return self._set_up(initialize, model, optimizer)
+        engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
+        return engine
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
@@ -199,7 +252,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self._span("forward"):
-            output = super().training_step(*args, **kwargs)
+            output: STEP_OUTPUT = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
         return output
 
@@ -331,7 +384,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
     @override
     def _ends_together(self) -> bool:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
+        return bool(self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED)
 
     @property
     def _ends_with_error(self) -> bool:
@@ -345,9 +398,9 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
             remove(Path(filepath))
 
 
-class ExactWeights(LambdaCallback):
-    """Makes weights exact before the user's callbacks read them.
+class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):
+    """`TrainerStrategy`, which says all of it, for the Trainer of `lightning.pytorch`."""
 
-    Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
-    replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
-    """
+    deepspeed_strategy = DeepSpeedStrategy
+    lightning: ClassVar[ModuleType] = pl
+    stall_monitor = StallMonitor

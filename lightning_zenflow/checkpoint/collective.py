@@ -10,7 +10,6 @@ from typing import Any
 import deepspeed.runtime.engine as engine_module
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, write_error
 from lightning_zenflow.checkpoint.engine_content import EngineContent
@@ -19,6 +18,7 @@ from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.on_disk import on_disk, with_own_storage
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import all_agree, in_common, raise_together, raising_together
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, Slice
 from lightning_zenflow.deferred.in_place import InPlacePublisher
 from lightning_zenflow.deferred.jobs import JobQueue

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
+from lightning_zenflow.core.errors import MisconfigurationException
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | DictConfig | ZenFlowConfig | None
 

@@ -1,15 +1,15 @@
 """Checks that refuse what ZenFlow or DeepSpeed cannot train. Each raises `MisconfigurationException`, which says what, and why."""
 
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_zenflow.core.distributed import raise_together
+from lightning_zenflow.core.errors import MisconfigurationException
 
 
 def refuse_features(features: Mapping[str, bool]) -> None:
@@ -39,31 +39,45 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
             )
 
 
-def refuse_unsupported_training(
-    module: pl.LightningModule, callbacks: Iterable[pl.Callback], *, in_pieces: bool
-) -> None:
-    """Refuses manual optimization, and a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
-
-    Args:
-        module: what is trained.
-        callbacks: the Trainer's.
-        in_pieces: whether each rank will have only its pieces of the weights (stage 3).
-    """
+def refuse_unsupported_training(module: pl.LightningModule) -> None:
+    """Refuses manual optimization."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
             " deferred updates could be submitted"
         )
-    if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
-        raise MisconfigurationException(
-            "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which DeepSpeed's"
-            " is not: find the learning rate with another strategy and a model that fits, such as Trainer(strategy='auto')"
-        )
-    for callback in callbacks if in_pieces else ():
-        if isinstance(callback, WeightAveraging):
+
+
+def refuse_unsupported_callbacks(callbacks: Iterable[pl.Callback], lightning: ModuleType, *, in_pieces: bool) -> None:
+    """Refuses a callback that cannot work with a DeepSpeed optimizer, before it changes the model.
+
+    Args:
+        callbacks: the Trainer's.
+        lightning: the Trainer's package.
+        in_pieces: whether each rank will have only its pieces of the weights (stage 3).
+    """
+    kinds = lightning.callbacks
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, kinds.LearningRateFinder):
             raise MisconfigurationException(
-                f"ZenFlowStrategy: {type(callback).__name__} must be absent with stage=3: it averages whole weights, and each rank has only"
-                " its pieces; use stage=2"
+                "ZenFlowStrategy: LearningRateFinder and `Tuner.lr_find` put a scheduler of their own on a torch optimizer, which"
+                " DeepSpeed's is not: find the learning rate with another strategy and a model that fits, such as"
+                " Trainer(strategy='auto')"
+            )
+        if isinstance(callback, kinds.BaseFinetuning):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must be absent: it adds parameter groups in mid-run, and the ranks divide all of them at set-up;"
+                " give `configure_optimizers` all parameters, and set their `requires_grad` in `on_train_epoch_start`"
+            )
+        if isinstance(callback, kinds.StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must be absent: it replaces the weights of a torch optimizer; use `WeightAveraging`"
+            )
+        if in_pieces and isinstance(callback, kinds.WeightAveraging):
+            raise MisconfigurationException(
+                f"ZenFlowStrategy: {name} must be absent with stage=3: it averages whole weights, and each rank has only its pieces; use"
+                " stage=2"
             )
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from lightning.pytorch.core.optimizer import _MockOptimizer  # private: what Lightning puts in the place of None
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.engine.pieces import is_in_pieces
 
@@ -38,11 +37,6 @@ def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool)
         ValueError: a hyperparameter is out of range.
     """
     kind = type(optimizer)
-    if isinstance(optimizer, _MockOptimizer):
-        raise MisconfigurationException(
-            "configure_optimizers must return an optimizer, got None: ZenFlowStrategy has nothing to offload then; use"
-            " `Trainer(strategy='auto')`, or `validate`, `test` and `predict`"
-        )
     if kind not in _SUPPORTED:
         supported = ", ".join(_SUPPORTED.values())
         found = f"{kind.__module__}.{kind.__qualname__}"

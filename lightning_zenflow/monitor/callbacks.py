@@ -2,15 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
@@ -23,7 +22,11 @@ PROGRESS_BAR_KEY = "stall_%"
 _PROGRESS_BAR_PERIOD_NS = 1_000_000_000
 
 
-class StallMonitor(pl.Callback):
+_LightningsCallback: Any = object
+"""What comes after a mixin in the order of base classes; `Any` for the type checker, since there are two."""
+
+
+class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
     """Logs stall, overlap, traffic, selection and memory metrics through the trainer's loggers, every `log_every_n_steps` steps.
 
     `ZenFlowStrategy` adds one unless `stall_monitor` is false. docs/tuning.md lists all metrics. They are those of rank zero; the callback
@@ -35,6 +38,9 @@ class StallMonitor(pl.Callback):
         summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
             own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
     """
+
+    tensorboard_logger: ClassVar[type[Any]]
+    """Of the same package as the callback's base class."""
 
     def __init__(self, *, progress_bar: bool = True, summary: bool = True, summary_from: int = 2) -> None:
         self._progress_bar = progress_bar
@@ -54,7 +60,7 @@ class StallMonitor(pl.Callback):
         self._global_step = trainer.global_step
         self._bar_due_ns = self._meter.end_ns
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
+            if isinstance(logger, self.tensorboard_logger):
                 logger.experiment.add_custom_scalars(tensorboard_layout())
 
     @override
@@ -97,6 +103,12 @@ class StallMonitor(pl.Callback):
         return self._progress_bar and trainer.progress_bar_callback is not None
 
 
+class StallMonitor(StallMonitoring, pl.Callback):
+    """`StallMonitoring`, which says what it logs, for the Trainer of `lightning.pytorch`."""
+
+    tensorboard_logger = TensorBoardLogger
+
+
 def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
     """The page *Custom Scalars*: a chart for each metric, in groups; for `SummaryWriter.add_custom_scalars`.
 
@@ -110,52 +122,38 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
     return charts
 
 
-class TimelineWriter(pl.Callback):
-    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit."""
+class TimelineWriter:
+    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit. Its methods are a callback's."""
 
     def __init__(self, path: Path, *, first: int, last: int) -> None:
         self._path = path
         self._first, self._last = first, last
         self._file: TimelineFile | None = None
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """At the start of training."""
         optimizer = rank_zero_optimizer(trainer)
         if optimizer is not None:
             self._file = TimelineFile(self._path, optimizer, first=self._first, last=self._last)
 
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def end_step(self, *_: Any) -> None:
+        """After each batch."""
         if self._file is not None:
             self._file.end_step()
 
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def close(self, *_: Any) -> None:
+        """At the end of fit."""
         if self._file is not None:
             self._file.close()
         self._file = None
 
 
-def attach_monitors(callbacks: list[pl.Callback], config: ZenFlowConfig) -> None:
-    """Inserts `StallMonitor` and `TimelineWriter` where the configuration asks for them.
-
-    Args:
-        callbacks: the trainer's list, changed in place. A monitor of the user's own is kept instead.
-        config: `stall_monitor`, `timeline` and `timeline_steps` are read.
-    """
-    if config.stall_monitor:
-        insert_first(callbacks, StallMonitor(summary_from=50))
-    if config.timeline is not None:
-        first, last = config.timeline_steps
-        insert_first(callbacks, TimelineWriter(Path(config.timeline), first=first, last=last))
-
-
 def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:
-    """Inserts a callback in front of all others, unless the list has one of its class.
+    """Inserts a callback in front of all others, unless the list has it.
 
     At the end it would be behind the checkpoint callbacks, which Lightning keeps last.
     """
-    if not any(isinstance(other, type(callback)) for other in callbacks):
+    if callback not in callbacks:
         callbacks.insert(0, callback)
 
 

@@ -154,8 +154,9 @@ class BackwardSubmission:
     The factor on the gradients (clipping) is known only at the end of backward. A complete block is submitted before, with a predicted
     factor that decides on nothing but the weights that the next forward pass sees; the exact state always takes the true one, with the
     block's next job. They differ by at most (1 - beta1) of one normalised update times the factor's error, once. Without clipping the
-    prediction is the factor, and the weights have the bits of a submission at the end of the step. Where predicted factors must not be
-    seen, the weights are published again with the true one (`JobQueue.corrects`), or else the block is not submitted in backward.
+    prediction is the factor, and the weights have the bits of a submission at the end of the step, unless a gradient overflows in fp16.
+    Where predicted factors must not be seen, the weights are published again with the true one (`JobQueue.corrects`), or else the block is
+    not submitted in backward.
 
     From the first gradient on that is not finite, submitted blocks are published without the step. (A vector's gradient counts when its
     block is submitted.)
@@ -200,10 +201,12 @@ class BackwardSubmission:
             context: inputs of the step, which submits in backward.
         """
         inputs = context.inputs
+        # With a loss scale, a gradient that arrives later may overflow: the step is then skipped.
+        is_known = inputs.max_norm == 0 and (self._predicts or inputs.loss_scale == 1)
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
             submits = self._jobs.can_submit_in_backward(block, context.number) and block not in self._ownership.waiting
-            submits = submits and (inputs.max_norm == 0 or (self._predicts and self._norms.knows_last))
+            submits = submits and (is_known or (self._predicts and self._norms.knows_last))
             if submits:
                 self._jobs.acquire([block], context.number)
                 self._norms.add(self._vectors.fill([block], arrived))

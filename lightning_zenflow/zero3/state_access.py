@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.full_state import FullState
 
 _DeepSpeedsOptimizer: Any = object

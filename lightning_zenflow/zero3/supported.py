@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from deepspeed.utils import z3_leaf_module
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.supported import refuse_features
 
 

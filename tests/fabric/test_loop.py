@@ -238,6 +238,8 @@ def test_settings_models_and_optimizers_are_refused_by_name() -> None:
         (lambda: ZenFlowStrategy({"optimizer": {"type": "AdamW"}}), "optimizer must be absent with Fabric"),
         (lambda: ZenFlowStrategy(stage_0), "zero_optimization.stage must be 1, 2 or 3"),
     )
+    with pytest.raises(RuntimeError, match=r"`ZenFlowStrategy` requires .* `.setup\(model, optimizer, ...\)`"):
+        fabric.setup_optimizers(other)
     assert workers() == []
 
 

@@ -160,6 +160,14 @@ def test_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, weight in ours.weights.items():
         # fp16 has 11 significant bits.
         torch.testing.assert_close(weight.float(), theirs.weights[key].float(), rtol=2**-9, atol=1e-3)
+    # What has been submitted before a gradient overflows would be shown with a step that is skipped.
+    without_clipping = {"max_steps": 14, "precision": "16-true"}
+    exact, adamw = (
+        train("zenflow", Overflows, lambda: dict(without_clipping), {**NOTHING_LATE, **keys})
+        for keys in ({}, {"optimizer_in_backward": True, "clip_prediction": False})
+    )
+    assert exact.skipped > 0
+    assert exact.metrics == adamw.metrics
     late = {**NOTHING_LATE, "update_interval": 4, "publish_lag": 1}
     run = train("zenflow", Overflows, lambda: {"max_steps": 14, "precision": "16-mixed"}, late)
     assert run.skipped > 0

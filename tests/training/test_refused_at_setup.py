@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
@@ -107,6 +108,15 @@ OURS: Refused = [
     ),
     (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"clipping gradients by value"),
     (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
+    (
+        lambda: fit(Model(), plugins=[DoublePrecision()]),
+        r"Trainer: precision must be one of '32-true', .*, got '64-true'",
+    ),
+    (lambda: fit(Model(), callbacks=[Finetuning()]), r"Finetuning must be absent: it adds parameter groups in mid-run"),
+    (
+        lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
+        r"StochasticWeightAveraging must be absent: .* use `WeightAveraging`",
+    ),
     (lambda: fit(WithoutLoss(shapes=TINY), accumulate_grad_batches=4), r"training_step must return a loss, got None"),
     (
         lambda: fit(Model(), callbacks=[ReplacesMemory()]),
@@ -154,14 +164,9 @@ def test_refused(refused: Callable[[], Any], message: str) -> None:
 
 OTHERS: Refused = [
     (
-        lambda: fit(Model(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
-        "SWA does not currently support sharded",
-    ),
-    (
         lambda: fit(Model(), callbacks=[GradientAccumulationScheduler({0: 2})]),
         "does not support `accumulate_grad_batches` changing",
     ),
-    (lambda: fit(Model(), callbacks=[Finetuning()]), "does not support running with the DeepSpeed strategy"),
     # Compile the layers inside it.
     (lambda: fit(torch.compile(Model(), backend="eager")), "Using a compiled model is incompatible with the current"),
     (lambda: fit(Model(), precision="16-mixed"), "Type fp16 is not supported on your device"),

@@ -303,7 +303,7 @@ def test_a_teacher_that_fabric_makes_in_pieces() -> None:
         torch.manual_seed(1)
         with fabric.init_module():
             made.append(nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 2)))
-    teacher = fabric.setup(made[0])
+    teacher = fabric.setup(made[0].eval())
     student, optimizer = fabric.setup(made[1], torch.optim.AdamW(made[1].parameters()))
     x = torch.randn(4, 8, generator=generator(16))
     with torch.no_grad():

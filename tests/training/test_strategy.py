@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from harness import StockStrategy, fit
 from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
+from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from models import TINY, LinearLossModule
 from side_by_side import Net
 
@@ -88,6 +89,21 @@ def test_deepspeed_json_with_zenflow_optimizer_and_scheduler_blocks(
     assert seen[0] == seen[1] == ("step", [pytest.approx(1e-2 * 2 / 4)])
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy_class", [ZenFlowStrategy, FabricStrategy])
+@pytest.mark.parametrize("deepspeed", [None, {"bf16": {"enabled": True}}])
+def test_the_environment_variable_names_a_yaml_file(
+    strategy_class: type[Any], deepspeed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once, as `config=`: Lightning's own reader knows only JSON. Beside keys of ZenFlow alone, keywords of Lightning count."""
+    path = tmp_path / "zf.yaml"
+    path.write_text(OmegaConf.to_yaml({"zenflow": {"topk_ratio": 0.25}, "deepspeed": deepspeed}))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    strategy = strategy_class(stage=3)
+    assert strategy.zenflow_config == ZenFlowConfig(topk_ratio=0.25)
+    assert strategy.config["zero_optimization"]["stage"] == (3 if deepspeed is None else 2)
+    assert strategy.config.get("bf16") == (deepspeed or {}).get("bf16")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""The strategy and its monitor for the Trainer of the package `pytorch_lightning`.
+
+Its classes have the names of those of `lightning.pytorch` and are others. What the package has is mixed into either.
+
+The import makes the names "zenflow" and "zenflow_adamw" known to that Trainer.
+"""
+
+from types import ModuleType
+from typing import ClassVar
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.strategies import DeepSpeedStrategy, StrategyRegistry
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from lightning_zenflow import register
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.core.errors import raise_also_as
+from lightning_zenflow.monitor.callbacks import StallMonitoring
+from lightning_zenflow.strategy import TrainerStrategy
+
+__all__ = ["StallMonitor", "ZenFlowConfig", "ZenFlowStrategy"]
+
+
+# The mixins' annotations name the classes of `lightning.pytorch`.
+class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]
+    """`StallMonitoring`, which says what it logs, for the Trainer of `pytorch_lightning`."""
+
+    tensorboard_logger = TensorBoardLogger
+
+
+class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]
+    """`TrainerStrategy`, which says all of it, for the Trainer of `pytorch_lightning`."""
+
+    deepspeed_strategy = DeepSpeedStrategy
+    lightning: ClassVar[ModuleType] = pl
+    stall_monitor = StallMonitor
+
+
+raise_also_as(MisconfigurationException)
+register(StrategyRegistry, __name__)

@@ -1,0 +1,125 @@
+"""The same class on `pytorch_lightning`'s strategy: a module of that package trains with the bits of the other one."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import metadata
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_zenflow
+from models import generator
+
+pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="an optional package")
+ours = pytest.importorskip("lightning_zenflow.pytorch_lightning")
+
+pytestmark = [
+    pytest.mark.usefixtures("no_worker_is_left"),
+    # Advice about data loaders and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
+]
+
+KEYS: dict[str, Any] = {"topk_ratio": 0.3, "update_interval": 4, "publish_lag": 1, "worker_cores": 1}
+PACKAGES = {
+    lightning.pytorch: lightning_zenflow,
+    pytorch_lightning: ours,
+}
+
+
+def make_module(pl: ModuleType, **options: Any) -> Any:
+    """A small LightningModule of a package, which keeps its losses."""
+
+    class Small(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 6))
+            with torch.no_grad():
+                for i, p in enumerate(self.net.parameters()):
+                    p.copy_(0.3 * torch.randn(p.shape, generator=generator(3, i)))
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss = self.net(torch.randn(5, 12, generator=generator(4, int(batch)))).square().mean()
+            self.losses.append(loss.detach().clone())
+            return loss
+
+        def validation_step(self, batch: Tensor) -> None:
+            self.log("val_loss", self.net(torch.ones(2, 12)).mean())
+
+        def predict_step(self, batch: Tensor) -> Tensor:
+            return self.net(torch.ones(2, 12))
+
+        def train_dataloader(self) -> DataLoader[int]:
+            return DataLoader(range(12))
+
+        val_dataloader = predict_dataloader = train_dataloader
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return options.get("optimizer", torch.optim.AdamW)(self.parameters(), lr=1e-2)
+
+    return Small()
+
+
+def make_trainer(pl: ModuleType, strategy: Any, **options: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "limit_val_batches": 1}
+    quiet |= {"enable_checkpointing": False, "use_distributed_sampler": False, "gradient_clip_val": 0.1}
+    return pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, **{**quiet, **options})
+
+
+def run(pl: ModuleType, folder: Path) -> list[list[Tensor]]:
+    """Losses, weights, and predictions of a training, of one that its checkpoint continues, and of another Trainer."""
+    shown = []
+    loggers = [pl.loggers.TensorBoardLogger(folder), pl.loggers.CSVLogger(folder)]
+    keys = {**KEYS, "timeline": folder / "timeline.json"}
+    for checkpoint, steps in ((None, 8), (folder / "a.ckpt", 12)):
+        model = make_module(pl)
+        strategy = PACKAGES[pl].ZenFlowStrategy(**keys)
+        trainer = make_trainer(pl, strategy, max_steps=steps, logger=loggers, log_every_n_steps=2)
+        trainer.fit(model, ckpt_path=checkpoint)
+        assert trainer.global_step == steps
+        trainer.save_checkpoint(folder / "a.ckpt")
+        shown += [model.losses, [p.detach().clone() for p in model.parameters()]]
+    # Another one, as of a wrapper, with the class that was trained.
+    shown.append(make_trainer(pl, "zenflow").predict(model, ckpt_path=folder / "a.ckpt"))
+    assert all(isinstance(callback, pl.Callback) for callback in trainer.callbacks)
+    return shown
+
+
+def test_bits_of_the_other_package(tmp_path: Path) -> None:
+    """Trained, validated, saved, resumed; with metrics, charts and timeline."""
+    runs = []
+    for pl in PACKAGES:
+        folder = tmp_path / pl.__name__
+        folder.mkdir()
+        runs.append(run(pl, folder))
+        (events,) = {path.parent for path in folder.glob("lightning_logs/version_0/events*")}
+        logged = EventAccumulator(str(events)).Reload()
+        assert metadata.CONFIG_SUMMARY_TAG in logged.Tags()["tensors"]
+        assert "zenflow/overlap/step_ms" in logged.Tags()["scalars"]
+        assert json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    for theirs, of_ours in zip(*runs, strict=True):
+        for a, b in zip(theirs, of_ours, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_what_is_refused_is_refused_with_that_packages_exception() -> None:
+    error = pytorch_lightning.utilities.exceptions.MisconfigurationException
+    fits = lambda model, **options: make_trainer(pytorch_lightning, "zenflow", max_steps=1, **options).fit(model)  # noqa: E731
+    finder = pytorch_lightning.callbacks.LearningRateFinder()
+    with pytest.raises(error, match="unknown key 'topk_ration'"):
+        ours.ZenFlowStrategy(topk_ration=0.1)
+    with pytest.raises(error, match="must be exactly one of torch.optim.AdamW"):
+        fits(make_module(pytorch_lightning, optimizer=torch.optim.SGD))
+    with pytest.raises(error, match="configure_optimizers must return an optimizer, got None"):
+        fits(make_module(pytorch_lightning, optimizer=lambda parameters, lr: None))
+    with pytest.raises(error, match="find the learning rate with another strategy"):
+        fits(make_module(pytorch_lightning), callbacks=[finder])
+    with pytest.raises(error, match="strategy must be ZenFlowStrategy, got SingleDeviceStrategy"):
+        trainer = make_trainer(pytorch_lightning, "auto", callbacks=[ours.StallMonitor()], max_steps=1)
+        trainer.fit(make_module(pytorch_lightning))
