@@ -158,9 +158,9 @@ class Case:
         module = self.make_model()
         if not self.precision.endswith("mixed"):
             module.to(self.dtype)
-        # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels.
+        # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels, as do strides of one element.
         for p in module.parameters():
-            p.data = p.data.to(self.dtype).contiguous()
+            p.data = torch.empty(p.shape, dtype=self.dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
         return ReferenceZenFlow(
