@@ -137,6 +137,7 @@ def test_snippet(
     document: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_worker_is_left: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # seed_everything leaves it
     (tmp_path / "conf").symlink_to(ROOT / "conf")
     snippet, model = blocks(ROOT / document, "python")[number], Model()
     for checkpoint in re.findall(r'"([^"]+=[^"]+\.ckpt)"', snippet):

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, seed_everything
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from harness import make_trainer
@@ -71,6 +72,44 @@ def test_zenflow_adamw_has_adamws_losses() -> None:
     assert relative(ours) < 3 * relative(losses("auto", noise=1e-7))
     predicted = relative(losses(ZenFlowStrategy(update_interval=1, publish_lag=0)))
     assert predicted > 100 * relative(ours), "no step is clipped"
+
+
+class Drawn(Wrapped):
+    """Random batches, and a random number in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = [float(torch.rand(()))]
+
+    @override
+    def train_dataloader(self) -> Any:
+        return DataLoader(range(self.length), shuffle=True)
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn += [float(batch), float(torch.rand(()))]
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_seed_gives_the_batches_of_auto(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what docs/faq.md says, and not without."""
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(variable, "0")  # seed_everything leaves it
+
+    def drawn(strategy: str, *, again: bool = True, **options: Any) -> list[float]:
+        seed_everything(1)
+        model = Drawn()
+        trainer = make_trainer(strategy, max_epochs=2, **options)
+        if again:
+            seed_everything(1)
+        trainer.fit(model)
+        return model.drawn
+
+    expected = drawn("auto")
+    assert drawn(name) == expected
+    assert drawn(name, use_distributed_sampler=True) != expected
+    assert drawn(name, again=False) == expected != drawn("auto", again=False)
 
 
 def test_names_of_fabric() -> None:
