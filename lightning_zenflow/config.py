@@ -89,7 +89,7 @@ class ZenFlowConfig(BaseModel):
     with update_interval, the least stale pair whose work hides behind training."""
 
     optimizer_in_backward: bool = _key(True)
-    """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that AdamW itself hides behind backward. With
+    """Submits each block's gradient in backward as soon as it arrives, where d = 0, so that its update hides behind backward. With
     clipping, the next forward pass sees weights with a predicted clip factor (clip_prediction); the exact state always has the true one.
     If false, each step waits for the worker at its end."""
 

@@ -24,7 +24,7 @@ def as_text(found: Estimate) -> str:
     lines = [tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True), ""]
     lines.append("GPU: one, without activations. Host: all ranks of one. d2h, h2d, CPU: one rank, a step.")
     if found.hides:
-        meaning = ": AdamW itself" if found.schedule.is_immediate else ""
+        meaning = ": nothing is late" if found.schedule.is_immediate else ""
         lines.append(f"The least stale schedule whose CPU work hides is {rows[-1][0]}{meaning}.")
     else:
         lines.append(f"The CPU limits: a step takes at least its {1e3 * cost.cpu_s:.0f} ms.")
