@@ -20,6 +20,7 @@ TABLES = {
     *(f"step_time.__main__ --report-only --name {path.stem[10:]}" for path in results.RESULTS.glob("step_time_*.json")),
     "step_time.bookkeeping --report-only",
     "kernel.__main__ --report-only",
+    "projects.__main__ --report-only",
 }
 
 
