@@ -36,7 +36,7 @@ QUOTES = (
             "DeepSpeed ZeRO-Offload (DeepSpeedCPUAdam)",
             "DeepSpeed ZenFlow, S=4, overlap",
             "ZenFlowStrategy, S=4, d=1",
-            "ZenFlowStrategy, S=1, d=0 (AdamW itself)",
+            "ZenFlowStrategy, S=1, d=0",
         ),
     ),
     Quote(

@@ -97,14 +97,14 @@ METHODS = {
     ),
     "zenflow_s2": _zenflow("S=2, d=1", update_interval=2, publish_lag=1),
     "zenflow_s4_d0": _zenflow("S=4, d=0", update_interval=4, publish_lag=0),
-    "zenflow_exact": _zenflow("S=1, d=0 (AdamW itself)", **_AT_ONCE),
+    "zenflow_exact": _zenflow("S=1, d=0", **_AT_ONCE),
     "zenflow_module_order": StepMethod(
         make_strategy=partial(ModuleOrder, topk_ratio=0.05, **_AT_ONCE),
         title="ZenFlowStrategy, S=1, d=0, ZeRO-2's own order",
         has_keys=True,
     ),
     "zenflow_auto": _zenflow("auto"),
-    "zenflow_at_once": _zenflow("S=1, d=0 (AdamW itself), no clipping", max_norm=None, **_AT_ONCE),
+    "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
     "zenflow_at_the_end": _zenflow(
         "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
     ),

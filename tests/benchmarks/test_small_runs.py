@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.common.processes import run_process
 from benchmarks.kernel.measure import measure_replay
+from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import bookkeeping, timelines
@@ -123,6 +124,22 @@ def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert [e["name"] for e in phases] == ["norm", "clip", "AdamW"]
         assert all(wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in phases + copies)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_projects_of_others(tmp_path: Path) -> None:
+    """Their flows run to the end under each strategy, and `zenflow_adamw` differs from `auto` as rounding does."""
+    assert projects.main(["--results", str(tmp_path)]) == 0
+    runs = json.loads((tmp_path / "projects.json").read_text())["runs"]
+    assert len(runs) == len(projects.PROJECTS) * len(projects.METHODS)
+    for auto, control, ours, late in zip(*[iter(runs)] * 4, strict=True):
+        assert [run["method"] for run in (auto, control, ours, late)] == list(projects.METHODS)
+        assert all(
+            run["error"] == "" and list(run["parts"]) == list(projects.PARTS) for run in (auto, control, ours, late)
+        )
+        rounding = projects.difference(control["losses"][0], auto["losses"][0])
+        assert float(projects.difference(ours["losses"][0], auto["losses"][0])) <= 10 * max(1e-6, float(rounding))
 
 
 def test_reliability(tmp_path: Path) -> None:
