@@ -48,20 +48,20 @@ class Part:
 
     kind: str
     """Key of `LAYERS`, or "raw" for a single parameter."""
-    sizes: tuple[int, int]
+    sizes: tuple[int, int] = (3, 7)
     """Of the layer."""
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = (7,)
     """Of the parameter, where `kind` is "raw"."""
-    layout: str
+    layout: str = "contiguous"
     """Key of `LAYOUTS`, for all of its parameters that it applies to."""
-    frozen: str
+    frozen: str = "none"
     """Which of its parameters do not require gradients: "none", "all", "vectors" or the "first"."""
-    used: str
-    optimized: bool
+    used: str = "always"
+    optimized: bool = True
     """Whether the optimizer has its parameters."""
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float32
     """In which it is made; `precision` decides about training."""
-    recomputed: bool
+    recomputed: bool = False
     """Whether its activations are computed again in backward; not those of a spectral norm, which changes its buffers."""
 
     def times_used(self, step: int, micro: int) -> int:
