@@ -48,6 +48,7 @@ class TrainerStrategy(Session):
 
     ``Trainer(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete. The model's `configure_optimizers` stays as it is (AdamW or
     Adam, any number of parameter groups, one scheduler); so do `gradient_clip_val`, `accumulate_grad_batches` and checkpoints.
+    While gradients are clipped, forward passes see weights with a predicted clip factor unless `clip_prediction` is false.
 
     Runs on CUDA and, for tests and small models, on the CPU.
 

@@ -147,7 +147,7 @@ def test_documented_table_is_that_of_the_fields() -> None:
         ({"max_update_interval": 7}, [1, 2, 4], [0, 1], True),
         ({"update_interval": 6, "publish_lag": 3}, [6], [3], False),
         ({"publish_lag": 3, "overlap_step": False, "max_update_interval": 1}, [1], [0], False),
-        ({"update_interval": 1, "publish_lag": 0}, [1], [0], False),  # asked for: AdamW itself
+        ({"update_interval": 1, "publish_lag": 0}, [1], [0], False),  # asked for: nothing late
         ({"update_interval": 1, "publish_lag": 0, "tail": "device"}, [1], [0], True),
         ({"tail": "none", "update_interval": 1}, [1], [0, 1], False),
         ({"publish_lag": 1, "tail": "device", "update_interval": 1}, [1], [1], False),

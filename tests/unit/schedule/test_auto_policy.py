@@ -101,7 +101,7 @@ def settled(steps: list[Step], n: int = 300) -> set[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("load", "backward", "expected"),
     [
-        (0.005, 0, (1, 0)),  # a very fast CPU: AdamW itself
+        (0.005, 0, (1, 0)),  # a very fast CPU: nothing late
         (0.05, 0, (1, 1)),
         (0.7, 0, (1, 1)),
         (1.2, 0, (2, 1)),
