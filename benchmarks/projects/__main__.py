@@ -78,16 +78,21 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
     return f"{max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / unit:.0e}"
 
 
+def numbers_of(run: Mapping[str, Any]) -> list[list[float]]:
+    """What is compared: losses of both fits, predictions; empty where a run did not come so far."""
+    first, again, *_ = [*run["losses"], [], []]
+    return [first, again, run["predictions"]]
+
+
 def describe(written: Mapping[str, Any]) -> str:
     """The table of a result file."""
     rows, run_of = [], {(run["project"], run["method"]): run for run in written["runs"]}
     for (project, method), run in run_of.items():
         auto = run_of[project, "auto"]
-        losses = zip(run["losses"], auto["losses"], strict=False)
-        of_fits = [difference(*of_fit) for of_fit in losses] if method != "auto" else []
-        first, again, *_ = [*of_fits, "", ""]
-        row = {"project": project if method == "auto" else "", "strategy": method, "losses of fit": first}
-        row |= {"of the fit again": again, "predictions": difference(run["predictions"], auto["predictions"])}
+        pairs = zip(numbers_of(run), numbers_of(auto), strict=True)
+        columns = ["", "", ""] if method == "auto" else [difference(*pair) for pair in pairs]
+        row = {"project": project if method == "auto" else "", "strategy": method}
+        row |= dict(zip(("losses of fit", "losses of the fit again", "predictions"), columns, strict=True))
         done = "all" if list(run["parts"]) == list(PARTS) else ", ".join(run["parts"])
         rows.append({**row, "parts done": done + (f"; {run['error']}" if run["error"] else "")})
     return with_origin(markdown(rows), written, "in the environment of the projects " + ", ".join(written["installed"]))
