@@ -274,31 +274,32 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
         which the Trainer's strategy and DeepSpeed read (`checkpoint_format`).
 
         Raises:
-            TypeError: there are `storage_options` or a `filter`, which nothing reads.
+            TypeError: there are `storage_options`, or for a folder a `filter`, which nothing reads.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there are several models that were set up, or none; or an entry is named "zenflow".
         """
         self.flush()
         if self._saves_file():
-            self._save_as_file(path, state, storage_options=storage_options, filter=filter)
+            self._save_as_file(path, state, storage_options, filter or {})
             return
         save = super().save_checkpoint
         content = state if self._engine is None else to_save(state, self._engine)
         self._save(path, lambda folder: save(folder, content, storage_options, filter))
 
-    def _save_as_file(self, path: Any, state: dict[str, Any], **unused: Any) -> None:
-        for name, value in unused.items():
-            if value is not None:
-                raise TypeError(f"fabric.save: {name} must be absent under ZenFlowStrategy, got {value!r}")
+    def _save_as_file(
+        self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError(f"fabric.save: storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
         if CHECKPOINT_KEY in state:
             raise MisconfigurationException(
                 f"fabric.save: no entry may have the name {CHECKPOINT_KEY!r}, which is ours"
             )
         engine = one_engine(state.values())
         ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
-        # Private: what Lightning's own strategies convert further objects with.
-        others = {name: item for name, item in state.items() if name not in ours}
-        others = self._convert_stateful_objects_in_state(others, filter={})
+        # Private: what Lightning's own strategies convert and filter objects with.
+        convert = self._convert_stateful_objects_in_state
+        others = convert({name: item for name, item in state.items() if name not in ours}, {})
         whole = WholeState(
             engine,
             engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None,
@@ -310,7 +311,7 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
 
         def content() -> dict[str, Any]:
             of_ours = {name: whole.weights if item is engine else whole.optimizer_state for name, item in ours.items()}
-            return {name: of_ours[name] if name in of_ours else others[name] for name in state}
+            return convert({name: of_ours[name] if name in of_ours else others[name] for name in state}, filter)
 
         self._save_file(path, whole, content)
 

@@ -7,6 +7,7 @@ What depends on how a stage divides parameters is in `zero` and `zero3`. Private
 import contextlib
 import logging
 import sys
+import warnings
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
@@ -20,3 +21,7 @@ _logger.addFilter(_is_of_use)
 with contextlib.redirect_stdout(sys.stderr):
     import deepspeed  # noqa: F401
 _logger.removeFilter(_is_of_use)
+# From torch 2.13 on it warns of the names by which DeepSpeed's stage 3 calls collectives, in every step.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+)

@@ -322,6 +322,11 @@ def test_fabric(tmp_path: Path) -> None:
         for step in range(SAVED):
             train_step(fabric, model, optimizer, step)
         fabric.save(path, {"model": model, "optimizer": optimizer, "step": SAVED, "note": torch.ones(2)})
+        of_some = {"model": lambda name, _: name.endswith("bias")}
+        fabric.save(tmp_path / "some.ckpt", {"model": model, "step": SAVED}, filter=of_some)
+        some = torch.load(tmp_path / "some.ckpt", weights_only=True)
+        assert some.keys() == {"model", "step"}
+        assert some["model"].keys() == {name for name in model.state_dict() if name.endswith("bias")}
         fabric.strategy.teardown()
         for loads in (True, False):
             fabric, model, optimizer = begin(loads)
