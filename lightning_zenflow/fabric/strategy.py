@@ -12,31 +12,20 @@ from typing import Any
 import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.load import _move_state_into
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.client_state import to_save
-from lightning_zenflow.checkpoint.collective import (
-    is_file_together,
-    load_weights_together,
-    one_engine,
-    read_file_together,
-)
-from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
+from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.step_meter import StepMeter
 from lightning_zenflow.monitor.timeline import TimelineFile
-from lightning_zenflow.session import Session
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.step.step import ZenFlowStep
 
 _BELONGS_TO_THE_LOOP = {
@@ -46,7 +35,7 @@ _BELONGS_TO_THE_LOOP = {
 }
 
 
-class ZenFlowStrategy(Session, DeepSpeedStrategy):
+class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
 
     ``Fabric(strategy=ZenFlowStrategy(topk_ratio=0.05))`` is complete; the loop stays as it is::
@@ -261,141 +250,6 @@ class ZenFlowStrategy(Session, DeepSpeedStrategy):
                 " drop the gradients"
             )
         super().flush()
-
-    @override
-    def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Saves the exact state after the last step, atomically: as one file, which Fabric's other strategies read as well, or as a folder,
-        which the Trainer's strategy and DeepSpeed read (`checkpoint_format`).
-
-        Raises:
-            TypeError: there are `storage_options`, or for a folder a `filter`, which nothing reads.
-            OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there are several models that were set up, or none; or an entry is named "zenflow".
-        """
-        self.flush()
-        if self._saves_file():
-            self._save_as_file(path, state, storage_options, filter or {})
-            return
-        save = super().save_checkpoint
-        content = state if self._engine is None else to_save(state, self._engine)
-        self._save(path, lambda folder: save(folder, content, storage_options, filter))
-
-    def _save_as_file(
-        self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
-    ) -> None:
-        if storage_options is not None:
-            raise TypeError(f"fabric.save: storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
-        if CHECKPOINT_KEY in state:
-            raise MisconfigurationException(
-                f"fabric.save: no entry may have the name {CHECKPOINT_KEY!r}, which is ours"
-            )
-        engine = one_engine(state.values())
-        ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
-        # Private: what Lightning's own strategies convert and filter objects with.
-        convert = self._convert_stateful_objects_in_state
-        others = convert({name: item for name, item in state.items() if name not in ours}, {})
-        whole = WholeState(
-            engine,
-            engine.optimizer if isinstance(engine.optimizer, ZenFlowOptimizer) else None,
-            self._optimized,
-            engine.module.state_dict(),
-            moments=any(item is engine.optimizer for item in ours.values()),
-            without_frozen=self.exclude_frozen_parameters,
-        )
-
-        def content() -> dict[str, Any]:
-            of_ours = {name: whole.weights if item is engine else whole.optimizer_state for name, item in ours.items()}
-            return convert({name: of_ours[name] if name in of_ours else others[name] for name in state}, filter)
-
-        self._save_file(path, whole, content)
-
-    @override
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Loads whole weights; under stage 3 each rank takes its pieces."""
-        load_whole(module, state_dict, strict=strict)
-
-    @override
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """State of `optimizer.state_dict()`, exact; errors are those of `flush`."""
-        self.flush()
-        return super().get_optimizer_state(optimizer)
-
-    @override
-    def load_checkpoint(
-        self,
-        path: Any,
-        state: Module | Optimizer | dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Loads a checkpoint of any number of ranks: a file that Fabric saved, under ZenFlow or a strategy for one device, or a folder of
-        any stage that Fabric or the Trainer saved under ZenFlow or DeepSpeed's ZeRO.
-
-        Args:
-            path: path of the checkpoint; for `fabric.load_raw` a file with a state dict.
-            state: what is loaded: the model, with its optimizer or without, and further objects by the names under which they were saved.
-                For `fabric.load_raw` the model.
-            strict: whether the model must have exactly the saved weights and buffers.
-            weights_only: see `torch.load`; for files only.
-
-        Returns:
-            Everything else in the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete, or of another model.
-        """
-        optimizer = self.zenflow_optimizer
-        if isinstance(state, (Optimizer, ZenFlowOptimizer)):
-            raise MisconfigurationException(
-                "fabric.load_raw: obj must be the model, got its optimizer, whose state is in parts; use `fabric.save` and `fabric.load`"
-            )
-        if isinstance(state, Module):
-            # DeepSpeed's engine names its parameters "module.NAME".
-            self.flush()
-            super().load_checkpoint(path, getattr(state, "module", state), strict, weights_only)
-            if optimizer is not None and state is self._engine:
-                optimizer.reset_master_from_model()
-            return {}
-        state = state or {}
-        items = list(state.values())
-        if is_file_together(Path(path)):
-            return self._load_from_file(Path(path), state, strict=strict, weights_only=weights_only)
-        if optimizer is None or not any(item is self._engine for item in items):
-            client_state = load_weights_together(Path(path), items, strict=strict)
-            # As in the base class: what DeepSpeed has under these names is not the user's.
-            names = set(client_state) & set(state) - {"optimizer", "lr_scheduler"}
-            # Private: what Lightning's own strategies load further objects with.
-            _move_state_into(client_state, state, keys=names)
-            return client_state
-        has_optimizer = any(item is optimizer for item in items)
-        client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
-        ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
-        _move_state_into(client_state, state, keys=set(state) - ours)
-        return client_state
-
-    def _load_from_file(
-        self, path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool | None
-    ) -> dict[str, Any]:
-        saved = read_file_together(path, weights_only=weights_only)
-        engine = one_engine(state.values())
-        (model,) = (name for name, item in state.items() if item is engine)
-        optimizers = [name for name, item in state.items() if isinstance(item, ZenFlowOptimizer)]
-        ours = {model, *optimizers}
-        saved.unmap_others(tuple(ours))
-        states = saved.entry(optimizers[0]) if optimizers else None
-        self._load_file(engine, saved, saved.entry(model), states, strict=strict)
-        wanted = [name for name in state if name not in ours and (strict or name in saved.content)]
-        rest = {name: value for name, value in saved.content.items() if name not in ours}
-        for name in wanted:
-            saved.entry(name)
-        _move_state_into(rest, state, keys=set(wanted))
-        return rest
 
     def metrics(self) -> dict[str, float]:
         """This rank's metrics of the steps since the last call, for ``fabric.log_dict(fabric.strategy.metrics())``.
