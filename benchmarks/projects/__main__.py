@@ -9,6 +9,7 @@ made up: no project is changed but for the argument `strategy` and what makes bo
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -71,11 +72,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """The largest difference, in units of the mean magnitude of `theirs`."""
-    if len(ours) != len(theirs) or not theirs:
+    """The largest difference, in units of the mean magnitude of `theirs`; "nan" if one is, "" if a run did not come so far."""
+    if not ours or not theirs:
         return ""
-    unit = sum(map(abs, theirs)) / len(theirs)
-    return f"{max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / unit:.0e}"
+    if len(ours) != len(theirs):
+        return f"{len(ours)} values beside {len(theirs)}"
+    differences = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    # `max` passes over NaN.
+    largest = math.nan if any(map(math.isnan, differences)) else max(differences)
+    return f"{largest * len(theirs) / sum(map(abs, theirs)):.0e}"
 
 
 def numbers_of(run: Mapping[str, Any]) -> list[list[float]]:
