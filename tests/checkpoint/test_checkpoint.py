@@ -37,7 +37,7 @@ CASES = {
         topk_ratio=0.3, strategy_options=EVERYTHING, model_options={"not_finite": {(3, 0): float("nan")}}
     ),
     # The change comes before the save, so the resumed run has it from the checkpoint only.
-    "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((2, 2, 2),)),
+    "auto": Case(topk_ratio=0.3, strategy_options={**EVERYTHING, **AUTO}, schedules=((1, 2, 2),)),
 }
 STEPS = 18
 

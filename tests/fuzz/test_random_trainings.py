@@ -124,6 +124,13 @@ FOUND = {
         steps=1,
         strategy_options=EXACT,
     ),
+    # Of a frozen weight in every second place of memory, too.
+    "GRU with a sliced frozen weight": Case(
+        model=RandomNet,
+        model_options={"parts": (Part(kind="GRU", sizes=(13, 1), layout="sliced", frozen="first"),), "seed": 6},
+        steps=1,
+        strategy_options=EXACT,
+    ),
     # One weight is -2e-5 in the step without a gradient: its update is divided by its decay alone, and multiplies its rounding error.
     "Adam without memory of squares": Case(
         model=RandomNet,
