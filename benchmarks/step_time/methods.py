@@ -105,6 +105,7 @@ METHODS = {
     ),
     "zenflow_auto": _zenflow("auto"),
     "zenflow_at_once": _zenflow("S=1, d=0, no clipping", max_norm=None, **_AT_ONCE),
+    "zenflow_adamw": _zenflow("S=1, d=0, no predicted factor", clip_prediction=False, **_AT_ONCE),
     "zenflow_at_the_end": _zenflow(
         "S=1, d=0, submitted after backward, no clipping", optimizer_in_backward=False, max_norm=None, **_AT_ONCE
     ),

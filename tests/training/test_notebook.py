@@ -18,7 +18,7 @@ from lightning_zenflow import ZenFlowStrategy
 
 def trainer(**options):
     return pl.Trainer(
-        accelerator="cpu", strategy=ZenFlowStrategy(), max_epochs=1, logger=False, enable_checkpointing=False,
+        accelerator="cpu", strategy=ZenFlowStrategy(), max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **options
     )
 
@@ -55,7 +55,7 @@ def test_cells() -> None:
     _, *fits, interrupted, last, several = map(below, notebook.cells)
     assert "KeyboardInterrupt" in interrupted
     for shown in (*fits, last):
-        assert "32" in shown.splitlines()
+        assert "64" in shown.splitlines()
         # The summary's rows, as columns.
         assert "step, median and p99  " in shown
     assert "devices must be 1, got 2" in several
