@@ -120,7 +120,7 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         if self._timeout is not None:
             # Private: all of ZeRO's collectives use this group, which DeepSpeed makes with torch's default timeout of 30 minutes; torch
             # before 2.14 has no public way to change it.
-            set_timeout = getattr(torch.distributed, "set_timeout", distributed_c10d._set_pg_timeout)
+            set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
             set_timeout(self._timeout, groups._clone_world_group())
 
     @override
