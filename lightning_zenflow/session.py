@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -289,14 +290,14 @@ class Session(RankEnvironment):
                 self._lost_ranks.explain(error)
             raise
 
+    @abstractmethod
     def _in_engines(self) -> Sequence[Module]:
         """Modules that DeepSpeed has, or the engines around them."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _ends_together(self) -> bool:
         """Whether all ranks tear down together, and none because of an error."""
-        raise NotImplementedError
 
     @override
     def teardown(self) -> None:

@@ -1,6 +1,6 @@
 """What DeepSpeed's engine takes from a checkpoint besides the optimizer's state: weights, buffers, counts, and what Lightning has saved."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,17 @@ _OF_THE_ENGINE = (
     *_COUNTS,
 )
 """Keys that are no client state."""
+
+
+def counts_of(engine: DeepSpeedEngine) -> dict[str, int]:
+    """What an engine counts, by the names of its attributes, which DeepSpeed's checkpoints have as well."""
+    return {name: getattr(engine, name) for name in _COUNTS}
+
+
+def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """Restores what an engine counts, as far as it was saved."""
+    for name in saved.keys() & set(_COUNTS):
+        setattr(engine, name, saved[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +87,7 @@ class EngineContent:
             load_pieces(engine.module, module, self.pieces, strict=strict)
         else:
             engine.module.load_state_dict(module, strict=strict)
-        for name in _COUNTS:
-            if name in self.states:
-                setattr(engine, name, self.states[name])
+        restore_counts(engine, self.states)
         if engine.random_ltd_enabled() and "random_ltd" in self.states:
             engine.random_ltd_scheduler.load_state_dict(self.states["random_ltd"])
         return {key: value for key, value in self.states.items() if key not in _OF_THE_ENGINE}

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
+from lightning_zenflow.checkpoint.engine_content import restore_counts
 from lightning_zenflow.checkpoint.files import read, refusal
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.engine.host_state import MOMENTS
@@ -180,8 +181,7 @@ class SavedFile:
         """Restores what DeepSpeed's engine and its optimizer count, and the loss scale."""
         if self._run_state is None:
             return
-        for name, count in self._run_state["counts"].items():
-            setattr(engine, name, count)
+        restore_counts(engine, self._run_state["counts"])
         engine.optimizer.clip_grad = self._run_state["clip_grad"]
         scaler, saved = vars(engine.optimizer.loss_scaler), self._run_state["loss_scaler"]
         if scaler.keys() == saved.keys():

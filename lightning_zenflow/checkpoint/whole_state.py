@@ -12,13 +12,12 @@ from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.client_state import further_names
+from lightning_zenflow.checkpoint.engine_content import counts_of
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.on_disk import on_disk, with_own_storage
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import is_in_pieces
-
-_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+from lightning_zenflow.engine.pieces import is_divided, is_in_pieces
 
 
 class WholeState:
@@ -169,7 +168,7 @@ class WholeState:
             "ranks": of_ranks,
             "loss_scaler": dict(vars(optimizer.loss_scaler)),
             "clip_grad": optimizer.clip_grad,
-            "counts": {name: getattr(engine, name) for name in _COUNTS},
+            "counts": counts_of(engine),
         }
 
     def _fill(self, copies: Mapping[str | None, Mapping[str, Tensor]]) -> None:
@@ -200,6 +199,6 @@ class WholeState:
 
     def _is_users(self, entry: str, shown: Tensor, master: Tensor) -> bool:
         """Whether the module's weight has been replaced since training ended, as by averaged weights or those of another checkpoint."""
-        if self._optimizer is None or not self._optimizer.closed or hasattr(self._parameter(entry), "ds_tensor"):
+        if self._optimizer is None or not self._optimizer.closed or is_divided(self._parameter(entry)):
             return False
         return not torch.equal(shown.detach().cpu(), master.to(shown.dtype))

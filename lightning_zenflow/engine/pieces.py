@@ -13,9 +13,14 @@ from torch import Tensor
 from torch.nn import Module
 
 
+def is_divided(parameter: Any) -> bool:
+    """Whether stage 3 has divided a parameter."""
+    return hasattr(parameter, "ds_tensor")
+
+
 def is_in_pieces(module: Module) -> bool:
     """Whether stage 3 has divided the module's parameters."""
-    return any(hasattr(p, "ds_tensor") for p in module.parameters())
+    return any(map(is_divided, module.parameters()))
 
 
 def whole_shapes(module: Module) -> dict[str, tuple[int, ...]]:

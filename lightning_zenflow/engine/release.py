@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_zenflow.core.distributed import all_agree
-from lightning_zenflow.engine.pieces import piece_of
+from lightning_zenflow.engine.pieces import is_divided, piece_of
 from lightning_zenflow.worker.memory import free_host_memory
 
 _OF_MODULES = (
@@ -61,7 +61,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
         ranks_on_host: number of ranks on this host.
         together: whether all ranks call it, which then exchange weights. If not, those of several ranks stay divided.
     """
-    divided: list[Any] = [p for p in _module(model).parameters() if hasattr(p, "ds_tensor")]
+    divided: list[Any] = [p for p in _module(model).parameters() if is_divided(p)]
     # An exception in DeepSpeed's construction, which moves the pieces, may lose them.
     if not divided or any(p.ds_tensor is None or p.ds_tensor.numel() < p.partition_numel() for p in divided):
         return
@@ -103,7 +103,7 @@ def release(model: Module) -> Released:
     module = _module(model)
     parameters: list[Any] = list(module.parameters())
     restore_linear()
-    if any(hasattr(p, "ds_tensor") and p.numel() != p.ds_numel for p in parameters):
+    if any(is_divided(p) and p.numel() != p.ds_numel for p in parameters):
         return {}
     if isinstance(model, DeepSpeedEngine):
         model.destroy()
@@ -119,7 +119,7 @@ def release(model: Module) -> Released:
     stack[:] = [entry for entry in stack if not any(entry is m for m in modules)]
     released: dict[Any, dict[str, Any]] = {}
     for p in parameters:
-        names = [name for name in vars(p) if name in _OF_PARAMETERS or name.startswith("ds_")]
+        names = _names_on(p)
         if not names:
             continue
         if p.untyped_storage().nbytes() != p.numel() * p.element_size():
@@ -138,16 +138,16 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
         for p, attributes in ((p, attributes) for of_module in released for p, attributes in of_module.items()):
             whole.append((p, p.data))
             p.__dict__.update(attributes)
-            if hasattr(p, "ds_tensor"):
+            if is_divided(p):
                 p.ds_tensor.data = piece_of(p.data, p)
                 p.data = p.data.new_empty(0)
         yield
     finally:
         for p, data in whole:
-            if hasattr(p, "ds_tensor"):
+            if is_divided(p):
                 p.ds_tensor.data = data.new_empty(0)
                 p.data = data
-            for name in [name for name in vars(p) if name in _OF_PARAMETERS or name.startswith("ds_")]:
+            for name in _names_on(p):
                 delattr(p, name)
 
 
@@ -161,6 +161,11 @@ def restore_linear() -> None:
 def _module(model: Module) -> Module:
     module: Module = model.module if isinstance(model, DeepSpeedEngine) else model
     return module
+
+
+def _names_on(parameter: Tensor) -> list[str]:
+    """Names of DeepSpeed's attributes of a parameter."""
+    return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 
 def _remove_attributes(module: Module) -> None:
