@@ -2,10 +2,11 @@
 
 It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these answers:
 
-* *Steps wait*: a staler schedule, the least stale one that hides. If steps with d = 0 wait although the work hides, the last blocks are
-  late, which a longer window would not change: the device takes them (the tail), as many as the wait takes to update, up to half of all
-  blocks; where it cannot, d grows.
-* *Steps do not wait*: a less stale schedule that hides with a margin. One that had to be left is not tried again at the same load.
+* *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides. If
+  steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: the device takes them
+  (the tail), as many as the wait takes to update, up to half of all blocks; where it cannot, d grows.
+* *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
+* Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
 
 S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
 the larger S.
@@ -20,14 +21,14 @@ from lightning_zenflow.schedule.staggered import UpdateSchedule
 LARGEST_LAG = 1
 """Largest d of `publish_lag: auto`. A larger one hides no more work; a longer window absorbs jitter as well."""
 
-SMALL_STALL = 0.02
+SMALL_STALL = 0.05
 """Tolerated wait, as a share of a step."""
 
 HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
 """Largest of `occupancies` that counts as hidden where it was measured, and where it is predicted: the margin of a change."""
 
-_RETRY = 0.75
-"""A less stale schedule that had to be left is tried again where the load is this part of what it was, or was as much higher meanwhile."""
+_FALLEN = 0.5
+"""A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
 
 _IN_BACKWARD = 0.55
 """Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
@@ -174,7 +175,9 @@ class SchedulePolicy:
         self._allows_tail = allows_tail
         self.schedule = first_schedule(self._candidates, hides_in_backward=hides_in_backward)
         self.tail = 0.0
-        self._tried: dict[UpdateSchedule, float] = {}  # the load at which a less stale schedule was taken
+        self._waited = False  # in the last look
+        self._taken_at = math.inf
+        """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
 
     def observe(self, load: float, stall: float, *, tail: float = 1.0) -> str | None:
         """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` or `tail` where that is due.
@@ -188,34 +191,40 @@ class SchedulePolicy:
         Returns:
             Reason of the change, for the log; None if there is none.
         """
-        present, in_backward = self.schedule, self._in_backward
-        of_one = load / self._cost(present)  # the load of S = 1 with a lag
+        present = self.schedule
+        of_one = load / self._cost(present)
         loads = {c: of_one * self._cost(c) for c in self._candidates}
-        occupied = occupancies(loads, in_backward=in_backward)
-        # Where the load has risen since a less stale schedule was tried, it was not the schedule's fault.
-        self._tried = {c: tried for c, tried in self._tried.items() if c >= present or of_one <= tried / _RETRY}
-        if stall > SMALL_STALL:
-            hides, grows = occupied[present] <= HIDDEN, self.tail < tail <= LARGEST_TAIL
+        occupied = occupancies(loads, in_backward=self._in_backward)
+        hides = occupied[present] <= HIDDEN
+        # Without a lag the last blocks are exposed even where the work hides.
+        explained = stall <= load if present.publish_lag == 0 else not hides
+        waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
+        if self._waited and waited_before:
+            self._waited = False
             staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
             if present.publish_lag == 0 and hides:
                 staler = [c for c in staler if c.publish_lag > 0]
-            if grows and self._allows_tail and present.publish_lag == 0 and (hides or not staler):
+            grows = self._allows_tail and present.publish_lag == 0 and self.tail < tail <= LARGEST_TAIL
+            if grows and (hides or not staler):
                 self.tail = tail
             elif staler:
-                self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=in_backward)
+                self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=self._in_backward)
+                self._taken_at = of_one
             else:
                 return None
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
-        for c in self._candidates:
-            if c < present and occupied[c] <= LIKELY_HIDDEN and of_one <= _RETRY * self._tried.get(c, math.inf):
-                self.schedule, self._tried[c] = c, of_one
-                return f"the worker needs {load:.2f} of a step only"
+        if not self._waited and of_one <= _FALLEN * self._taken_at:
+            for c in self._candidates:
+                if c < present and occupied[c] <= LIKELY_HIDDEN:
+                    self.schedule = c
+                    return f"the worker needs {load:.2f} of a step only"
         return None
 
     def restore(self, schedule: UpdateSchedule, tail: float) -> None:
-        """Continues a run; ignores a schedule that is not a candidate, and a tail that is not allowed. What was tried is forgotten."""
+        """Continues a run; ignores a schedule that is not a candidate, and a tail that is not allowed. Past looks are forgotten."""
         if schedule in self._candidates:
             self.schedule, self.tail = schedule, tail if self._allows_tail else 0.0
+            self._waited, self._taken_at = False, math.inf
 
     def _cost(self, schedule: UpdateSchedule) -> float:
         return relative_cost(schedule.update_interval, tentative=self._in_backward and schedule.publish_lag == 0)

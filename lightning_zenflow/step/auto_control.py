@@ -21,8 +21,8 @@ from lightning_zenflow.worker.rank_state import RankState
 
 _log = logging.getLogger(__name__)
 
-_FIRST_LOOK, _LOOK = 4, 32
-"""Steps that are measured before a look, at least S of them. The first one decides where the schedule begins."""
+_LOOK = 16
+"""Steps that are measured before a look, at least S of them."""
 
 
 class ScheduleControl:
@@ -60,7 +60,6 @@ class ScheduleControl:
         self._arrivals = arrivals
         self._group = group
         self.tail: frozenset[int] = frozenset()
-        self._shortest = _FIRST_LOOK
         self._steps: list[tuple[float, float, float]] = []  # see `load_and_stall`
         self._sent: tuple[int, AsyncHostCopy, frozenset[int]] | None = None
         """Step at whose end the reduced numbers can be read, these numbers (see `_reduce`), and the tail that they speak of."""
@@ -120,7 +119,7 @@ class ScheduleControl:
             self._left_out -= 1
         elif self._sent is None and not plan.changes_columns:
             self._steps.append((max(0.0, duration - waited), worker, 0.0 if plan.synchronous else waited))
-        if self._sent is None and len(self._steps) == max(self._shortest, self.schedule.update_interval):
+        if self._sent is None and len(self._steps) == max(_LOOK, self.schedule.update_interval):
             load, stall = load_and_stall(self._steps)
             tail = self._tail_without_wait(load, stall)
             # The jobs published at that step are submitted after this one, so the device has finished the reduction before.
@@ -131,7 +130,7 @@ class ScheduleControl:
         return self._decide(*self._sent[1:])
 
     def _decide(self, reduced: AsyncHostCopy, tail: frozenset[int]) -> str | None:
-        self._sent, self._shortest = None, _LOOK
+        self._sent = None
         self._steps.clear()
         load, stall, no_room, *shares = reduced.read().tolist()
         share = 1.0 if no_room else statistics.fmean(shares)

@@ -163,13 +163,14 @@ def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -
     def looks(**options: Any) -> list[int]:
         seen: list[int] = []
         monkeypatch.setattr(auto_control, "load_and_stall", lambda _: seen.append(steps[-1]) or (0.5, 0.0))
-        run_here(Case(steps=60, topk_ratio=0.3, **options))
+        run_here(Case(steps=24, topk_ratio=0.3, **options))
         return seen
 
     monkeypatch.setattr(ScheduleControl, "end_step", noted)
-    # Two steps are left out, and four measured; then two are, after the step that reads it, and 32 measured.
-    assert looks(strategy_options=ALL_AUTO) == [6, 7 + 2 + 32]
-    assert looks(strategy_options=ALL_AUTO, flush_after=(3, 20)) == [6 + 2, 9 + 2 + 32 + 2]
+    # Two steps are left out, and four measured; then two are, after the step that reads it, and four measured.
+    monkeypatch.setattr(auto_control, "_LOOK", 4)
+    assert looks(strategy_options=ALL_AUTO)[:2] == [6, 7 + 2 + 4]
+    assert looks(strategy_options=ALL_AUTO, flush_after=(3, 12))[:2] == [6 + 2, 9 + 2 + 4 + 2]
     # With d = 1 from the start three steps are left out, and steps 1 and 6, which select.
     assert looks(strategy_options={**ALL_AUTO, "optimizer_in_backward": False})[0] == 3 + 4 + 2
 

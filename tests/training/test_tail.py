@@ -93,13 +93,14 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_what_a_step_waits_for_becomes_the_tail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the last 3 of 15 blocks took 5 % of each step; the tail is saved."""
-    monkeypatch.setattr(auto_control, "load_and_stall", lambda _: (0.3, 0.05))
+    """As if the last 3 of 15 blocks took 6 % of each step; the tail is saved."""
+    monkeypatch.setattr(auto_control, "_LOOK", 1)
+    monkeypatch.setattr(auto_control, "load_and_stall", lambda _: (0.3, 0.06))
     case = replace(CLIPPED, schedules=(), save_at=10, checkpoint=str(tmp_path / "10.ckpt"))
     shares, resumed = TailShares(), TailShares()
     assert_is_adamw(case, run_here(case, callbacks=[shares]))
     run_here(replace(case, save_at=0), callbacks=[resumed])
-    assert shares.seen == [0] * 6 + [3] * 8
+    assert shares.seen == [0] * 7 + [3] * 7
     assert resumed.seen == [3] * 4
 
 

@@ -50,7 +50,7 @@ def run(
     measured: list[tuple[float, float, float]] = []
     opened, in_flight = [0] * N_BLOCKS, deque[tuple[int, float, float]]()  # due step, seconds, end
     now = free = 0.0
-    left_out, length = 2, 4
+    left_out, length = 2, 16
     for step in range(1, n_steps + 1):
         n_late = round(auto.tail * N_BLOCKS)
         staggered = StaggeredSchedule.of(
@@ -78,7 +78,7 @@ def run(
             seen = load_and_stall(measured)
             more = blocks_waited_for(*seen, n_blocks=N_BLOCKS, update_interval=s)
             auto.observe(*seen, tail=min(1.0, (n_late + more) / N_BLOCKS))
-            left_out, length = 1 + max(s, auto.schedule.update_interval) + d, max(32, auto.schedule.update_interval)
+            left_out, length = 1 + max(s, auto.schedule.update_interval) + d, max(16, auto.schedule.update_interval)
             measured.clear()
     return steps
 
@@ -102,14 +102,15 @@ def settled(steps: list[Step], n: int = 300) -> set[tuple[int, int]]:
     ("load", "backward", "expected"),
     [
         (0.005, 0, (1, 0)),  # a very fast CPU: nothing late
-        (0.05, 0, (1, 1)),
+        (0.04, 0, (1, 0)),
+        (0.05, 0, (2, 0)),
+        (0.08, 0, (1, 1)),
         (0.7, 0, (1, 1)),
         (1.2, 0, (2, 1)),
         (2.0, 0, (4, 1)),
         (3.8, 0, (16, 1)),
         (0.05, 0.6, (1, 0)),
-        (0.24, 0.6, (1, 0)),  # with the tentative gradient 0.28; the last of 16 blocks is not hidden: 1.75 %
-        (0.37, 0.6, (1, 1)),  # it looks hidden, but for the last block
+        (0.37, 0.6, (1, 0)),  # with the tentative gradient 0.43; the last of 16 blocks is not hidden: 2.7 %
         (0.8, 0.6, (1, 1)),
         (2.0, 0.6, (4, 1)),
     ],
@@ -119,7 +120,7 @@ def test_it_settles_at_the_least_stale_schedule_that_hides(
 ) -> None:
     steps = run(lambda step: load, backward=backward)
     assert settled(steps, 1000) == {expected}
-    assert changes(steps) <= 5, "each less stale one is tried once"
+    assert changes(steps) <= 2
 
 
 def test_what_cannot_hide_is_the_nearest_to_it() -> None:
@@ -153,18 +154,18 @@ def test_a_tail_is_never_most_of_the_weights() -> None:
 @pytest.mark.parametrize(
     ("load", "blocks", "update_interval", "expected"),
     [
-        (0.5, 0.3, 1, 0),  # tolerated
-        (0.5, 1.0, 1, 1),
-        (0.5, 1.2, 1, 1),  # and a little of the next one's
-        (0.5, 1.5, 1, 2),
-        (0.5, 4.0, 4, 4),  # one in each phase
-        (0.5, 40.0, 1, 16),  # more than all of them
+        (1.0, 0.3, 1, 0),  # tolerated
+        (1.0, 1.0, 1, 1),
+        (1.0, 1.2, 1, 1),  # and a little of the next one's
+        (1.0, 1.5, 1, 2),
+        (1.0, 4.0, 4, 4),  # one in each phase
+        (1.0, 40.0, 1, 16),  # more than all of them
         (0.0, 1.0, 1, 0),
     ],
 )
 def test_blocks_waited_for(load: float, blocks: float, update_interval: int, expected: int) -> None:
     """The wait is the worker's time for some blocks."""
-    wait = blocks * 0.5 / N_BLOCKS
+    wait = blocks * 1.0 / N_BLOCKS
     stall = wait / (1 + wait)
     assert blocks_waited_for(load, stall, n_blocks=N_BLOCKS, update_interval=update_interval) == expected
 
@@ -185,8 +186,8 @@ def test_jitter_of_both_sides(seed: int, load: float) -> None:
     loads = [load * draw.lognormvariate(0, 0.3) for _ in range(4001)]
     times = [draw.lognormvariate(0, 0.1) for _ in range(4001)]
     steps = run(loads.__getitem__, device_s=times.__getitem__, n_steps=4000)
-    assert stall_share(steps[1000:]) <= 0.03
-    assert changes(steps[1000:]) <= 8
+    assert stall_share(steps[1000:]) <= SMALL_STALL
+    assert changes(steps[1000:]) <= 2
 
 
 def test_single_slow_steps_change_nothing() -> None:
@@ -214,6 +215,43 @@ def test_it_starts_with_the_least_stale_that_may_hide(
 ) -> None:
     auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=hides_in_backward)
     assert auto.schedule == UpdateSchedule(update_interval=expected[0], publish_lag=expected[1])
+
+
+def looks(*seen: tuple[float, float], auto: SchedulePolicy | None = None) -> list[tuple[int, int]]:
+    """S and d after each look at (load, stall) of a run that submits in backward."""
+    auto = auto or SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    after = []
+    for load, stall in seen:
+        before = auto.schedule
+        assert (auto.observe(load, stall) is not None) == (auto.schedule != before)
+        after.append((auto.schedule.update_interval, auto.schedule.publish_lag))
+    return after
+
+
+@pytest.mark.parametrize("load", [0.0, 0.04])
+def test_a_wait_that_the_load_does_not_explain_changes_nothing(load: float) -> None:
+    """As beside processes that take the worker's cores, or the trainer's."""
+    assert set(looks(*[(load, stall) for stall in (0.06, 0.2, 0.5)] * 10)) == {(1, 0)}
+
+
+def test_a_lag_is_not_left_for_a_longer_window_while_the_work_hides() -> None:
+    assert looks((0.9, 0.3), (0.9, 0.3), (0.7, 0.2), (0.7, 0.2), (0.7, 0.2))[1:] == [(1, 1)] * 4
+
+
+def test_steps_must_wait_in_two_looks_in_a_row() -> None:
+    waits, does_not = (0.9, 0.3), (0.9, 0.05)
+    assert set(looks(*[waits, does_not] * 10)) == {(1, 0)}
+    assert looks(does_not, waits, waits) == [(1, 0), (1, 0), (1, 1)]
+
+
+def test_it_comes_back_when_the_load_has_halved() -> None:
+    """The load of S = 1, d = 0 counts one gradient more than that of S = 1, d = 1."""
+    left = 0.9 / relative_cost(1, tentative=True)
+    auto = SchedulePolicy(candidates_of(INTERVALS, LAGS), hides_in_backward=True)
+    seen = looks((0.9, 0.3), (0.9, 0.3), (0.51 * left, 0.0), (0.49 * left, 0.0), auto=auto)
+    assert seen[1:] == [(1, 1), (1, 1), (1, 0)]
+    # It goes again where it has to, and then comes back at half of that load.
+    assert looks((0.4, 0.1), (0.4, 0.1), (0.26, 0.0), (0.17, 0.0), auto=auto)[1:] == [(1, 1), (1, 1), (1, 0)]
 
 
 @pytest.mark.parametrize(
