@@ -152,15 +152,18 @@ class TrainerStrategy(Session):
     def _configure_launcher(self) -> None:
         # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        if is_interactive and self.num_nodes * self.num_processes > 1:
+        if is_interactive and not self.is_alone:
             raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         # The first hook that sees the model's own callbacks, and before theirs.
-        callbacks = self.lightning_module.trainer.callbacks
-        refuse_unsupported_callbacks(callbacks, self.lightning, in_pieces=self.zero_stage_3)
+        trainer = self.lightning_module.trainer
+        refuse_unsupported_callbacks(trainer.callbacks, self.lightning, in_pieces=self.zero_stage_3)
+        if self.is_alone:
+            # Private: the Trainer's option. Lightning takes every `DeepSpeedStrategy` for distributed, and asks none for its ranks.
+            trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
 
     @override

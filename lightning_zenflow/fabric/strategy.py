@@ -91,6 +91,12 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> Any:
+        """None for one rank, which has all batches: Fabric leaves its samplers as they are."""
+        return None if self.is_alone else super().distributed_sampler_kwargs
+
     @override
     def setup_module(self, module: Module) -> Any:
         """Sets up a further model, for inference only."""
