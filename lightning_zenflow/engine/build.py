@@ -41,7 +41,6 @@ from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from lightning_zenflow.worker.topology import numa_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,13 +265,10 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:
     given = {"update_interval": schedule.update_interval, "publish_lag": schedule.publish_lag}
-    auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
-    nodes = ", ".join(map(str, numa_nodes(cores.cores)))
-    unused = " (of no use: no weight is ever late)" if config.owned_ratio < config.topk_ratio else ""
-    where = f"worker on cores {list(cores.cores)}{f' of NUMA node {nodes}' if nodes else ''} ({cores.reason})"
+    begins = [f"{key}={value}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key, value in given.items()]
+    if "topk_ratio" in config.model_fields_set and config.owned_ratio < config.topk_ratio:
+        begins.append(f"topk_ratio={config.topk_ratio:g} without effect, as no weight is ever late")
     return (
-        f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank in {len(rank.partition.blocks)} blocks;"
-        f" update_interval={schedule.update_interval}{auto['update_interval']},"
-        f" publish_lag={schedule.publish_lag}{auto['publish_lag']}; topk_ratio={config.topk_ratio:g}{unused}; {where},"
-        f" training with {torch.get_num_threads()} threads; {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+        f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank; {', '.join(begins)}; worker on cores"
+        f" {list(cores.cores)} ({cores.reason}); {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
     )

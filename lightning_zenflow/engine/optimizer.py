@@ -54,6 +54,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
+        zenflow_config: configuration of this training.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
     """
 
@@ -65,7 +66,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
-        self._config = zenflow
+        self.zenflow_config = zenflow
         self._resources = resources
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
@@ -87,7 +88,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             parameters: all that are trained, in the order in which `Slice.parameter` counts them.
             shapes: of the whole parameters.
         """
-        parts = build(self._config, zero, self._resources)
+        parts = build(self.zenflow_config, zero, self._resources)
         self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
         self.telemetry: Telemetry = parts.step.rank.telemetry
         self.counters: CounterReader = parts.step.counters
@@ -95,7 +96,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._trained_parameters = parameters
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
-            self._config,
+            self.zenflow_config,
             parts.step,
             Freezing(self._rank.partition, parameters),
             self.dp_process_group,

@@ -34,7 +34,7 @@ class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
-        summary: log a table and a sentence of advice at the end of fit.
+        summary: log times, waits and a sentence of advice at the end of fit.
         summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
             own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
     """

@@ -4,6 +4,8 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_zenflow.monitor.metrics import interval_metrics
 from lightning_zenflow.monitor.summary import summary
 from lightning_zenflow.telemetry.tracing import StepTrace
@@ -72,10 +74,12 @@ class StepMeter:
         return interval_metrics(before, self._last_read, seconds=seconds, trace=self._trace)
 
     def summary(self) -> str | None:
-        """Table and advice; None before the second step."""
+        """Times, waits and advice; None before the second step."""
         if len(self.step_s) < 2:
             return None
-        return summary(self.step_s[1:], self._before, self._optimizer.counters.read())
+        now, config = self._optimizer.counters.read(), self._optimizer.zenflow_config
+        fp16 = self._optimizer.parts.rank.dtype == torch.float16
+        return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
 
     def _waits_s(self) -> float:
         return sum(self._optimizer.telemetry.stalls.seconds.values())

@@ -224,6 +224,8 @@ class ZenFlowStep:
         self._telemetry.stalls.steps += 1
         if self._planner.end_step(number, plan):
             self._own_tail()
+        if not copies_finite:
+            self._counters.warn_of_skipped(number)
         self._telemetry.stalls.begin_step(self.number + 1)
         self._end_micro_batches()
         return scale, finite
