@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -42,14 +42,6 @@ _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     Field(strict=False, min_length=1, json_schema_extra={"text": "a list of integers >= 0"}),
-]
-_Steps: TypeAlias = Annotated[
-    tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]],
-    Field(strict=False, json_schema_extra={"text": "a list of two integers >= 2"}),
-    AfterValidator(lambda steps: (min(steps), max(steps))),
-]
-_JsonPath: TypeAlias = Annotated[
-    str, BeforeValidator(str), Field(pattern=r"\.json$", json_schema_extra={"text": "a path that ends in '.json'"})
 ]
 
 
@@ -159,12 +151,6 @@ class ZenFlowConfig(BaseModel):
 
     stall_monitor: bool = _key(True, changes_numbers=False)
     """Logs stall metrics, and a summary at the end of a fit of 50 steps or more (`lightning_zenflow.StallMonitor`)."""
-
-    timeline: _JsonPath | None = _key(None, changes_numbers=False)
-    """File for a timeline of a few steps in the Chrome trace format, for Perfetto (ui.perfetto.dev)."""
-
-    timeline_steps: _Steps = _key((5, 9), unit="steps of the fit, from 1", changes_numbers=False)
-    """First and last step of the timeline."""
 
     def __init__(self, **keys: Any) -> None:
         check_keys(keys, KEYS, "ZenFlowConfig")
@@ -301,6 +287,12 @@ def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {key: keywords[key] for key in KEYS if keywords.get(key) is not None}
 
 
+_REMOVED = dict.fromkeys(
+    ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
+)
+"""What to use instead of keys that were there once."""
+
+
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
     """Refuses unknown keys.
 
@@ -310,6 +302,8 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     for key in keys:
         if key in known:
             continue
+        if key in _REMOVED:
+            raise MisconfigurationException(f"{where}: key {key!r} was removed: {_REMOVED[str(key)]}")
         near = difflib.get_close_matches(str(key), known, n=1)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""
         raise MisconfigurationException(f"{where}: unknown key {key!r}{suggestion}; keys are {', '.join(known)}")

@@ -37,7 +37,6 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
-from lightning_zenflow.telemetry.tracing import Lane
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -197,12 +196,8 @@ class Session(RankEnvironment):
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
             optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
-        with self._explained(), self._span("backward"):
+        with self._explained():
             return super().backward(*args, scale_wrt_gas=False, **kwargs)
-
-    def _span(self, lane: Lane) -> AbstractContextManager[None]:
-        """Context that the timeline shows."""
-        return nullcontext() if self.zenflow_optimizer is None else self.zenflow_optimizer.telemetry.tracer.span(lane)
 
     def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""

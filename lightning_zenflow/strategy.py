@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from lightning_zenflow.engine.supported import (
     several_devices_in_notebook,
 )
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
-from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, TimelineWriter, insert_first
+from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer, Session
 
 
@@ -55,7 +55,7 @@ class TrainerStrategy(Session):
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
-        topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
+        topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
         **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `stage`, `reduce_bucket_size` or `timeout`. With ``stage=3`` the ranks
             share the weights as well; with ``offload_parameters=True`` beside it these are in host memory.
@@ -100,8 +100,6 @@ class TrainerStrategy(Session):
         checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
-        timeline: str | Path | None = None,
-        timeline_steps: Sequence[int] | None = None,
         **deepspeed_options: Any,
     ) -> None:
         super().__init__(config, given_keys(locals()), deepspeed_options)
@@ -123,15 +121,6 @@ class TrainerStrategy(Session):
             # A monitor of the user's own is kept instead.
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
                 insert_first(callbacks, self.stall_monitor(summary_from=50))
-            if self.zenflow_config.timeline is not None:
-                insert_first(callbacks, self._timeline)
-
-    @cached_property
-    def _timeline(self) -> pl.Callback:
-        """Writes the timeline."""
-        first, last = self.zenflow_config.timeline_steps
-        writer = TimelineWriter(Path(str(self.zenflow_config.timeline)), first=first, last=last)
-        return self._callback(on_train_start=writer.start, on_train_batch_end=writer.end_step, on_fit_end=writer.close)
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -140,9 +129,7 @@ class TrainerStrategy(Session):
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        return self._callback(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
-
-    def _callback(self, **hooks: Callable[..., None]) -> pl.Callback:
+        hooks = {"on_validation_start": lambda *_: self.flush(), "on_train_end": lambda *_: self.flush()}
         callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
         return callback
 
@@ -255,8 +242,7 @@ class TrainerStrategy(Session):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._span("forward"):
-            output: STEP_OUTPUT = super().training_step(*args, **kwargs)
+        output: STEP_OUTPUT = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
         return output
 

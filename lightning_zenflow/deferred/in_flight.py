@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.memory import EXPOSED_COPIES, Publisher, SlotPool
+from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
@@ -262,7 +262,7 @@ class JobsInFlight:
             self._await(job, cause)
         copied = None
         if job.buffer is not None:
-            self._copy_overwritable(job, job.buffer, EXPOSED_COPIES)
+            self._copy_overwritable(job, job.buffer)
             joins = job.state is JobState.PARTLY_PUBLISHED
             self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
@@ -277,8 +277,6 @@ class JobsInFlight:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
                     self._free_buffers[job.buffer] = copied
-        assert job.submission.completion is not None
-        self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
         self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
@@ -321,17 +319,17 @@ class JobsInFlight:
         """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
         if job.state is JobState.SUBMITTED or job.buffer is None:
             return
-        self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
+        self._copy_overwritable(job, job.buffer)
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
             with self._rank.books:
                 self._free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 
-    def _copy_overwritable(self, job: Job, buffer: int, name: str) -> None:
+    def _copy_overwritable(self, job: Job, buffer: int) -> None:
         """Enqueues copies of the slices that may be overwritten."""
         if job.overwritable:
             job.state = JobState.PARTLY_PUBLISHED
         for event, slices in job.overwritable:
-            self._publisher.copy_behind(event, job.block, buffer, slices, name)
+            self._publisher.copy_behind(event, job.block, buffer, slices)
         job.overwritable.clear()

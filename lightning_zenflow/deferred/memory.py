@@ -102,10 +102,6 @@ class SlotPool:
         ]
 
 
-EXPOSED_COPIES = "h2d copies"
-"""Name of the spans in the lane "h2d copies" that no computation hides."""
-
-
 class Publisher:
     """Copies new weights of blocks from publish buffers into the model: during backward, slice by slice, or at the end of the step.
 
@@ -170,7 +166,7 @@ class Publisher:
         """Slices that have a trained part in a block."""
         return self._ranges[block].keys()
 
-    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
+    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int]) -> None:
         """Copies the new weights of some slices from a block's buffer on the stream of the copies.
 
         Args:
@@ -178,10 +174,9 @@ class Publisher:
             block: index into `Partition.blocks`.
             buffer: publish buffer of the block's job.
             slices: of `trained_slices`.
-            name: of the span.
         """
         with self._copies.behind(event):
-            self._copy(block, buffer, slices, name)
+            self._copy(block, buffer, slices)
 
     def copied(self) -> Event:
         """An event behind all copies of `copy_behind`."""
@@ -198,9 +193,9 @@ class Publisher:
         """
         if joins:
             self._copies.join()
-        self._copy(block, buffer, rest, EXPOSED_COPIES)
+        self._copy(block, buffer, rest)
 
-    def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
+    def _copy(self, block: int, buffer: int, slices: Iterable[int]) -> None:
         first = self._rank.partition.blocks[block].begin
         new_weights = self._rank.arena.publish[buffer]
         targets, sources, numel = [], [], 0
@@ -208,8 +203,6 @@ class Publisher:
             targets.append(self._rank.weights_at(r.param_group, r.begin, r.numel))
             sources.append(new_weights.narrow(0, r.begin - first, r.numel))
             numel += r.numel
-        n_bytes = numel * new_weights.element_size()
         if targets:
-            with self._rank.telemetry.tracer.span("h2d copies", name, n_bytes=n_bytes):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._rank.telemetry.traffic.h2d_bytes += n_bytes
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._rank.telemetry.traffic.h2d_bytes += numel * new_weights.element_size()

@@ -48,7 +48,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         **kwargs: as DeepSpeed's.
 
     Attributes:
-        telemetry: stall clock, tracer and copied bytes.
+        telemetry: stall clock and copied bytes.
         counters: all counters, to be read at any time.
         parts: components of the step.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.

@@ -4,7 +4,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.step_meter import StepMeter
-from lightning_zenflow.monitor.timeline import TimelineFile
 from lightning_zenflow.step.step import ZenFlowStep
 
 _BELONGS_TO_THE_LOOP = {
@@ -85,9 +84,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping.
         self._max_norm = 0.0
         self._norm_of_step: float | None = None
-        self._forward = ExitStack()
         self._meter: StepMeter | None = None
-        self._timeline: TimelineFile | None = None
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
 
@@ -141,12 +138,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         self._meter = StepMeter(optimizer)
         # Until the first forward pass.
         self._meter.pause()
-        if self.zenflow_config.timeline is not None and self.is_global_zero:
-            first, last = self.zenflow_config.timeline_steps
-            self._timeline = TimelineFile(Path(self.zenflow_config.timeline), optimizer, first=first, last=last)
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         engine.register_forward_pre_hook(_weak(self._begin_forward))
-        engine.register_forward_hook(_weak(self._forward.close), always_call=True)
         flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
         self._ending.callback(flush_hook.remove)
         return engine, [optimizer], scheduler
@@ -238,8 +231,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             output = super().optimizer_step(self._engine)
         assert self._meter is not None
         self._meter.end_step()
-        if self._timeline is not None:
-            self._timeline.end_step()
         return output
 
     @override
@@ -279,8 +270,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to model, optimizer and Fabric any
         more; a LightningModule refers to its Fabric.
         """
-        if self._timeline is not None:
-            self._timeline.close()
         super().teardown()
 
     @override
@@ -326,7 +315,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         elif torch.is_grad_enabled():
             self._meter.resume()
             self._begin_micro_batch()
-            self._forward.enter_context(self._span("forward"))
 
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.

@@ -206,8 +206,7 @@ class Fill:
         self.norms.add(squared_norms)
         if late is not None:
             hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
-            with self._rank.telemetry.tracer.span("provisional update"):
-                self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
+            self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
         complete = self.arrivals.slice_complete(slice_index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
         return complete

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
@@ -20,7 +21,7 @@ from lightning_zenflow.worker.rank_state import UnderWay
 
 class ZenFlowStep:
     """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
-    arXiv 2505.12242).
+    arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
 
     During backward, every reduced gradient passes through `receive`: it is copied to the worker's slots (phase *fill* of `JobQueue`), and a
     provisional update is applied to the weights. `step` then runs these phases:
@@ -180,7 +181,8 @@ class ZenFlowStep:
         context = self._opened()
         number, plan = context.number, context.plan
         # reduce
-        squared_norm = self._reduce(context)
+        with record_function("zenflow reduce"):
+            squared_norm = self._reduce(context)
         self._state = StepState.UNDER_WAY
         # Read again: a hook may have changed them after backward.
         inputs, loss_scale = self._read_inputs(), context.inputs.loss_scale
@@ -198,35 +200,37 @@ class ZenFlowStep:
             self.number, self.count = number, scale.count
             self.skipped.add_(~scale.finite)
         # update
-        with self._telemetry.tracer.span("exact step"):
+        with record_function("zenflow update"):
             self._ownership.step(groups, scale)
         self._provisional.end_step(scale, loss_scale)
         # select
-        self._select(context)
+        with record_function("zenflow select"):
+            self._select(context)
         # submit
-        closed = self._jobs.submit_closing(
-            number,
-            beta1=mean_beta1(groups),
-            synchronous=plan.synchronous,
-            drain=self._ownership.waiting,
-            not_shown=self._ownership.owned_entirely,
-        )
-        self._ownership.submitted(closed)
+        with record_function("zenflow submit"):
+            closed = self._jobs.submit_closing(
+                number,
+                beta1=mean_beta1(groups),
+                synchronous=plan.synchronous,
+                drain=self._ownership.waiting,
+                not_shown=self._ownership.owned_entirely,
+            )
+            self._ownership.submitted(closed)
         # publish
-        published = self._jobs.publish(number)
-        with self._telemetry.tracer.span("provisional update"):
+        with record_function("zenflow publish"):
+            published = self._jobs.publish(number)
             self._provisional.published(published, context.schedule)
-        self._ownership.published(published)
-        self._ownership.write_weights()
+            self._ownership.published(published)
+            self._ownership.write_weights()
         # gather
-        self._gather_weights()
+        with record_function("zenflow gather"):
+            self._gather_weights()
 
         self._telemetry.stalls.steps += 1
         if self._planner.end_step(number, plan):
             self._own_tail()
         if not copies_finite:
             self._counters.warn_of_skipped(number)
-        self._telemetry.stalls.begin_step(self.number + 1)
         self._end_micro_batches()
         return scale, finite
 
@@ -295,7 +299,6 @@ class ZenFlowStep:
         self._planner.start_over(self.number, count)
         self._ownership.clear()
         self._own_tail()
-        self._telemetry.stalls.begin_step(self.number + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""

@@ -1,4 +1,4 @@
-"""Counters of one rank: bytes copied, the worker's acknowledgements, and a snapshot of all counters."""
+"""Counters of one rank: bytes copied, and a snapshot of all counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +13,6 @@ class Traffic:
     h2d_bytes: int = 0
     """Host to device: published weights, sums over micro-batches, gradients that are reapplied after a publish, state of device-owned
     entries."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The worker's acknowledgement of one job."""
-
-    job_id: int
-    start_ns: int
-    """Receipt of the job, by the monotonic clock (`time.perf_counter_ns`)."""
-    wait_ns: int
-    """Wait for the job's data, in nanoseconds."""
-    busy_ns: int
-    """Computation, in nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

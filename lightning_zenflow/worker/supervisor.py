@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
-from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
 from lightning_zenflow.worker.process import Answer, JobMessage, Request, Worker, WorkerError, WorkerKilled
@@ -27,8 +26,6 @@ class Submission:
 
     message: JobMessage | Request
     is_answered: bool = False
-    completion: Completion | None = None
-    """Answer to a job."""
 
 
 class SupervisedWorker:
@@ -179,11 +176,7 @@ class SupervisedWorker:
     def _receive(self) -> None:
         answer = self._worker.wait()
         submission = next(s for s in self._unanswered if _answers(answer, s.message))
-        if isinstance(answer, Done):
-            times = {"start_ns": answer.start_ns, "wait_ns": answer.wait_ns, "busy_ns": answer.busy_ns}
-            submission.completion = Completion(job_id=answer.job_id, **times)
-        else:
-            self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
+        self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
         self._n_sent -= 1

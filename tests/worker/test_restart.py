@@ -20,7 +20,6 @@ from direct_step import direct_step
 from harness import Case, run_here
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.telemetry.stalls import StallClock
-from lightning_zenflow.telemetry.tracing import Tracer
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -99,8 +98,7 @@ class KilledAtStart(Worker):
 
 
 def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
-    cpu = torch.device("cpu")
-    stalls = StallClock(cpu, Tracer(cpu))
+    stalls = StallClock(torch.device("cpu"))
     return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
 
 

@@ -46,8 +46,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "checkpoint_format": (["auto", "deepspeed", "lightning"], ["file", "Lightning", 1]),
     "sync_checkpoints": BOOLEAN,
     "stall_monitor": BOOLEAN,
-    "timeline": (["logs/timeline.json", Path("a.json")], [1, "timeline.png", []]),
-    "timeline_steps": ([[2, 2], [5, 9]], [5, "auto", [5], [1, 2], [2.0, 3], [2, 3, 4]]),
 }
 """Allowed values of each key, and values that are not."""
 
@@ -61,7 +59,7 @@ def test_values_of_each_key(key: str) -> None:
     for value in allowed:
         stored = getattr(ZenFlowConfig(**{key: value}), key)
         plain = list(stored) if isinstance(stored, tuple) else stored
-        assert plain == (list(value) if isinstance(value, range) else str(value) if key == "timeline" else value)
+        assert plain == (list(value) if isinstance(value, range) else value)
     default, names = KEYS[key]["default"], allowed_values(KEYS[key])
     for value in [
         *refused,
@@ -110,9 +108,18 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
 @pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
 def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
-    path.write_text("zenflow: {timeline: a.json, topk_ratio: 0.3}")
-    assert strategy(config=path, timeline="b.json").zenflow_config == ZenFlowConfig(timeline="b.json", topk_ratio=0.3)
-    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(timeline="a.json", topk_ratio=0.3)
+    path.write_text("zenflow: {tail: none, topk_ratio: 0.3}")
+    assert strategy(config=path, tail="device").zenflow_config == ZenFlowConfig(tail="device", topk_ratio=0.3)
+    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(tail="none", topk_ratio=0.3)
+
+
+@pytest.mark.parametrize("key", ["timeline", "timeline_steps"])
+def test_a_key_that_was_removed(key: str) -> None:
+    for make in (ZenFlowConfig, ZenFlowStrategy, FabricStrategy):
+        with pytest.raises(
+            MisconfigurationException, match=f"{key!r} was removed: Trainer\\(profiler='pytorch'\\), or"
+        ):
+            make(**{key: "a.json"})
 
 
 def from_command_line(keys: dict[str, Any]) -> ZenFlowConfig:
@@ -128,9 +135,9 @@ def from_command_line(keys: dict[str, Any]) -> ZenFlowConfig:
 
 def test_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
-    path.write_text("zenflow: {timeline: a.json}")
-    keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1, "timeline_steps": [3, 4]}
-    assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(timeline="a.json", **keys)
+    path.write_text("zenflow: {tail: none}")
+    keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1}
+    assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(tail="none", **keys)
     with pytest.raises(ValueError, match="ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 7"):
         from_command_line({"topk_ratio": 7})
 
