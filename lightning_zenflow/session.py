@@ -3,8 +3,8 @@
 import inspect
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +32,6 @@ from lightning_zenflow.engine.config import (
 )
 from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
-from lightning_zenflow.engine.lost_ranks import LostRanks
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
@@ -107,7 +106,6 @@ class Session(RankEnvironment):
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
-        self._lost_ranks: LostRanks | None = None
         # Of a training that has ended, for saves after it.
         self._released: list[Released] = []
         # What must end with the training; refers to no strategy.
@@ -139,7 +137,6 @@ class Session(RankEnvironment):
         """
         self._released = []
         self.zenflow_config = _repeatable(self._given_config)
-        self._lost_ranks = LostRanks(self.node_rank)
         resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
         if self.root_device.type == "cpu":
             threads = torch.get_num_threads()
@@ -196,14 +193,12 @@ class Session(RankEnvironment):
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
             optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
-        with self._explained():
-            return super().backward(*args, scale_wrt_gas=False, **kwargs)
+        return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
-            with self._explained():
-                self.zenflow_optimizer.flush()
+            self.zenflow_optimizer.flush()
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
         """Whether a checkpoint is one file (`checkpoint_format`)."""
@@ -234,23 +229,22 @@ class Session(RankEnvironment):
         """
         # Without a trailing slash, as the name of a file.
         path = Path(self.broadcast(os.path.normpath(path)))
-        with self._explained():
-            if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.flush()
-                if not in_common([self.zenflow_optimizer.zenflow_step.number]):
-                    raise WorkerError(
-                        "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
-                        " the last checkpoint"
-                    )
-            # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
-            with nullcontext() if state is not None else as_in_training(self._released):
-                save_together(
-                    path,
-                    write,
-                    state or self.zenflow_optimizer,
-                    is_global_zero=self.is_global_zero,
-                    sync=self.zenflow_config.sync_checkpoints,
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.flush()
+            if not in_common([self.zenflow_optimizer.zenflow_step.number]):
+                raise WorkerError(
+                    "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
+                    " the last checkpoint"
                 )
+        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
+        with nullcontext() if state is not None else as_in_training(self._released):
+            save_together(
+                path,
+                write,
+                state or self.zenflow_optimizer,
+                is_global_zero=self.is_global_zero,
+                sync=self.zenflow_config.sync_checkpoints,
+            )
 
     def _load_file(
         self,
@@ -262,28 +256,16 @@ class Session(RankEnvironment):
         strict: bool,
     ) -> None:
         """Loads model and optimizer from one file; as `load_file_together`."""
-        with self._explained():
-            # Before weights are loaded, which updates in flight would overwrite.
-            self.flush()
-            load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
+        # Before weights are loaded, which updates in flight would overwrite.
+        self.flush()
+        load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
 
     def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""
         assert self.zenflow_optimizer is not None
         # Before the engine loads weights, which updates in flight would overwrite.
-        with self._explained():
-            self.zenflow_optimizer.flush()
-            return load_together(engine, Path(path), strict=strict, optimizer_states=optimizer_states)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Context that adds to an error of the communication between ranks which ones are lost."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._lost_ranks is not None:
-                self._lost_ranks.explain(error)
-            raise
+        self.zenflow_optimizer.flush()
+        return load_together(engine, Path(path), strict=strict, optimizer_states=optimizer_states)
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:

@@ -362,8 +362,6 @@ class TrainerStrategy(Session):
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
         self._over = True
-        if self._lost_ranks is not None:
-            self._lost_ranks.explain(exception)
         super().on_exception(exception)
 
     @override

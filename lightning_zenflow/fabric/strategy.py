@@ -201,8 +201,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             )
         step = self._after_backward("fabric.clip_gradients")
         self._norm_of_step = float(max_norm)
-        with self._explained():
-            return step.gradient_norm()
+        return step.gradient_norm()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -227,8 +226,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         assert self.zenflow_optimizer is not None
         self.zenflow_optimizer.clip_grad = self._max_norm if max_norm is None else max_norm
         self._engine.set_gradient_accumulation_boundary(True)
-        with self._explained():
-            output = super().optimizer_step(self._engine)
+        output = super().optimizer_step(self._engine)
         assert self._meter is not None
         self._meter.end_step()
         return output
