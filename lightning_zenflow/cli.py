@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.doctor.report import examine
 from lightning_zenflow.estimate.cost import estimate
 from lightning_zenflow.estimate.report import as_text
 from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.estimate.shapes import shapes_of_count
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     try:
-        text = examine() if options.pop("command") == "doctor" else _estimate(options)
+        text = _doctor() if options.pop("command") == "doctor" else _estimate(options)
     except (ValueError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
     return 0
+
+
+def _doctor() -> str:
+    # Here, because it imports torch, which takes seconds.
+    from lightning_zenflow.doctor.report import examine
+
+    return examine()
 
 
 def _estimate(options: dict[str, Any]) -> str:
@@ -43,6 +51,16 @@ def _estimate(options: dict[str, Any]) -> str:
     given = {name: value for name, value in options.items() if value is not None}
     model, dtype_bytes = shapes_of_count(given.pop("params")), _DTYPE_BYTES[given.pop("dtype")]
     return as_text(estimate(Setup(model=model, dtype_bytes=dtype_bytes, **given), ZenFlowConfig(**keys)))
+
+
+def _count(text: str) -> float:
+    """A number of parameters: 7e9, or 7B, 1.5b, 350M."""
+    unit = _UNITS.get(text[-1:].upper(), 1.0)
+    return unit * float(text if unit == 1.0 else text[:-1])
+
+
+# What argparse calls a wrong value.
+_count.__name__ = "number of parameters"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help=summary, description=f"{summary}.", allow_abbrev=False)
     summary = "memory, traffic and CPU time of a step on a machine that is not at hand"
     add = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False).add_argument
-    add("--params", type=float, required=True, help="number of trained parameters, such as 7e9")
+    add("--params", type=_count, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
     add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     add("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
     add("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s in each direction")

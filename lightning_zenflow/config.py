@@ -8,7 +8,6 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
@@ -29,6 +28,9 @@ def _without_effect(value: Any, info: ValidationInfo) -> Any:
     """The default of a key, whatever its value."""
     key = KEYS[str(info.field_name)]
     if value != key["default"]:
+        # Here, because Lightning takes seconds, which `lightning-zenflow estimate` does not need.
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
         rank_zero_info(f"ZenFlow ignores {info.field_name}={value!r}. {key['description']}")
     return key["default"]
 

@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.core.partition import STATE_BYTES, Slice
-from lightning_zenflow.deferred.in_place import InPlacePublisher
-from lightning_zenflow.deferred.memory import Publisher
+from lightning_zenflow.core.partition import STATE_BYTES
 from lightning_zenflow.estimate.setup import Setup
 from lightning_zenflow.schedule.auto_policy import LIKELY_HIDDEN, candidates_of, least_stale, occupancies
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted, bucket_size
-from lightning_zenflow.worker.arena import ArenaSizes, arena_bytes
+
+_MOMENTS_BYTES = {"float32": 8.0, "bfloat16": 4.0, "int8": 2 + 8 / 128}
+"""Of both moments of a parameter; in 8 bits two scales are shared by 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,26 +129,17 @@ def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> 
     return max(memory_s, 1e-9 * (0.1 + 0.42 * n_applied + coding_ns) / of_worker)
 
 
-def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> int:
-    """Host memory of one rank's arena: its own layout, of a partition without padding. The state of the device-owned entries of the
-    partition is exported to a place of its own (`topk.state_export`).
+def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> float:
+    """Host memory of one rank's arena (`worker.arena`) without its tables: states, slots, publish buffers, and a place to which the
+    state of the device-owned entries is exported (`topk.state_export`).
     """
     numel, in_backward = setup.partition_numel, config.submits_in_backward
     n_blocks = blocks_wanted(
         config.update_intervals, in_backward=in_backward, numel=numel, awaited_singly=setup.offload_parameters
     )
-    publisher = InPlacePublisher if setup.offload_parameters else Publisher
-    dtype = torch.bfloat16 if setup.dtype_bytes == 2 else torch.float32
-    whole = Slice.of((numel,), parameter=0, param_group=0, begin=0, start=0, numel=numel)
-    partition = publisher.cut([whole], [numel], n_blocks, dtype)
-    staggered = StaggeredSchedule.of(schedule, n_blocks=len(partition.blocks), in_backward=in_backward)
-    sizes = ArenaSizes(
-        n_param_groups=1,
-        n_step_records=staggered.n_step_records,
-        n_slots=staggered.n_slots,
-        n_publish_buffers=publisher.n_buffers(staggered),
-        dtype=dtype,
-        moments_dtype=getattr(torch, config.moments_dtype),
-        export_bytes=round(STATE_BYTES * owned_numel),
-    )
-    return arena_bytes(partition, sizes)
+    staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=in_backward)
+    # In place, each block has its own buffer; one more is for what is discarded.
+    n_buffers = n_blocks + in_backward if setup.offload_parameters else staggered.n_publish_buffers
+    slot_bytes = setup.dtype_bytes * numel / n_blocks
+    state_bytes = 4 + _MOMENTS_BYTES[config.moments_dtype]
+    return state_bytes * numel + (staggered.n_slots + n_buffers) * slot_bytes + STATE_BYTES * owned_numel

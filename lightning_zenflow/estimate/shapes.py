@@ -3,11 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+from lightning_zenflow.core.partition import column_count, row_length
 
-from lightning_zenflow.core.partition import row_length
-from lightning_zenflow.topk.importance import column_count
+if TYPE_CHECKING:
+    from torch import nn
 
 _WIDTH_PER_LAYER, _MATRICES_PER_LAYER = 128, 12
 
@@ -39,7 +40,7 @@ class ModelShapes:
         return selected + self.vector_numel if topk_ratio > 0 else 0
 
 
-def shapes_of_module(module: nn.Module) -> ModelShapes:
+def shapes_of_module(module: "nn.Module") -> ModelShapes:
     """Counts a module's parameters, shared ones once."""
     trained = [p for p in module.parameters() if p.requires_grad]
     return ModelShapes(

@@ -7,10 +7,7 @@ sums over its own rows, and the sums are added over the ranks: one float per col
 import torch
 from torch import Tensor
 
-
-def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
-    return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
+from lightning_zenflow.core.partition import column_count
 
 
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:

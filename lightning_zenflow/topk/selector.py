@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.topk.importance import column_count, select_columns
+from lightning_zenflow.core.partition import column_count
+from lightning_zenflow.topk.importance import select_columns
 from lightning_zenflow.topk.state_export import Columns
 
 AUTO_INTERVAL = 512

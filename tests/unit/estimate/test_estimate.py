@@ -1,6 +1,8 @@
 """The estimate: against calculations by hand, and against the arena that training allocates."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -193,3 +195,36 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([*OPTIONS.split(), *wrong])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["--help"], ["--version"], ["estimate", "--help"], [*OPTIONS.split(), "7e9"]])
+def test_the_command_imports_no_torch(command: list[str]) -> None:
+    """Nor Lightning, whose import takes ten times as long as the whole command."""
+    code = """if True:
+        import sys
+        from lightning_zenflow.cli import main
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code
+        assert not {"torch", "lightning", "deepspeed"} & sys.modules.keys()
+    """
+    shim = f"import sys; sys.argv = {['/bin/lightning-zenflow', *command]!r}\n"
+    subprocess.run([sys.executable, "-c", shim + code], check=True, timeout=120, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7B", 7e9), ("1.5b", 1.5e9), ("350M", 350e6), ("7e9", 7e9), ("64k", 64e3), ("1T", 1e12)]
+)
+def test_numbers_of_parameters(text: str, number: float, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(params: str) -> str:
+        main([*OPTIONS.split(), params])
+        return capsys.readouterr().out
+
+    assert shown(text) == shown(repr(number))
+
+
+def test_a_number_of_parameters_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*OPTIONS.split(), "7Q"])
+    assert "argument --params: invalid number of parameters value: '7Q'" in capsys.readouterr().err
