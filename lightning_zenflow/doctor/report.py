@@ -76,7 +76,7 @@ def expectations(
     if worker is None:
         return []
     sentences = [
-        f"AdamW of 1 B parameters takes the worker {worker.update_ns[1]:.2g} s if one rank works. It hides behind steps that take longer"
+        f"AdamW of 1 B parameters takes the worker {worker.update_ns[1]:.2g} s, alone on this host. It hides behind steps that take longer"
         f" without offload; with S = 4 behind steps of {worker.update_ns[4]:.2g} s, with moments_dtype='int8' of {worker.coded_ns:.2g} s."
     ]
     if pcie:

@@ -133,5 +133,5 @@ class Planner:
         if now == before:
             self.columns_change(step)
             change = f"the device owns the blocks that arrive last, {len(self.tail)} of {n_blocks} on rank 0"
-        rank_zero_info(f"ZenFlow: from step {step + 1} on {change}: {reason}")
+        rank_zero_info(f"ZenFlow: after step {step} {change}: {reason}")
         return now == before

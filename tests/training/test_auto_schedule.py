@@ -136,7 +136,7 @@ def test_changes_are_logged_and_memory_grows_with_the_interval_only(caplog: pyte
     assert [schedule.update_interval for _, schedule in built[0].changes] == [8, 1]
     for step, schedule in built[0].changes:
         s, d = schedule.update_interval, schedule.publish_lag
-        assert f"from step {step + 1} on update_interval={s}, publish_lag={d} " in caplog.text
+        assert f"after step {step} update_interval={s}, publish_lag={d} " in caplog.text
     assert memory.slots[0] < memory.slots[5] == memory.slots[-1]
 
 
