@@ -59,6 +59,11 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
         return True
 
     @override
+    def device_count(self) -> int:
+        """1: each rank has one. DeepSpeed asks `numactl` in every step, and fails where the user may not read a folder of PATH."""
+        return 1
+
+    @override
     def create_op_builder(self, op_name: str) -> Any:
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
