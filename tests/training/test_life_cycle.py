@@ -209,6 +209,7 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         "/no/such/worker": CannotBuild({"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
         "worker_cores must be": CannotBuild(only_core=first),
         "ZENFLOW_KERNELS must be": CannotBuild({"ZENFLOW_KERNELS": "none"}),
+        "ZENFLOW_MAX_CPU_ISA must be": CannotBuild({"ZENFLOW_MAX_CPU_ISA": "sse2"}),
         "ZenFlow needs .*update_interval=4, publish_lag=1": CannotBuild({HOST_MEMORY: "1e-6"}),
     }
     case = replace(CASE, fails=True).with_keys(worker_cores=[first, second])
