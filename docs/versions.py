@@ -1,4 +1,4 @@
-"""Writes the table of tested versions to README.md, from what .ci/run installs: `python -m docs.versions`."""
+"""Writes the table of tested versions to README.md, from what CI installs: `python -m docs.versions`."""
 
 import re
 from pathlib import Path
@@ -22,9 +22,9 @@ def pinned(file: str, package: str) -> str:
 
 
 def python_of_ci() -> str:
-    """The interpreter of .ci/run."""
-    found = re.search(r"python(3\.\d+)", (ROOT / ".ci" / "run").read_text())
-    assert found, ".ci/run names no interpreter"
+    """The interpreter of the workflow's first job, which runs all tests."""
+    found = re.search(r'python-version: "(3\.\d+)"', (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert found, "ci.yml names no interpreter"
     return found.group(1)
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ def _subject(path: Path) -> str | None:
 
 @functools.cache
 def _starts_ranks(path: Path) -> bool:
-    return "run_on_ranks(" in path.read_text()
+    return re.search(r"run_(on_ranks|each)\(", path.read_text()) is not None
 
 
 @pytest.hookimpl(tryfirst=True)

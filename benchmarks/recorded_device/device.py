@@ -220,10 +220,6 @@ class RecordedAccelerator(CpuAccelerator):
         return False
 
     @override
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    @override
     def resolves_data_dependency(self) -> bool:
         return False
 

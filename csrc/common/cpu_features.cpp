@@ -1,5 +1,10 @@
 #include "common/cpu_features.h"
 
+#include <cstdlib>
+#include <cstring>
+
+#include "common/error.h"
+
 namespace zenflow {
 
 const char* name(InstructionSet instruction_set) {
@@ -21,10 +26,13 @@ bool available(InstructionSet instruction_set) {
 }
 
 InstructionSet best_instruction_set() {
+    const char* highest = std::getenv("ZENFLOW_MAX_CPU_ISA");
     InstructionSet best = InstructionSet::kBaseline;
     for (const InstructionSet candidate : kInstructionSets) {
         if (available(candidate)) best = candidate;
+        if (highest != nullptr && std::strcmp(highest, name(candidate)) == 0) return best;
     }
+    require(highest == nullptr, "ZENFLOW_MAX_CPU_ISA must be baseline, avx2 or avx512, got ", highest ? highest : "");
     return best;
 }
 

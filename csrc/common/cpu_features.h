@@ -42,7 +42,8 @@ const char* name(InstructionSet instruction_set);
 // Whether kernels were compiled for it and this CPU and its operating system support it.
 bool available(InstructionSet instruction_set);
 
-// The highest available one.
+// The highest available one, or the highest that the environment variable ZENFLOW_MAX_CPU_ISA admits (a name, as above). Throws
+// an Error where the variable has another value. Safe for several threads as long as none changes the environment.
 InstructionSet best_instruction_set();
 
 }  // namespace zenflow

@@ -194,15 +194,15 @@ int main(const std::vector<std::string_view>& arguments) {
         print_layout(std::cout);
         return 0;
     }
-    if (arguments.size() == 1 && arguments[0] == "--version") {
-        std::cout << "zenflow-worker protocol " << kVersion << ' ' << name(best_instruction_set()) << '\n';
-        return 0;
-    }
     if (arguments.empty() || (arguments.size() == 1 && arguments[0] == "--help")) {
         (arguments.empty() ? std::cerr : std::cout) << kUsage;
         return arguments.empty() ? 2 : 0;
     }
     try {
+        if (arguments.size() == 1 && arguments[0] == "--version") {
+            std::cout << "zenflow-worker protocol " << kVersion << ' ' << name(best_instruction_set()) << '\n';
+            return 0;
+        }
         if (arguments[0] == "--bench") {
             run_benchmark(parse_bench_options(arguments), std::cout);
             return 0;

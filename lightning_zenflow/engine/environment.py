@@ -58,6 +58,16 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
     """DeepSpeed's CPU accelerator without its shared-memory collectives, which serve inference only and need a compiler and a minute."""
 
     @override
+    def is_fp16_supported(self) -> bool:
+        """True: torch computes fp16 on every CPU. DeepSpeed asks for fast instructions, and refuses fp16 where there are none."""
+        return True
+
+    @override
+    def device_count(self) -> int:
+        """1: each rank has one. DeepSpeed asks `numactl` in every step, and fails where the user may not read a folder of PATH."""
+        return 1
+
+    @override
     def create_op_builder(self, op_name: str) -> Any:
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 

@@ -28,7 +28,7 @@ from lightning_zenflow.checkpoint.files import CheckpointError
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
-from rank_processes import run_on_ranks
+from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_same_run, assert_same_state, assert_same_tensors
 from stage3_runs import INITIAL_SCALE_POWER, PiecesNet
 
@@ -83,11 +83,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(folders: Path) -> dict[str, Run]:
+def saved(folders: Path) -> Runs:
     """For each folder the training at the save, and under "..., then" the same one at the end of all steps, without the save, or under
     "..., whole" with it.
     """
-    runs: dict[str, Run] = {}
+    all_cases: dict[str, Case] = {}
+    runs: dict[str, list[Run]] = {}
     for ranks in (1, 2, 3):
         cases: dict[str, Case] = {}
         for name, (n_ranks, case) in (FOLDERS | OURS).items():
@@ -98,8 +99,9 @@ def saved(folders: Path) -> dict[str, Run]:
                 elif name in FOLDERS:
                     cases[f"{name}, then"] = case
                 cases[name] = replace(case, steps=SAVED, save_at=SAVED, checkpoint=path)
-        runs |= {name: of_ranks[0] for name, of_ranks in run_on_ranks(cases, ranks=ranks).items()}
-    return runs
+        all_cases |= cases
+        runs |= run_each(cases, ranks=ranks, here=False).runs
+    return Runs(all_cases, runs)
 
 
 def under_zenflow(name: str, folders: Path, **changes: Any) -> Case:
@@ -144,11 +146,14 @@ def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
     assert torch.equal(exported["head.weight"].contiguous(), exported["embedding.weight"].contiguous())
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks"), [(2, 1), (2, 2), (3, 1), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
+@pytest.fixture(
+    scope="module",
+    params=[(2, 1), (2, 2), (3, 1), (3, 2), pytest.param((3, 3), marks=pytest.mark.slow)],
+    ids=lambda stage_and_ranks: "stage {}, ranks{}".format(*stage_and_ranks),
 )
-def test_training_continues(stage: int, ranks: int, saved: dict[str, Run], folders: Path) -> None:
-    """From every folder, on any number of ranks."""
+def continued(request: pytest.FixtureRequest, saved: Runs, folders: Path) -> Runs:
+    """From every folder, under either stage on any number of ranks: what training begins with, and under "..., then" how it goes on."""
+    stage, ranks = request.param
     of_stage = in_pieces if stage == 3 else lambda case: case
     cases = {name: of_stage(under_zenflow(name, folders, steps=SAVED)) for name in FOLDERS | OURS}
     for name in FOLDERS | OURS:
@@ -156,20 +161,28 @@ def test_training_continues(stage: int, ranks: int, saved: dict[str, Run], folde
     cases |= {f"{name}, then": of_stage(under_zenflow(name, folders)) for name in FOLDERS}
     late = {"strategy_options": EVERYTHING}
     cases["weights are late"] = of_stage(under_zenflow("two", folders, **LATE | late))
-    runs = {name: of_ranks[0] for name, of_ranks in run_on_ranks(cases, ranks=ranks).items()}
-    for name in FOLDERS | OURS:
-        assert_loaded(runs[name], saved[name], folders / f"{name}.ckpt")
-    for name in FOLDERS:
+    return run_each(cases, ranks=ranks, here=False)
+
+
+@pytest.mark.parametrize("name", FOLDERS | OURS)
+def test_training_continues(name: str, continued: Runs, saved: Runs, folders: Path) -> None:
+    assert_loaded(continued[name][0], saved[name][0], folders / f"{name}.ckpt")
+    if name in FOLDERS:
+        ours, theirs = continued[f"{name}, then"][0], saved[f"{name}, then"][0]
         if "fp16" in name:
-            assert runs[f"{name}, then"].factors[0] == saved[name].factors[0] == 2**-INITIAL_SCALE_POWER
+            assert ours.factors[0] == saved[name][0].factors[0] == 2**-INITIAL_SCALE_POWER
         # Models of 16 bits round what they show.
         atol = 2e-6 if FOLDERS[name][1].dtype == torch.float32 else 2e-3
-        for a, b in zip(runs[f"{name}, then"].master, saved[f"{name}, then"].master, strict=True):
+        for a, b in zip(ours.master, theirs.master, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
+def test_late_weights_continue(continued: Runs) -> None:
+    assert continued["weights are late"]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_as_many_ranks(ranks: int, saved: dict[str, Run], folders: Path) -> None:
+def test_as_many_ranks(ranks: int, saved: Runs, folders: Path) -> None:
     """The same training goes on with the same bits, and plain DeepSpeed of the same stage loads what this package saved."""
     plain = replace(STAGE_3.with_keys(sub_group_size=50, stage3_param_persistence_threshold=40), steps=SAVED)
     cases: dict[str, Case] = {}
@@ -182,33 +195,33 @@ def test_as_many_ranks(ranks: int, saved: dict[str, Run], folders: Path) -> None
                 )
     for name, (run, *_) in run_on_ranks(cases, ranks=ranks).items():
         if name in OURS:
-            whole = saved[f"{name}, whole"]
+            whole = saved[f"{name}, whole"][0]
             assert len(run.losses) == STEPS - SAVED
             assert_same_run(run, replace(whole, shown=whole.shown[SAVED:], losses=whole.losses[SAVED:]))
         else:
             of_folder = name.removesuffix(", plain")
-            assert_loaded(run, saved[of_folder], folders / f"{of_folder}.ckpt")
+            assert_loaded(run, saved[of_folder][0], folders / f"{of_folder}.ckpt")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["two", "three bf16", "ours, two", "plain, stage 2"])
-def test_evaluation(name: str, stage: int, saved: dict[str, Run], folders: Path) -> None:
+def test_evaluation(name: str, stage: int, saved: Runs, folders: Path) -> None:
     of_stage = in_pieces if stage == 3 else lambda case: case
     case = of_stage(under_zenflow(name, folders))
     for function in ("validate", "test", "predict"):
         model = case.make_model()
         trainer = make_trainer(case.make_strategy(), precision=case.precision, limit_val_batches=1)
         getattr(trainer, function)(model, ckpt_path=case.checkpoint)
-        assert_same_tensors(snapshot(model), saved[name].weights)
-        assert_same_tensors(list(untrained(model).values()), list(saved[name].untrained.values()))
+        assert_same_tensors(snapshot(model), saved[name][0].weights)
+        assert_same_tensors(list(untrained(model).values()), list(saved[name][0].untrained.values()))
     # In another precision than that of the folder.
     other = PiecesNet()
     make_trainer(case.make_strategy(), limit_test_batches=1).test(other, ckpt_path=case.checkpoint, verbose=False)
-    assert_same_tensors(snapshot(other), [w.float() for w in saved[name].weights])
+    assert_same_tensors(snapshot(other), [w.float() for w in saved[name][0].weights])
 
 
 @pytest.mark.parametrize(("stage", "trains"), [(2, False), (2, True), (3, True)])
-def test_under_fabric(stage: int, trains: bool, saved: dict[str, Run], folders: Path, tmp_path: Path) -> None:
+def test_under_fabric(stage: int, trains: bool, saved: Runs, folders: Path, tmp_path: Path) -> None:
     config = {"zero_optimization": PIECES if stage == 3 else {}}
     fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(config, worker_cores=1))
     fabric.launch()
@@ -217,8 +230,8 @@ def test_under_fabric(stage: int, trains: bool, saved: dict[str, Run], folders: 
     objects = fabric.setup(model, optimizer) if trains else (fabric.setup(model.eval()),)
     rest = fabric.load(folders / "three.ckpt", dict(zip(("model", "optimizer"), objects, strict=False)))
     assert rest["global_step"] == SAVED
-    assert_same_tensors(snapshot(model), saved["three"].weights)
-    assert_same_tensors(list(untrained(model).values()), list(saved["three"].untrained.values()))
+    assert_same_tensors(snapshot(model), saved["three"][0].weights)
+    assert_same_tensors(list(untrained(model).values()), list(saved["three"][0].untrained.values()))
     # A file of whole weights.
     other = PiecesNet()
     torch.save({name: 2 * value for name, value in other.state_dict().items()}, tmp_path / "raw.pt")

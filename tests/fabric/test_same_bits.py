@@ -20,7 +20,11 @@ DEFAULTS = replace(BASE, update_interval=4, publish_lag=1).with_keys(**EVERYTHIN
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("case", [EXACT, DEFAULTS], ids=["S=1,d=0", "S=4,d=1"])
+@pytest.mark.parametrize(
+    "case",
+    [EXACT, DEFAULTS, replace(EXACT, precision="16-true"), replace(DEFAULTS, precision="16-mixed", stage=3)],
+    ids=["S=1,d=0", "S=4,d=1", "fp16", "fp16, mixed, stage 3"],
+)
 def test_the_loop_and_the_trainer(case: Case, max_norm: float | None) -> None:
     case = replace(case, max_norm=max_norm, accumulate=2 if max_norm else 1, flush_after=(5,))
     assert_same_run(run_here(replace(case, loop="fabric")), run_here(case))

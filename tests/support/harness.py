@@ -14,6 +14,7 @@ import deepspeed.ops
 import lightning.pytorch as pl
 import psutil
 import torch
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
@@ -34,6 +35,8 @@ from scripted_schedule import Entry, scripted
 
 # On a CPU, DeepSpeed compiles an operation for inference (a minute where its cache is empty) and looks for compilers in every process.
 vars(deepspeed.ops).setdefault("__compatible_ops__", {})
+# DeepSpeed refuses fp16 on a processor without instructions for it. All count as such here, so that every machine shows the same.
+CPU_Accelerator.is_fp16_supported = lambda self: False
 # Reads the metadata of all installed packages, for every Trainer: an eighth of a short run.
 callback_connector._load_external_callbacks = functools.cache(callback_connector._load_external_callbacks)
 # Each set-up collects garbage, which takes 0.4 s with all that has been imported, most of a short run. Frozen objects are left out.

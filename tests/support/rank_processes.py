@@ -6,20 +6,59 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch._inductor.compile_fx  # else imported by the first fit of every fork
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
+from typing_extensions import override
 
-from harness import Case, Run, join_partitions, run_case
+from harness import Case, Run, join_partitions, run_case, run_here
 
 free_port = find_free_network_port
 
 # Importing takes longer than most cases do, so the process that forks is there for later calls too.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([Path(__file__).stem])
+
+
+_FAILED = 3
+"""Exit status of a rank that has ended with a case that should not have failed."""
+_GRACE_S = 20
+"""How long other ranks then have: they may have the same error, or wait for the rank that has ended."""
+
+
+@dataclass(frozen=True)
+class Runs(Mapping[str, list[Run]]):
+    """What happened in each of many cases, a run a rank. Whoever asks for a case that has failed gets its error; others have theirs."""
+
+    cases: Mapping[str, Case]
+    runs: Mapping[str, list[Run]]
+
+    @override
+    def __getitem__(self, name: str) -> list[Run]:
+        for rank, run in enumerate(self.runs[name]):
+            assert self.cases[name].fails or run.error is None, f"{name}, rank {rank}: {run.error}"
+        return self.runs[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.cases)
+
+    @override
+    def __len__(self) -> int:
+        return len(self.cases)
+
+
+def run_each(cases: dict[str, Case], *, ranks: int = 2, here: bool | None = None) -> Runs:
+    """Runs cases one after the other, each whatever has become of the others: on several ranks, or on one (`here`: in this process)."""
+    if ranks == 1 if here is None else here:
+        return Runs(cases, {name: [_run_here(case)] for name, case in cases.items()})
+    return Runs(cases, _run_in_processes(cases, ranks, timeout_s=270))
 
 
 def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 270) -> dict[str, list[Run]]:
@@ -36,24 +75,50 @@ def run_on_ranks(cases: dict[str, Case], *, ranks: int = 2, timeout_s: float = 2
     Raises:
         AssertionError: another case failed.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        port, deadline = free_port(), time.monotonic() + timeout_s
-        processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
-        # Of the process that forks. One that has initialised CUDA must not.
-        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **variables):
-            for process in processes:
-                process.start()
-        for process in processes:
-            process.join(max(0, deadline - time.monotonic()))
-            # What is missing then says so itself.
-            process.kill()
-        runs = {name: _collect(folder, name, case, ranks) for name, case in cases.items()}
-    for name, case in cases.items():
-        for rank, run in enumerate(runs[name]):
-            assert case.fails or run.error is None, f"{name}, rank {rank}: {run.error}"
+    return dict(Runs(cases, _run_in_processes(cases, ranks, timeout_s=timeout_s)))
+
+
+def _run_here(case: Case) -> Run:
+    try:
+        return run_here(case)
+    except Exception:
+        return Run(error=traceback.format_exc())
+
+
+def _run_in_processes(cases: dict[str, Case], ranks: int, *, timeout_s: float) -> dict[str, list[Run]]:
+    """Behind a case that should not have failed, the ranks may be anywhere: the rest has processes of its own."""
+    runs: dict[str, list[Run]] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(runs) < len(cases):
+        rest = {name: case for name, case in cases.items() if name not in runs}
+        with tempfile.TemporaryDirectory() as folder:
+            _start_and_wait(rest, Path(folder), ranks, deadline)
+            for name, case in rest.items():
+                runs[name] = _collect(Path(folder), name, case, ranks)
+                has_failed = not case.fails and any(run.error is not None for run in runs[name])
+                if has_failed and time.monotonic() < deadline:
+                    break
     return runs
+
+
+def _start_and_wait(cases: dict[str, Case], folder: Path, ranks: int, deadline: float) -> None:
+    port = free_port()
+    processes = [_FORKS.Process(target=_run_rank, args=(cases, folder, rank, ranks, port)) for rank in range(ranks)]
+    # Of the process that forks. One that has initialised CUDA must not.
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", **variables):
+        for process in processes:
+            process.start()
+    while (left := deadline - time.monotonic()) > 0 and (
+        running := [p.sentinel for p in processes if p.exitcode is None]
+    ):
+        wait(running, left)
+        if any(p.exitcode == _FAILED for p in processes):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    for process in processes:
+        # What is missing then says so itself.
+        process.kill()
+        process.join()
 
 
 def _collect(folder: Path, name: str, case: Case, ranks: int) -> list[Run]:
@@ -98,4 +163,4 @@ def _run_rank(cases: dict[str, Case], folder: Path, rank: int, ranks: int, port:
         temporary.rename(folder / f"{name}.{rank}.pt")
         if result[0].error and not case.fails:
             # The other rank may be anywhere by now: going on would leave it waiting.
-            return
+            sys.exit(_FAILED)

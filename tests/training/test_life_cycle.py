@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import pytest
@@ -84,6 +84,14 @@ def test_the_environment_is_left_as_it_was(given: dict[str, str], monkeypatch: p
     for function in functions:
         function(linear())
         assert {name: os.environ[name] for name in names if name in os.environ} == given
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_program_is_looked_for(stage: Literal[2, 3], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of PATH that the user may not read is no error. One with a file that is no program has the same, for root too."""
+    (tmp_path / "numactl").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run_here(replace(CASE, stage=stage))
 
 
 @dataclass
@@ -201,6 +209,7 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         "/no/such/worker": CannotBuild({"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
         "worker_cores must be": CannotBuild(only_core=first),
         "ZENFLOW_KERNELS must be": CannotBuild({"ZENFLOW_KERNELS": "none"}),
+        "ZENFLOW_MAX_CPU_ISA must be": CannotBuild({"ZENFLOW_MAX_CPU_ISA": "sse2"}),
         "ZenFlow needs .*update_interval=4, publish_lag=1": CannotBuild({HOST_MEMORY: "1e-6"}),
     }
     case = replace(CASE, fails=True).with_keys(worker_cores=[first, second])

@@ -20,7 +20,7 @@ from lightning_zenflow import ZenFlowConfig, ZenFlowStrategy
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.engine.build import MemoryPlan, ZeroPartition
 from lightning_zenflow.schedule.staggered import blocks_wanted
-from rank_processes import run_on_ranks
+from rank_processes import Runs, run_each
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors
 from worker_killer import KillsWorker, optimizer_of
 
@@ -85,22 +85,19 @@ def cases(folder: Path) -> dict[str, Case]:
 
 
 @pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"ranks{n}")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Run]]:
-    of_cases = cases(tmp_path_factory.mktemp(f"ranks{request.param}"))
-    if request.param > 1:
-        return run_on_ranks(of_cases, ranks=request.param)
-    return {name: [run_here(case)] for name, case in of_cases.items()}
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_each(cases(tmp_path_factory.mktemp(f"ranks{request.param}")), ranks=request.param)
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_the_bits_of_parameters_on_the_device(name: str, runs: dict[str, list[Run]]) -> None:
+def test_the_bits_of_parameters_on_the_device(name: str, runs: Runs) -> None:
     for ours, theirs in zip(runs[f"host: {name}"], runs[f"device: {name}"], strict=True):
         assert_same_run(ours, theirs)
         assert (ours.skipped > 0) == ("fp16" in name)
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_nothing_but_the_model_reads_the_weights(name: str, runs: dict[str, list[Run]]) -> None:
+def test_nothing_but_the_model_reads_the_weights(name: str, runs: Runs) -> None:
     """So the worker's answers are awaited where the model's layers are fetched."""
     for ours, theirs in zip(runs[f"not watched: {name}"], runs[f"device: {name}"], strict=True):
         assert_same_run(ours, replace(theirs, shown=[]))
@@ -117,30 +114,30 @@ def assert_has_bits_of_adamw(case: Case, runs: list[Run], **options: Any) -> Non
 
 
 @pytest.mark.parametrize("name", NOT_CLIPPED)
-def test_every_forward_pass_sees_adamws_weights(name: str, runs: dict[str, list[Run]]) -> None:
+def test_every_forward_pass_sees_adamws_weights(name: str, runs: Runs) -> None:
     assert_has_bits_of_adamw(NOT_CLIPPED[name], runs[f"host: {name}"], shown=True)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_weights_are_those_of_plain_zero_3_with_offload_param(name: str, runs: dict[str, list[Run]]) -> None:
+def test_weights_are_those_of_plain_zero_3_with_offload_param(name: str, runs: Runs) -> None:
     for ours, plain in zip(runs[f"ours: {name}"], runs[f"plain: {name}"], strict=True):
         for a, b in zip(ours.weights, plain.weights, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
         assert torch.allclose(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0, atol=2e-6)
 
 
-def test_every_forward_pass_sees_the_true_clip_factor(runs: dict[str, list[Run]]) -> None:
+def test_every_forward_pass_sees_the_true_clip_factor(runs: Runs) -> None:
     """Although blocks are submitted in backward."""
     for ours, theirs in zip(runs["clipped: fp32"], runs["device: clipped, synchronous"], strict=True):
         assert_same_run(ours, theirs)
 
 
-def test_workers_that_die(runs: dict[str, list[Run]]) -> None:
+def test_workers_that_die(runs: Runs) -> None:
     for killed, expected in zip(runs["killed"], runs["clipped: fp32"], strict=True):
         assert_same_run(killed, expected)
 
 
-def test_the_state_is_exact_where_clip_factors_are_predicted(runs: dict[str, list[Run]]) -> None:
+def test_the_state_is_exact_where_clip_factors_are_predicted(runs: Runs) -> None:
     for of_place in (runs["clipped: bf16"], runs["exact: bf16"]):
         assert_has_bits_of_adamw(CLIPPED["bf16"], of_place)
 
@@ -156,7 +153,7 @@ def test_the_state_is_exact_where_clip_factors_are_predicted(runs: dict[str, lis
         ("int8", "host"),
     ],
 )
-def test_a_resumed_run_has_the_same_bits(saved: str, to: str, runs: dict[str, list[Run]]) -> None:
+def test_a_resumed_run_has_the_same_bits(saved: str, to: str, runs: Runs) -> None:
     for resumed, whole in zip(runs[f"resumed: {saved} to {to}"], runs[f"saved: {saved}"], strict=True):
         assert len(resumed.losses) == NETWORK.steps - 5
         assert_same_run(resumed, replace(whole, shown=whole.shown[5:], losses=whole.losses[5:]))

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from test_optimizer_in_backward import CASES as IN_BACKWARD
@@ -20,12 +21,13 @@ from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
+from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
-from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
+from harness import APPROXIMATE, EVERYTHING, Case, run_here
 from models import OptimizerOptions
 from node_trainer import KEYS
-from rank_processes import free_port, run_on_ranks
+from rank_processes import Runs, free_port, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_tensors
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
@@ -79,9 +81,9 @@ STEP_BY_STEP = ["defaults", "long windows", "flushes", "accumulated, clipped", "
 
 
 @functools.cache
-def on_two_ranks() -> dict[str, list[Run]]:
+def on_two_ranks() -> Runs:
     cases = {**OF_ADAMW, **{name: LATE[name] for name in STEP_BY_STEP}, "updated": UPDATED, "plain": PLAIN}
-    return run_on_ranks({name: replace(case, loop="trainer") for name, case in cases.items()})
+    return run_each({name: replace(case, loop="trainer") for name, case in cases.items()})
 
 
 @pytest.mark.parametrize("name", OF_ADAMW)
@@ -98,6 +100,36 @@ def test_every_step_is_the_oracles(name: str) -> None:
 def test_provisional_updates_are_of_host_owned_matrices_only() -> None:
     for updated, plain in zip(on_two_ranks()["updated"], on_two_ranks()["plain"], strict=True):
         check_updated_entries(updated, plain, world_size=2)
+
+
+class Refused(pl.Callback):
+    """Of one rank, or of all."""
+
+    def __init__(self, *ranks: int) -> None:
+        self._ranks = ranks
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.global_rank in self._ranks:
+            raise ValueError("not on this machine")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_case_that_is_refused_takes_no_others_with_it(ranks: int) -> None:
+    """Of the tests' own tools."""
+    case = Case(steps=2)
+    cases = {
+        "a": case,
+        "on all": replace(case, callbacks=(Refused(0, 1),)),
+        "on one": replace(case, callbacks=(Refused(0),)),
+        "b": case,
+    }
+    runs = run_each(cases, ranks=ranks)
+    for name in ("on all", "on one"):
+        with pytest.raises(AssertionError, match=f"^{name}, rank 0: (.*\n)*ValueError: not on this machine"):
+            runs[name]
+    for ours, theirs in zip(runs["a"], runs["b"], strict=True):
+        assert_same_tensors(ours.weights, theirs.weights)
 
 
 THREE = Case(steps=9, topk_ratio=0.3, accumulate=2, publish_lag=2, max_norm=1.0, strategy_options=APPROXIMATE)

@@ -22,7 +22,7 @@ from typing_extensions import override
 from harness import Case, Run, make_trainer, run_here
 from lightning_zenflow.fabric import ZenFlowStrategy
 from models import TestModule, generator
-from rank_processes import run_on_ranks
+from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_same_run
 from side_by_side import torch_alone
 
@@ -207,11 +207,11 @@ IN_FAST_TESTS = (
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks() -> dict[str, list[Run]]:
+def on_two_ranks() -> Runs:
     cases = {
         f"{name}, {place}": change(case) for name, case in RANKS_MATTER.items() for place, change in PLACES.items()
     }
-    return run_on_ranks(cases)
+    return run_each(cases)
 
 
 def compare(name: str, on_device: list[Run], in_host_memory: list[Run]) -> None:
@@ -249,7 +249,7 @@ def test_numbers_under_stage_2_on_two_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS_MATTER)
-def test_numbers_on_two_ranks(name: str, on_two_ranks: dict[str, list[Run]]) -> None:
+def test_numbers_on_two_ranks(name: str, on_two_ranks: Runs) -> None:
     compare(name, *(on_two_ranks[f"{name}, {place}"] for place in PLACES))
 
 

@@ -3,7 +3,7 @@
 All cases of a number of ranks run in the same processes, as in test_ranks.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from harness import AUTO, EVERYTHING, Case, Run, make_trainer, run_here
+from harness import AUTO, EVERYTHING, Case, Run, make_trainer
 from models import OptimizerOptions, generator
-from rank_processes import run_on_ranks
+from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_state, assert_same_tensors
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -94,39 +94,37 @@ def cases(folder: Path) -> dict[str, Case]:
     }
 
 
-class Runs(dict[str, list[Run]]):
-    """By case; each has one run a rank.
+@dataclass(frozen=True)
+class Group:
+    """The cases of a number of ranks."""
 
-    Args:
-        ranks: how many.
-        folder: for what the cases write.
-    """
+    ranks: int
+    folder: Path
+    """For what the cases write."""
+    runs: Runs
 
-    def __init__(self, ranks: int, folder: Path) -> None:
-        of_cases = cases(folder)
-        super().__init__(
-            run_on_ranks(of_cases, ranks=ranks) if ranks > 1 else {n: [run_here(c)] for n, c in of_cases.items()}
-        )
-        self.ranks, self.folder = ranks, folder
+    def __getitem__(self, name: str) -> list[Run]:
+        return self.runs[name]
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"ranks{n}")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(request.param, tmp_path_factory.mktemp(f"ranks{request.param}"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Group:
+    folder = tmp_path_factory.mktemp(f"ranks{request.param}")
+    return Group(request.param, folder, run_each(cases(folder), ranks=request.param))
 
 
 @pytest.mark.parametrize("name", OF_ADAMW)
-def test_the_state_is_adamws_to_the_bit(name: str, runs: Runs) -> None:
+def test_the_state_is_adamws_to_the_bit(name: str, runs: Group) -> None:
     assert_is_adamw(OF_ADAMW[name], *runs[name])
 
 
 @pytest.mark.parametrize("name", STEP_BY_STEP)
-def test_every_step_is_the_oracles(name: str, runs: Runs) -> None:
+def test_every_step_is_the_oracles(name: str, runs: Group) -> None:
     compare_with_oracle(STEP_BY_STEP[name], runs[name])
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_weights_are_those_of_plain_zero_3(name: str, runs: Runs) -> None:
+def test_weights_are_those_of_plain_zero_3(name: str, runs: Group) -> None:
     for ours, plain in zip(runs[f"ours: {name}"], runs[f"plain: {name}"], strict=True):
         for a, b in zip(ours.weights, plain.weights, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -134,7 +132,7 @@ def test_weights_are_those_of_plain_zero_3(name: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_has_the_same_bits(name: str, runs: Runs) -> None:
+def test_a_resumed_run_has_the_same_bits(name: str, runs: Group) -> None:
     for saved, resumed in zip(runs[f"saved: {name}"], runs[f"resumed: {name}"], strict=True):
         assert len(resumed.losses) == 4
         assert_same_run(resumed, replace(saved, shown=saved.shown[5:], losses=saved.losses[5:]))
@@ -195,18 +193,18 @@ def test_a_model_that_is_made_in_pieces_and_is_tested(tmp_path: Path) -> None:
         assert_same_tensors(whole(model), weights[0])
 
 
-def test_fp16_with_a_dynamic_loss_scale_has_the_state_of_stage_2(runs: Runs) -> None:
+def test_fp16_with_a_dynamic_loss_scale_has_the_state_of_stage_2(runs: Group) -> None:
     for ours, theirs in zip(runs["fp16"], runs["fp16, stage 2"], strict=True):
         assert_same_state(ours, theirs)
         assert ours.skipped > 0
 
 
-def test_fabric_gives_the_same_bits(runs: Runs) -> None:
+def test_fabric_gives_the_same_bits(runs: Group) -> None:
     for ours, theirs in zip(runs["fabric"], runs["S=4, d=1, top-k"], strict=True):
         assert_same_run(ours, theirs)
 
 
-def test_states_and_gradients_of_whole_parameters(runs: Runs) -> None:
+def test_states_and_gradients_of_whole_parameters(runs: Group) -> None:
     for name, run in (("end", runs["states"][0]), ("middle", runs["states in the middle"][0])):
         for kind, tensors in zip(
             ("master", "exp_avg", "exp_avg_sq"), found(runs.folder, name, runs.ranks), strict=True

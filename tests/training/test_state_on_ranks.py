@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from harness import Case, Run, run_here
 from models import TestModule
-from rank_processes import run_on_ranks
+from rank_processes import Runs, run_each, run_on_ranks
 from same_bits import assert_is_adamw, assert_same_run, assert_same_tensors
 
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -118,20 +118,20 @@ CLIPPED = replace(ODD, max_norm=0.1, accumulate=2)
 
 
 @pytest.fixture(scope="module")
-def odd_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Run]]]:
+def odd_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Runs]:
     """On two ranks, with averaged weights and without, and resumed in the middle; the checkpoint, and all runs."""
     path = tmp_path_factory.mktemp("odd") / "a"
     averaged = replace(
         ODD, update_interval=1, publish_lag=0, callbacks=(WeightAveraging(avg_fn=half_way),), checkpoint=str(path)
     ).with_keys(optimizer_in_backward=False)
     cases = {"late": ODD, "clipped": CLIPPED, "saved": replace(averaged, save_at=3), "resumed": averaged}
-    return path, run_on_ranks(cases)
+    return path, run_each(cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [("late", ODD), ("clipped", CLIPPED)])
 def test_odd_layouts_begin_with_the_weights_of_the_first_rank_and_train_as_the_oracle(
-    name: str, case: Case, odd_runs: tuple[Path, dict[str, list[Run]]]
+    name: str, case: Case, odd_runs: tuple[Path, Runs]
 ) -> None:
     first, second = odd_runs[1][name]
     assert_same_tensors(first.weights, second.weights)
@@ -140,7 +140,7 @@ def test_odd_layouts_begin_with_the_weights_of_the_first_rank_and_train_as_the_o
 
 @pytest.mark.slow
 def test_averaged_weights_and_further_names_are_in_a_checkpoint_of_two_ranks(
-    odd_runs: tuple[Path, dict[str, list[Run]]],
+    odd_runs: tuple[Path, Runs],
 ) -> None:
     path, runs = odd_runs
     for saved, resumed in zip(runs["saved"], runs["resumed"], strict=True):

@@ -3,6 +3,8 @@
 import ctypes
 import subprocess
 
+import pytest
+
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import worker_executable
 
@@ -27,3 +29,12 @@ def test_layout() -> None:
 
 def test_the_version_on_the_command_line() -> None:
     assert f"protocol {protocol.VERSION}" in output_of("--version")
+
+
+def test_the_instruction_set_is_the_machines_highest_or_a_lower_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["baseline", "avx2", "avx512"]
+    monkeypatch.delenv("ZENFLOW_MAX_CPU_ISA", raising=False)
+    highest = names.index(output_of("--version").split()[-1])
+    for i, name in enumerate(names):
+        monkeypatch.setenv("ZENFLOW_MAX_CPU_ISA", name)
+        assert output_of("--version").split()[-1] == names[min(i, highest)]
