@@ -30,9 +30,11 @@ Inbox::Inbox(const Arena& arena, Channel& channel, const StepRecords& records, c
     : arena_(arena), channel_(channel), records_(records), replay_(replay), word_timeout_(word_timeout) {}
 
 std::optional<Inbox::Received> Inbox::next() {
+    if (!receive()) return std::nullopt;
+    // Not before: the wait for a first message has no limit.
     const auto deadline = steady_clock::now() + word_timeout_;
     microseconds sleep = kShortestSleep;
-    while (receive()) {
+    do {
         if (const auto index = choose()) {
             Received message = std::move(waiting_[*index]);
             waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(*index));
@@ -41,7 +43,7 @@ std::optional<Inbox::Received> Inbox::next() {
         require(steady_clock::now() < deadline, "jobs: no clip coefficient arrived within ", word_timeout_.count(), " ms");
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
-    }
+    } while (receive());
     return std::nullopt;
 }
 

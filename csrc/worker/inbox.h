@@ -30,7 +30,7 @@ class Inbox {
         std::vector<uint32_t> slots;  // one for each of its steps
     };
 
-    // `word_timeout` limits the wait while none of the words that jobs wait for arrives.
+    // `word_timeout` limits the wait while messages are there and none of the words that their jobs wait for arrives.
     Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
           std::chrono::milliseconds word_timeout);
 

@@ -226,6 +226,23 @@ TEST(worker, takes_the_newest_job_first) {
     CHECK_EQ(worker.receive_done().job_id, 5);
 }
 
+// One that was idle for longer than words may take waits for the next job's word nevertheless, also where another message has
+// been carried out between.
+TEST(worker, waits_for_words_after_an_idle_time) {
+    TrainerArena arena;
+    arena.header().newest_first = 1;
+    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "1500"});
+    worker.receive_ready();
+    for (int64_t step = 1; step <= 2; ++step) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+        worker.submit(tentative(job_of(0, step, step, 1)), {0});
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        arena.write_block_word(0, step, 1.0f);
+        arena.write_word(step, 1.0f);
+        CHECK_EQ(worker.receive_done().job_id, step);
+    }
+}
+
 // While it starts, while it is idle, and while it waits for the second job's word, which never arrives.
 TEST(worker, exits_when_the_trainer_dies) {
     for (int when = 0; when < 3; ++when) {
