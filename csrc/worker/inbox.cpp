@@ -36,6 +36,7 @@ std::optional<Inbox::Received> Inbox::next() {
     microseconds sleep = kShortestSleep;
     do {
         if (const auto index = choose()) {
+            records_.nothing_missing();
             Received message = std::move(waiting_[*index]);
             waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(*index));
             return message;
@@ -55,6 +56,10 @@ bool Inbox::receive() {
         const auto message = channel_.receive();
         if (!message) return false;
         waiting_.push_back(parsed(*message));
+        if (!is_job(waiting_.back())) continue;
+        const int64_t job_id = waiting_.back().job.job_id;
+        require(job_id > last_job_id_, "job: job_id must be above ", last_job_id_, ", that of the job before, got ", job_id);
+        last_job_id_ = job_id;
     }
     return true;
 }

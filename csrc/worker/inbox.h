@@ -49,6 +49,7 @@ class Inbox {
     const StepRecords& records_;
     const BlockReplay& replay_;
     const std::chrono::milliseconds word_timeout_;
+    int64_t last_job_id_ = 0;
     std::deque<Received> waiting_;              // in the order of their receipt
     std::vector<std::optional<size_t>> first_;  // a member so that its memory is reused: each block's first job of `waiting_`
 };
