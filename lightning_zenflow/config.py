@@ -137,7 +137,9 @@ class ZenFlowConfig(BaseModel):
 
     # System calls count their timeouts in milliseconds, in 32 bits.
     worker_timeout: float = _key(600.0, ge=0.001, le=1e6, unit="seconds", changes_numbers=False)
-    """Longest wait for the worker, its start included, before training stops with an error."""
+    """Longest wait for the worker, its start included, before training stops with an error. Time in which the worker itself waits for the
+    device or for other ranks does not count: that wait is limited by the same number, with several ranks by the strategy's `timeout` if it
+    is longer."""
 
     max_worker_restarts: int = _key(3, ge=0, unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""

@@ -137,7 +137,13 @@ class Session(RankEnvironment):
         """
         self._released = []
         self.zenflow_config = _repeatable(self._given_config)
-        resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
+        resources = rank_resources(
+            self.zenflow_config,
+            self.root_device,
+            ranks_on_host=self.num_processes,
+            world_size=self.world_size,
+            timeout=self._timeout,
+        )
         if self.root_device.type == "cpu":
             threads = torch.get_num_threads()
             self._ending.callback(torch.set_num_threads, threads)

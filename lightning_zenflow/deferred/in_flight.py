@@ -1,7 +1,7 @@
 """Update jobs, from the end of a window until its weights are in the model."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -105,6 +105,7 @@ class JobsInFlight:
         self._of_block: list[deque[Job]] = [deque() for _ in rank.partition.blocks]
         self._job_ids = itertools.count(1)
         self._published: dict[int, int] = {}
+        worker.diagnosis = self._diagnosis
 
     def __len__(self) -> int:
         """Jobs that are not published yet."""
@@ -223,8 +224,7 @@ class JobsInFlight:
         """Waits for the answer to one of the jobs; in backward. False if the worker has none."""
         if not self._unanswered:
             return False
-        with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(*(job.submission for job in self._unanswered))
+        self._wait_for(self._unanswered, cause)
         for job in self._take_newer_answers() or [self._take_answer(self._unanswered[0])]:
             self._publish_in_backward(job)
         return True
@@ -259,7 +259,8 @@ class JobsInFlight:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
         if job.state is JobState.SUBMITTED:
             self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
-            self._await(job, cause)
+            self._wait_for([job], cause)
+            self._take_answer(job)
         copied = None
         if job.buffer is not None:
             self._copy_overwritable(job, job.buffer)
@@ -289,11 +290,20 @@ class JobsInFlight:
         """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
         return job.tentative is not Tentative.NONE and self._of_block[job.block][-1] is job
 
-    def _await(self, job: Job, cause: Cause) -> Job:
-        """Waits for the worker's answer."""
+    def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
+        """Waits for the worker's answer to one of the jobs."""
         with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(job.submission)
-        return self._take_answer(job)
+            self._worker.wait_for(*(job.submission for job in jobs))
+
+    def _diagnosis(self) -> str:
+        """All that a wait for the worker may depend on."""
+        states = Counter(job.state for job in self._jobs)
+        jobs = ", ".join(f"{n} jobs {state.name.lower()}" for state, n in states.items())
+        oldest = next((f"; the oldest: {job.submission.message}" for job in self._unanswered), "")
+        return (
+            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self._free_buffers)} of {self._n_buffers}"
+            f" publish buffers free{oldest}"
+        )
 
     def _take_newer_answers(self) -> list[Job]:
         """Takes answers that have been read while an older job has none: only where the worker takes the newest first."""

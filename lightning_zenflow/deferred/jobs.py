@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
@@ -36,7 +37,8 @@ class JobQueue:
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
        themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
        step's last read of them as well. Where no forward pass may see a predicted factor, each of these blocks is submitted once more
-       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same.
+       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same. If only a gradient that is not
+       finite can make them differ, the last block alone is; the others follow before the next fetch if the step was skipped (`_verify`).
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
@@ -105,6 +107,8 @@ class JobQueue:
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
         self._submitted_in_backward: dict[int, None] = {}  # blocks, in the present step, in order
+        # Step, and blocks in it whose weights are true if the step is applied; the last of them has been submitted again.
+        self._unverified: tuple[int, Sequence[int]] | None = None
         self.set_schedule(schedule)
 
     @property
@@ -138,6 +142,7 @@ class JobQueue:
 
     def open(self, step: int) -> None:
         """Phase *open*."""
+        self._verify()
         self._open_step = step
 
     def acquire(self, blocks: Iterable[int], step: int) -> None:
@@ -166,7 +171,14 @@ class JobQueue:
         self.in_flight.sealed()
 
     def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], not_shown: Set[int] = frozenset()
+        self,
+        step: int,
+        *,
+        beta1: float,
+        synchronous: bool,
+        drain: Set[int],
+        not_shown: Set[int] = frozenset(),
+        as_predicted: bool = False,
     ) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
@@ -177,13 +189,15 @@ class JobQueue:
             drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
                 would have; their jobs, and with them all earlier ones, are then due in this step.
             not_shown: blocks whose weights in the model the device owns, so that those of the job are not copied there.
+            as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
 
         Returns:
             Blocks whose windows closed.
         """
         self._end_fill(step)
-        if self.corrects:
-            self._correct(step)
+        if self.corrects and (blocks := list(self._submitted_in_backward)):
+            self._correct(step, blocks[-1:] if as_predicted else blocks)
+            self._unverified = (step, blocks) if as_predicted else None
         closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
         # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
         for block in sorted(closing, key=lambda block: block in self.staggered.tail):
@@ -265,6 +279,7 @@ class JobQueue:
             self._dropped.clear()
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
+        self._unverified = None
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
@@ -276,11 +291,13 @@ class JobQueue:
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
+        self._verify()
         self.in_flight.publish_blocks(self._rank.partition.blocks_of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""
-        return all(map(self.in_flight.has_answers, self._rank.partition.blocks_of_slice[index]))
+        blocks = self._rank.partition.blocks_of_slice[index]
+        return self._unverified is None and all(map(self.in_flight.has_answers, blocks))
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -303,9 +320,20 @@ class JobQueue:
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
 
-    def _correct(self, step: int) -> None:
-        """Submits again, with the true factor, what was submitted in backward; in that order, since the worker takes the newest first."""
-        for block in self._submitted_in_backward:
+    def _verify(self) -> None:
+        """Waits until the last step's factor is known, unless that has been verified; corrects what has been shown of a skipped step."""
+        if self._unverified is None:
+            return
+        step, blocks = self._unverified
+        self.in_flight.publish_blocks(blocks[-1:], "publish_wait")
+        # The worker has read the step's word, so it is there.
+        if not self._rank.arena.step_words[step].view(torch.float32)[0].isfinite():
+            self._correct(step, blocks[:-1])
+        self._unverified = None
+
+    def _correct(self, step: int, blocks: Iterable[int]) -> None:
+        """Submits again, with the true factor, blocks that were submitted in backward; in that order: the worker takes the newest first."""
+        for block in blocks:
             window = self._windows[block]
             assert window is not None, "its last gradient is tentative"
             with self._rank.books:

@@ -204,7 +204,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(
-        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout),
+        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
         max_restarts=config.max_worker_restarts,
         stalls=rank.telemetry.stalls,
     )

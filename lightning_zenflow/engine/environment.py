@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -33,10 +35,21 @@ class RankResources:
     """Cores of the worker."""
     ranks_on_host: int
     """Ranks that share the host's memory."""
+    word_timeout_s: float
+    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
 
 
-def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int) -> RankResources:
+def rank_resources(
+    config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
+) -> RankResources:
     """Chooses the worker's cores; all ranks call it together.
+
+    Args:
+        config: configuration.
+        device: of the rank.
+        ranks_on_host: see `RankResources`.
+        world_size: number of ranks.
+        timeout: limit of a collective; None: torch's default.
 
     Raises:
         ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
@@ -51,7 +64,11 @@ def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host
             siblings=core_siblings(places[index].allowed),
             reserved_share=config.pt_reserved_cores_perc,
         )
-    return RankResources(cores=cores, ranks_on_host=ranks_on_host)
+    # With one rank a word waits for the device alone.
+    collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0
+    # Less than the 32 bits of milliseconds that `worker_timeout` has too.
+    word_timeout_s = max(config.worker_timeout, min(collective_s, 1e6))
+    return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
 
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information

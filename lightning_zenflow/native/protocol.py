@@ -12,7 +12,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 13
+VERSION: Final = 14
 
 HEADER_BYTES: Final = 4096
 
@@ -21,6 +21,8 @@ MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
 
 JOURNAL_ENTRY_BYTES: Final = 4096
+
+NO_BLOCK: Final = 2**32 - 1
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Element types of gradient slots, publish buffers and moments (int8: of those alone): values of ``zenflow::DataType``."""
@@ -46,6 +48,9 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
         (c_uint64, "n_shares export_offset export_bytes"),
+        (c_int64, "awaited_step"),
+        (c_uint32, "awaited_block reserved_of_word"),
+        (c_uint64, "n_looks"),
     )
 
 

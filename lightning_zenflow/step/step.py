@@ -214,6 +214,7 @@ class ZenFlowStep:
                 synchronous=plan.synchronous,
                 drain=self._ownership.waiting,
                 not_shown=self._ownership.owned_entirely,
+                as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
             )
             self._ownership.submitted(closed)
         # publish

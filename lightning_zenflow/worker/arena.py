@@ -242,6 +242,18 @@ class Arena:
         return len(self.step_words)
 
     @property
+    def n_looks(self) -> int:
+        """Looks of the workers at words that had not arrived; grows while a worker waits for a word."""
+        return int(self._header.n_looks)
+
+    def worker_state(self) -> str:
+        """What the worker does, by its own account, for an error message."""
+        h = self._header
+        word = "" if h.awaited_block == protocol.NO_BLOCK else f" and block {h.awaited_block}"
+        waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
+        return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
+
+    @property
     def resolved(self) -> tuple[int, int]:
         """The last step whose factor the worker has read, and the number of applied steps up to it.
 

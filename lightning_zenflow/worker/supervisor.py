@@ -11,7 +11,15 @@ from itertools import count
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
-from lightning_zenflow.worker.process import Answer, JobMessage, Request, Worker, WorkerError, WorkerKilled
+from lightning_zenflow.worker.process import (
+    Answer,
+    JobMessage,
+    Request,
+    Worker,
+    WorkerError,
+    WorkerKilled,
+    WorkerTimeout,
+)
 from lightning_zenflow.worker.rank_state import UnderWay
 
 _log = logging.getLogger(__name__)
@@ -56,11 +64,15 @@ class SupervisedWorker:
         max_restarts: limit within `RESTART_WINDOW_S`.
         stalls: counts restarts, and the worker's time for exports.
 
+    Attributes:
+        diagnosis: records of whoever submits, for the error of a missed `worker_timeout`.
+
     Raises:
         WorkerError: no worker could be started.
     """
 
     def __init__(self, start: Callable[[], Worker], *, max_restarts: int, stalls: StallClock) -> None:
+        self.diagnosis: Callable[[], str] = str
         self._start_worker = start
         self._max_restarts = max_restarts
         self._stalls = stalls
@@ -163,6 +175,10 @@ class SupervisedWorker:
             except WorkerKilled as death:
                 with nullcontext() if cause is None else self._stalls.measure(cause):
                     self._replace(death)
+        except WorkerTimeout as failure:
+            records = f"{len(self._unanswered)} messages without an answer, {self._n_sent} of them sent"
+            self._failure = WorkerTimeout(f"{failure}\nTrainer: {records}; {self.diagnosis()}")
+            raise self._failure from failure
         except WorkerError as failure:
             self._failure = failure
             raise

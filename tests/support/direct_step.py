@@ -74,7 +74,11 @@ class DirectStep:
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})
         config = config.with_weights_on_host() if in_place else config
         cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
-        resources = RankResources(cores=WorkerCores(cores=cores, reason="test", trainer_threads=1), ranks_on_host=1)
+        resources = RankResources(
+            cores=WorkerCores(cores=cores, reason="test", trainer_threads=1),
+            ranks_on_host=1,
+            word_timeout_s=config.worker_timeout,
+        )
         self.parts = build(config, zero, resources)
         self._groups, self._in_place, self._fetches = groups, in_place, in_place
         if in_place:

@@ -22,7 +22,12 @@ from harness import Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.deferred.in_place import InPlacePublisher
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import Publisher
+from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.worker.process import JobMessage
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from processes import wait_for
 from removed_waits import not_behind
 from same_bits import assert_is_adamw, assert_same_run
 
@@ -51,6 +56,8 @@ EXACT = {
     "flushes, warm-up": replace(NETWORK, flush_after=(4, 5), warm_up=2),
     "frozen and unfrozen": replace(CASE, model_options={"shapes": SHAPES, "frozen_in": {0: (4, 8), 3: (2, 100)}}),
     "never finite": replace(CASE, model_options={"shapes": SHAPES, "factors": {4: float("nan")}}),
+    # When all other blocks have been shown with it.
+    "not finite in the end": replace(CASE, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}),
 }
 CLIPPED = {
     "clipped": replace(NETWORK, max_norm=0.5),
@@ -90,6 +97,68 @@ def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
     run = run_here(CLIPPED[name])
     assert run.in_backward_jobs > 0
     assert_same_run(run, run_here(CLIPPED[name].with_keys(optimizer_in_backward=False)))
+
+
+@pytest.mark.parametrize("change", ["", "a learning rate", "a norm", "not finite"])
+def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clipping one of them, which says whether the step was applied; all of them where a hook changes what they were shown with."""
+    sent: list[JobMessage] = []
+    enqueue = SupervisedWorker.enqueue
+    monkeypatch.setattr(SupervisedWorker, "enqueue", lambda self, job: (sent.append(job), enqueue(self, job))[1])
+    shown = []
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], in_place=True, optimizer_in_backward=in_backward) as direct:
+            for step in range(3):
+                gradients = random_tensors(step)
+                if step == 1 and change == "not finite":
+                    gradients[0][0, 0] = torch.inf
+                sent.clear()
+                direct.backward(gradients)
+                direct.join()
+                n_blocks = len(direct.parts.step.jobs.submitted_in_backward)
+                if step == 1 and change == "a learning rate":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
+                direct.max_norm = 1.0 if step == 1 and change == "a norm" else 0.0
+                direct.step.step()
+                direct.max_norm = 0.0
+                direct.fetch()
+                shown.append([flat.clone() for flat in direct.shown])
+                again = sum(job.tentative is Tentative.TRUE for job in sent)
+                assert again == ((n_blocks if step == 1 and change else 1) if in_backward else 0)
+                assert (n_blocks > 1) == in_backward
+    for ours, expected in zip(shown[:3], shown[3:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str) -> None:
+    """Before the step's factor is there, or behind it: moments that have been rounded in between would show."""
+    shown = []
+    for is_late in (False, True):
+        keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
+        with direct_step([random_tensors(50)[::-1]], in_place=True, **keys) as direct:
+            for step in range(4):
+                gradients, jobs = random_tensors(step)[::-1], direct.parts.step.jobs
+
+                def are_done(jobs: JobQueue = jobs) -> bool:
+                    return all(map(jobs.in_flight.has_answers, jobs.submitted_in_backward))
+
+                for index in reversed(range(len(gradients))):
+                    # The last block only: there are slots for few more than the blocks of a step.
+                    if index == 0 and is_late:
+                        wait_for(are_done)
+                        os.kill(direct.parts.worker.pid, signal.SIGSTOP)
+                    direct.receive(index, gradients[index], last=True)
+                direct.join()
+                if not is_late:
+                    wait_for(are_done)
+                direct.step.step()
+                if is_late:
+                    os.kill(direct.parts.worker.pid, signal.SIGCONT)
+                direct.fetch()
+                shown.append([flat.clone() for flat in direct.shown])
+    for ours, late in zip(shown[:4], shown[4:], strict=True):
+        assert all(map(torch.equal, ours, late))
 
 
 def random_tensors(seed: int, device: torch.device = CPU) -> list[Tensor]:
