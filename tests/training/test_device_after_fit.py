@@ -1,4 +1,6 @@
-"""Collectives on a recorded device, whose process group refuses tensors of the host as one does that has NCCL alone."""
+"""After training on a recorded device: files that are saved, by a process group that refuses tensors of the host as one does that has NCCL
+alone; and where the module is.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from benchmarks.recorded_device.watch import recorded_device
+from fabric_runs import set_up, train_step
 from harness import Case, Run, run_here
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
+from stage3_runs import PiecesNet
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -72,6 +77,20 @@ def test_two_ranks_save_a_file_after_fit(tmp_path: Path) -> None:
     for name, (case, path) in saved.items():
         assert_saved(path, runs[name][0], case)
         assert not any(run.races for run in runs[name])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_of_fabric_is_in_one_place(place: str) -> None:
+    """Weights, buffers, and with them what a forward pass needs; one that was in host memory stays there."""
+    case = replace(CASE, **PLACES[place])
+    model = PiecesNet(length=case.steps)
+    with recorded_device():
+        fabric, wrapped, optimizer, _ = set_up(model, **case.keys())
+        train_step(fabric, wrapped, optimizer, 0)
+        fabric.strategy.teardown()
+        expected = torch.device("cpu") if case.offload_parameters else fabric.strategy.root_device
+        assert {t.device for t in (*model.parameters(), *model.buffers())} == {expected}
+        assert model.device == expected and model.loss(1, 0, 0).isfinite()
 
 
 def test_a_tensor_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
