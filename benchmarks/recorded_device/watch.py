@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -303,6 +304,15 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
         stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+
+        work_wait = dist.Work.wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            # gloo copies some results from memory of its own there, where NCCL would order the current stream.
+            with torch._C._DisableTorchDispatch():
+                return work_wait(work, *args, **kwargs)
+
+        stack.enter_context(patch.object(dist.Work, "wait", wait))
 
         def batch_to_device(_: Any, batch: Any, *__: Any, **___: Any) -> Any:
             return apply_to_collection(batch, Tensor, device.from_page_locked)
