@@ -203,6 +203,7 @@ class ProvisionalUpdate:
             for update in later:
                 ready = update
                 if update.in_slot:
+                    self._rank.d2h.join()
                     ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
                     self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
                 self._apply(ready, update.step - last, schedule.of_block(block))

@@ -158,10 +158,12 @@ class FullState:
 
     def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
         """Puts together what the ranks hold of a parameter."""
-        shape = self._shapes[number]
-        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._parameters[number].device)
+        shape, group = self._shapes[number], self._optimizer.dp_process_group
+        # NCCL takes the rank's device only, which the parameter has left when training has ended.
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._optimizer.parts.rank.device)
         if number in self._slices:
             index, s = self._slices[number]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
-        dist.all_reduce(flat, group=self._optimizer.dp_process_group)
-        return flat.view(shape)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(flat, group=group)
+        return flat.view(shape).to(self._parameters[number].device)

@@ -92,7 +92,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 @torch.no_grad()
 def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; gives each parameter memory of its own, where it has a part
-    of a flat buffer. A module that is divided over ranks (`make_whole`) stays so.
+    of a flat buffer. A module whose weights are in host memory is there as a whole. One that is divided over ranks (`make_whole`) stays so.
 
     Args:
         model: the module, or DeepSpeed's engine of it.
@@ -127,6 +127,9 @@ def release(model: Module) -> Released:
         released[p] = {name: vars(p).pop(name) for name in names}
         if (piece := released[p].get("ds_tensor")) is not None:
             piece.data = piece.data.new_empty(0)
+    if any(p.device == torch.device("cpu") for p in parameters):
+        # The weights may be larger than the device's memory, so the buffers come to them.
+        module.cpu()
     return released
 
 

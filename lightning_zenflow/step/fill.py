@@ -170,6 +170,8 @@ class Fill:
             total = self.accumulation.take(index)
             assert total is not None
             self._route(context, index, total)
+            # The next step writes to the sum's memory.
+            self._rank.d2h.join()
         for index in self.arrivals.missing:
             if index not in self._vectors:
                 self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)

@@ -58,6 +58,22 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
             yield from _pieces_in(value)
 
 
+class Fetched:
+    """Handle, as DeepSpeed's, of parameters that one rank copies to the device. DeepSpeed's own makes the host wait for the whole stream of
+    the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self._parameters = list(parameters)
+
+    def wait(self, **kwargs: Any) -> None:
+        """As DeepSpeed's; the host does not wait."""
+        for parameter in self._parameters:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        # Another of them may be dropped before its own call.
+        self._parameters.clear()
+
+
 class LateGather:
     """Handle, as DeepSpeed's, of a parameter whose gather has not begun.
 
@@ -153,6 +169,10 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
             self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
+        if self._one_rank:
+            # Its dictionary, since the registry itself refuses a second handle.
+            handles = self._PartitionedParameterCoordinator__inflight_param_registry.data
+            handles.update(dict.fromkeys(at_once, Fetched(at_once)))
         self._fetched.update(at_once)
         for parameter in late:
             self._late[parameter] = LateGather(partial(self._begin, [parameter]))
@@ -178,6 +198,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             for parameter in parameters:
                 self._drop(parameter)
             raise
+        if self._one_rank:
+            handle = Fetched(parameters)
         for parameter in parameters:
             self._late.pop(parameter).handle = handle
         self._fetched.update(parameters)

@@ -229,7 +229,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 # One that is too large for the bucket was allocated on the training stream.
                 runtime.keep_for(runtime.current_stream(), parameter.grad)
             parameter.grad = None
-        # The pieces may lie in the bucket, which is filled again behind this stream, or be freed for it to use again.
+        # The pieces may lie in the bucket, which is filled again on this stream alone, or be freed for it to use again. DeepSpeed makes the
+        # host wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
         self._rank.d2h.join()
 
     @override
