@@ -135,7 +135,8 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
-        self._released = []
+        # What a training before has left is as large as what this one needs.
+        self._released, self.zenflow_optimizer = [], None
         self.zenflow_config = _repeatable(self._given_config)
         resources = rank_resources(
             self.zenflow_config,

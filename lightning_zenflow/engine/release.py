@@ -3,21 +3,24 @@
 Private names of DeepSpeed's that are removed: `_OF_MODULES`, `_OF_PARAMETERS`, what begins with `ds_` on parameters, and hooks.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     InsertPostInitMethodToModuleSubClasses,
     ZeroParamStatus,
 )
-from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
@@ -47,8 +50,18 @@ _OF_PARAMETERS = frozenset(
     ]
 )
 
+_LEAF = "_z3_leaf"
+"""Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
+
+_users_leaves: "WeakSet[Module]" = WeakSet()
+
 Released = Mapping[Any, dict[str, Any]]
 """Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
+
+
+def note_users_flags(module: Module) -> None:
+    """Notes what is the user's own of a module, before DeepSpeed sets it up."""
+    _users_leaves.update(m for m in module.modules() if _LEAF in vars(m))
 
 
 @torch.no_grad()
@@ -102,21 +115,21 @@ def release(model: Module) -> Released:
     """
     module = _module(model)
     parameters: list[Any] = list(module.parameters())
-    restore_linear()
+    restore_process()
+    modules = set(module.modules())
+    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry not in modules]
     if any(is_divided(p) and p.numel() != p.ds_numel for p in parameters):
         return {}
     if isinstance(model, DeepSpeedEngine):
         model.destroy()
-        # Private: the flag that a module is gathered as one, and the engine's configuration of it; what users have flagged besides stays.
-        for leaf in apply_zero_leaf_module_config(module, model._config.zero_config.leaf_module):
-            vars(leaf).pop("_z3_leaf", None)
-    modules = list(module.modules())
     remove_hooks(module)
     for m in modules:
         _remove_attributes(m)
-    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [entry for entry in stack if not any(entry is m for m in modules)]
+        if m not in _users_leaves:
+            vars(m).pop(_LEAF, None)
+    _users_leaves.difference_update(modules)
     released: dict[Any, dict[str, Any]] = {}
     for p in parameters:
         names = _names_on(p)
@@ -154,11 +167,17 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
                 delattr(p, name)
 
 
-def restore_linear() -> None:
+def restore_process() -> None:
     """Undoes what DeepSpeed's stage 3 does to the process."""
-    # Private: torch's function, which DeepSpeed replaces by one that keeps less memory, for ever.
-    linear = torch.nn.functional.linear
-    torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear)
+    # Private: DeepSpeed replaces torch's function by one that keeps less memory, for ever, and notes the one before in its first set-up.
+    noted = InsertPostInitMethodToModuleSubClasses
+    if hasattr(noted, "linear_bk"):
+        if torch.nn.functional.linear is zero3_linear_wrap:
+            torch.nn.functional.linear = noted.linear_bk
+        del noted.linear_bk
+    # Private: a method with a cache without a bound, in a decorator; its keys refer to coordinators, and so to whole trainings.
+    decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 
 
 def _module(model: Module) -> Module:

@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.release import note_users_flags
 
 
 @contextmanager
@@ -49,6 +50,7 @@ def in_place_of(
     if vars(namespace).get(name) is not base or missing:
         raise _unsupported(f"missing in {name}: {missing}" if missing else "no name to replace")
     built: list[Any] = []
+    note_users_flags(module)
     scalars = _lay_out_for_broadcast(module)
 
     def restore_scalars() -> None:

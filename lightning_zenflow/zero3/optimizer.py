@@ -19,7 +19,7 @@ from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.release import restore_linear
+from lightning_zenflow.engine.release import restore_process
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
@@ -358,7 +358,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     @override
     def destroy(self) -> None:
         super().destroy()
-        restore_linear()
+        restore_process()
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:

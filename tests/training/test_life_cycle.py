@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
-from models import TINY, LinearLossModule
+from models import TINY, LinearLossModule, TestModule
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
 from reference import adamw_reference
@@ -54,21 +57,60 @@ def test_fit_twice(same_trainer: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
 
-def test_fits_leave_no_memory_behind() -> None:
+class Wide(TestModule):
+    """4 MB of weights, in modules of their own, so that stage 3 fetches them one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1000, 500), nn.Tanh(), nn.Linear(500, 1000))
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        return self.layers(torch.ones(2, 1000)).square().mean()
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "2": {},
+    "3": {"stage": 3},
+    "3, in host memory": {"stage": 3, "offload_parameters": True},
+}
+
+
+@pytest.mark.parametrize("fits", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
     """Arenas and descriptors are freed with the last reference to the trainer, which set-up collects, as it would count as taken."""
-    fit(linear())
+    process = psutil.Process()
+
+    def train() -> list[Callable[[], Any]]:
+        model, strategy = Wide(), ZenFlowStrategy(**STAGES[stage])
+        trainer = fit(model, strategy, limit_val_batches=1)
+        trainer.test(model, verbose=False)
+        if len(references) % 2:
+            ends = Ends("step 2")
+            with pytest.raises(RuntimeError, match="own mistake"):
+                fit(model, strategy, callbacks=[ends])
+            ends.arena.close()
+        return [weakref.ref(x) for x in (model, strategy, trainer, strategy.zenflow_optimizer)]
+
+    references: list[list[Callable[[], Any]]] = []
+    for _ in range(2):
+        references.append(train())
     gc.collect()
-    before = len(arena_mappings())
+    before, resident = len(arena_mappings()), process.memory_info().rss
     gc.disable()
     try:
         with leaves_no_file_open():
-            for _ in range(3):
-                fit(linear())
+            for _ in range(fits - len(references)):
+                references.append(train())
                 assert len(arena_mappings()) <= before + 1
             gc.collect()
             assert len(arena_mappings()) == before
     finally:
         gc.enable()
+    assert [reference() for of_fit in references for reference in of_fit] == [None] * 4 * fits
+    # Of 4 MB weights, and of 12 MB state, in each fit.
+    assert process.memory_info().rss - resident < 2e7
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])

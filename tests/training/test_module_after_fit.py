@@ -17,6 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import set_z3_leaf_module
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {},
-    "3": {"stage": 3},
+    # One of its modules is gathered as one.
+    "3": {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["layers.2"]}}}},
     "3, in host memory": {"stage": 3, "offload_parameters": True},
 }
 
@@ -49,6 +51,7 @@ class Owned(TiedNet):
         self.calls = 0
         self.head.register_forward_hook(self.count)
         self.head.weight.no_decay = True  # type: ignore[attr-defined]
+        set_z3_leaf_module(self.layers[0], True)
 
     def count(self, *_: Any) -> None:
         self.calls += 1
@@ -137,6 +140,31 @@ def test_evaluation_leaves_nothing(stage: str, function: str, tmp_path: Path) ->
     assert nn.functional.linear is linear
     assert_same_tensors([*model.state_dict().values()], [*weights.values()])
     assert_usable(model, tmp_path)
+
+
+class PatchesLinear(pl.Callback):
+    """Replaces torch's function in the middle of a training."""
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        nn.functional.linear = patched
+
+
+def patched(*args: Any) -> Tensor:
+    """As a library replaces `linear`."""
+    return torch.matmul(args[0], args[1].t()) + args[2]
+
+
+def test_a_users_own_linear_stays() -> None:
+    """One that is there before a training, one that is gone before the next, and one that is put there while a training runs."""
+    torchs = nn.functional.linear
+    for linear in (patched, torchs, patched):
+        nn.functional.linear = linear
+        make_trainer(ZenFlowStrategy(stage=3), max_steps=2).fit(Owned())
+        assert nn.functional.linear is linear
+    nn.functional.linear = torchs
+    make_trainer(ZenFlowStrategy(stage=3), max_steps=2, callbacks=[PatchesLinear()]).fit(Owned())
+    assert nn.functional.linear is patched
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
