@@ -396,7 +396,11 @@ class TrainerStrategy(Session):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            remove(Path(filepath))
+            try:
+                remove(Path(filepath))
+            except IsADirectoryError as error:
+                # `ModelCheckpoint` goes on without it, and so do the other ranks.
+                rank_zero_warn(f"nothing was removed: {error}")
 
 
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):

@@ -45,7 +45,8 @@ def save_together(
         sync: whether the checkpoint must survive a failure of power.
 
     Raises:
-        OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
+        OSError: a rank could not write its files, or the path is of a folder that is no checkpoint; `path` is unchanged, and nothing of the
+            new checkpoint remains.
     """
     staged: StagedSave | None = None
     try:
@@ -81,6 +82,8 @@ def _saving(path: Path, content: Path) -> Iterator[None]:
     with raising_together(OSError):
         try:
             yield
+        except IsADirectoryError:
+            raise
         except (
             Exception
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
