@@ -109,6 +109,8 @@ class TrainerStrategy(Session):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._file: SavedFile | None = None
+        # What the hooks of the present save were given under stage 3.
+        self._handed: Mapping[str, Any] = {}
         self._config_without_trainer: dict[str, Any] | None = None
 
     @override
@@ -272,6 +274,14 @@ class TrainerStrategy(Session):
         super().on_train_batch_start(batch, batch_idx)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, exact. The first call of a save: what hooks see after it is what is written."""
+        self.flush()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        self._handed = dict(state) if self.zero_stage_3 else {}
+        return state
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
         return {}
@@ -307,6 +317,7 @@ class TrainerStrategy(Session):
         has_states = bool(checkpoint.get("optimizer_states"))
         # The averaged weights are elsewhere then (`WeightAveraging`).
         weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
+        handed, self._handed = self._handed, {}
         state = WholeState(
             self.deepspeed_engine,
             # Also after an evaluation, for which Lightning makes another engine.
@@ -315,6 +326,7 @@ class TrainerStrategy(Session):
             weights,
             moments=has_states,
             without_frozen=self.exclude_frozen_parameters,
+            handed=handed,
         )
         self._save_file(
             path, state, lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}

@@ -15,7 +15,7 @@ from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, w
 from lightning_zenflow.checkpoint.engine_content import EngineContent
 from lightning_zenflow.checkpoint.files import CheckpointError, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -282,7 +282,7 @@ def load_file_together(
         return
     state = None
     with _loading(saved.path):
-        masters = saved.weights_for(optimizer, weights)
+        masters = saved.masters_for(optimizer, weights)
         if states is not None:
             saved.refuse_other_version()
             state = saved.state_for(optimizer, order, states)
@@ -290,6 +290,6 @@ def load_file_together(
         state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
     with optimizer.loading(), _loading(saved.path):
         load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state(masters, state)
+        optimizer.load_full_state(as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)
