@@ -28,8 +28,8 @@ from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 
 
 def save_together(
-    path: Path,
-    write: Callable[[Path], None],
+    path: Path | str,
+    write: Callable[[Path | str], None],
     states: ZenFlowOptimizer | WholeState | None,
     *,
     is_global_zero: bool,
@@ -38,7 +38,7 @@ def save_together(
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
-        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
+        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced. A string: `write` does all of it.
         write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`; or the one file.
         states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
         is_global_zero: whether this rank creates, renames and deletes directories.
@@ -51,9 +51,9 @@ def save_together(
     staged: StagedSave | None = None
     try:
         with _saving(path, path):
-            if is_global_zero:
+            if is_global_zero and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
-        contents = [path if staged is None else staged.content]
+        contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
         with _saving(path, content):
@@ -64,7 +64,7 @@ def save_together(
         ):
             with _without_collectives():
                 write(content)
-            if sync:
+            if sync and isinstance(content, Path):
                 # Each rank its own, since network storage keeps what has been written with the host that wrote it.
                 sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
         with _saving(path, content):
@@ -77,7 +77,7 @@ def save_together(
 
 
 @contextmanager
-def _saving(path: Path, content: Path) -> Iterator[None]:
+def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
     """Context of a part of a save to `content`, whose error is raised on all ranks, with its cause and what to do about it."""
     with raising_together(OSError):
         try:
@@ -88,7 +88,7 @@ def _saving(path: Path, content: Path) -> Iterator[None]:
             Exception
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # torch's file writer raises RuntimeError, without a reason.
-            cause = reason if isinstance(reason, OSError) else write_error(content)
+            cause = reason if isinstance(reason, OSError) or isinstance(content, str) else write_error(content)
             # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
             for error in (reason, reason.__context__):
                 if error is not None:
@@ -118,7 +118,7 @@ def _without_collectives() -> Iterator[None]:
 
 
 @contextmanager
-def _loading(path: Path) -> Iterator[None]:
+def _loading(path: Path | str) -> Iterator[None]:
     """Context of a part of a load, whose error is raised on all ranks.
 
     Raises:
@@ -239,18 +239,18 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     return client_state
 
 
-def read_file_together(path: Path, *, weights_only: bool | None) -> SavedFile:
+def read_file_together(path: Path | str, load: Callable[[], Any]) -> SavedFile:
     """Reads a checkpoint that is one file, after `is_file_together`. A collective: all ranks must call it.
 
     Args:
         path: path of the file.
-        weights_only: see `torch.load`; None is its default.
+        load: gives its content.
 
     Raises:
         CheckpointError: a rank cannot read it.
     """
     with _loading(path):
-        return SavedFile(path, weights_only=weights_only)
+        return SavedFile(path, load())
 
 
 def load_file_together(

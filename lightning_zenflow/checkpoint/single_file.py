@@ -28,7 +28,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.engine_content import restore_counts
-from lightning_zenflow.checkpoint.files import read, refusal
+from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
@@ -42,21 +42,21 @@ class SavedFile:
 
     Args:
         path: the file.
-        weights_only: see `torch.load`; None is its default.
+        content: what was read of it.
 
     Attributes:
         path: the file.
         content: what is in it; weights and optimizer's states may be mapped.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: it is no checkpoint.
     """
 
-    def __init__(self, path: Path, *, weights_only: bool | None) -> None:
+    def __init__(self, path: Path | str, content: Any) -> None:
         self.path = path
-        self.content: dict[str, Any] = read(path, weights_only=weights_only)
-        if not isinstance(self.content, dict):
-            raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(self.content).__name__}")
+        if not isinstance(content, dict):
+            raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(content).__name__}")
+        self.content: dict[str, Any] = dict(content)
         self._run_state = self.content.pop(CHECKPOINT_KEY, None)
 
     def entry(self, name: str) -> Any:

@@ -1,5 +1,6 @@
 """What a checkpoint that is one file is made of, put together from all ranks; `single_file` has its layout."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,7 +108,7 @@ class WholeState:
         wanted = {self._name_of(entry) for entry in self.weights} - self._exact
         return {n: p for n, p in self._parameters.items() if n in wanted and is_divided(p)}
 
-    def copy_for_save(self, path: Path) -> dict[str | None, dict[str, Tensor]]:
+    def copy_for_save(self, path: Path | str) -> dict[str | None, dict[str, Tensor]]:
         """Memory for the whole states, on rank 0: by key and name; key None is of weights. Where the arena has them, they are there.
 
         Raises:
@@ -116,17 +117,17 @@ class WholeState:
         if dist.get_rank() != 0:
             return {}
         copies: dict[str | None, dict[str, Tensor]] = {}
+        # Of a store the files for the time of the save are where all such files are.
+        folder = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
         for key in self._keys:
             found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            flat, begin = on_disk(path.parent, sum(shape.numel() for shape in missing.values())), 0
+            flat, begin = on_disk(folder, sum(shape.numel() for shape in missing.values())), 0
             for name, shape in missing.items():
                 found[name] = with_own_storage(flat, begin, shape)
                 begin += shape.numel()
             copies[key] = {name: state for name, state in found.items() if state is not None}
-        copies[None] |= {
-            n: on_disk(path.parent, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()
-        }
+        copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
 
     def _in_arena(self, number: int, key: str | None) -> Tensor | None:
