@@ -11,17 +11,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, save_together
+from lightning_zenflow.checkpoint.collective import (
+    is_file_together,
+    load_file_together,
+    load_together,
+    read_file_together,
+    save_together,
+)
+from lightning_zenflow.checkpoint.files import place_of, read
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.config import (
     offloads_parameters,
@@ -102,6 +111,7 @@ class Session(RankEnvironment):
         self.zenflow_config, self._users_config = resolve_config(config, given)
         refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None
+        self._plugin: CheckpointIO | None = None
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
@@ -212,30 +222,68 @@ class Session(RankEnvironment):
         format_ = self.zenflow_config.checkpoint_format
         return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
 
-    def _save_file(self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]]) -> None:
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or Lightning's own, which no further Trainer takes for one of the user's."""
+        if any(kind.__name__ == "_WrappingCheckpointIO" for kind in type(self._plugin).__mro__):
+            # As Lightning's getter: what a plugin without a base wraps. The class is private, and there are two of it.
+            self._plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[union-attr]
+        return self._plugin or TorchCheckpointIO()
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        self._plugin = plugin
+
+    def _io_of(self, place: Path | str) -> CheckpointIO | None:
+        """What writes, reads and removes a file: a plugin of the user's, or Lightning's own in a store; None: this package, as folders."""
+        is_ours = isinstance(place, Path) and (self._plugin is None or place.is_dir())
+        return None if is_ours else self.checkpoint_io
+
+    def _save_file(
+        self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]], storage_options: Any
+    ) -> None:
         """Saves one file; as `_save`.
 
         Args:
             path: path of the file.
             state: what is put together.
             content: what is written of it, on rank 0.
+            storage_options: for a plugin of the user's; None for all others.
         """
+        io = self._io_of(place_of(path))
+        if io is None and storage_options is not None:
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
 
-        def write(file: Path) -> None:
-            if self.is_global_zero:
-                ours = {} if state.run_state is None else {CHECKPOINT_KEY: state.run_state}
-                torch.save({**content(), **ours}, file)
+        def write(file: Path | str) -> None:
+            if not self.is_global_zero:
+                return
+            whole = {**content(), **({} if state.run_state is None else {CHECKPOINT_KEY: state.run_state})}
+            if io is None:
+                torch.save(whole, file)
+            else:
+                io.save_checkpoint(whole, path, storage_options=storage_options)
 
         self._save(path, write, state)
 
-    def _save(self, path: Any, write: Callable[[Path], None], state: WholeState | None = None) -> None:
+    def _refuse_folder(self, path: Any) -> None:
+        """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
+        if self._plugin is not None or isinstance(place_of(path), str):
+            raise MisconfigurationException(
+                f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(self.checkpoint_io).__name__}, got"
+                f" {self.zenflow_config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
+            )
+
+    def _save(self, path: Any, write: Callable[[Any], None], state: WholeState | None = None) -> None:
         """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
-        # Without a trailing slash, as the name of a file.
-        path = Path(self.broadcast(os.path.normpath(path)))
+        if state is None:
+            self._refuse_folder(path)
+        place = place_of(path)
+        place = self.broadcast(str(path) if self._io_of(place) is not None else place)
         if self.zenflow_optimizer is not None:
             self.zenflow_optimizer.flush()
             if not in_common([self.zenflow_optimizer.zenflow_step.number]):
@@ -246,12 +294,22 @@ class Session(RankEnvironment):
         # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
         with nullcontext() if state is not None else as_in_training(self._released):
             save_together(
-                path,
+                place,
                 write,
                 state or self.zenflow_optimizer,
                 is_global_zero=self.is_global_zero,
                 sync=self.zenflow_config.sync_checkpoints,
             )
+
+    def _open_file(self, path: Any, *, weights_only: bool | None) -> SavedFile | None:
+        """Reads a checkpoint that is one file; None: it is a folder, or none (`is_file_together`)."""
+        place = place_of(path)
+        if (io := self._io_of(place)) is not None:
+            return read_file_together(place, partial(io.load_checkpoint, path, weights_only=weights_only))
+        assert isinstance(place, Path)
+        if not is_file_together(place):
+            return None
+        return read_file_together(place, partial(read, place, weights_only=weights_only))
 
     def _load_file(
         self,
@@ -272,7 +330,7 @@ class Session(RankEnvironment):
         assert self.zenflow_optimizer is not None
         # Before the engine loads weights, which updates in flight would overwrite.
         self.zenflow_optimizer.flush()
-        return load_together(engine, Path(path), strict=strict, optimizer_states=optimizer_states)
+        return load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=optimizer_states)
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:

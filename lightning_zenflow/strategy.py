@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -20,7 +21,8 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, CURRENT, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.collective import is_file_together, load_weights_together, read_file_together
+from lightning_zenflow.checkpoint.collective import load_weights_together
+from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
@@ -107,6 +109,9 @@ class TrainerStrategy(Session):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._file: SavedFile | None = None
+        # What the hooks of the present save were given under stage 3.
+        self._handed: Mapping[str, Any] = {}
+        self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
 
     @override
@@ -121,6 +126,11 @@ class TrainerStrategy(Session):
             # A monitor of the user's own is kept instead.
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
                 insert_first(callbacks, self.stall_monitor(summary_from=50))
+            # Private: a strategy keeps the plugin of the Trainer that was made last.
+            theirs = model.trainer._accelerator_connector.checkpoint_io
+            if theirs is not None or self._plugin is self._trainers_plugin:
+                self._plugin = theirs
+            self._trainers_plugin = theirs
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
@@ -160,6 +170,12 @@ class TrainerStrategy(Session):
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_training(self.lightning_module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
+        if trainer.state.fn == TrainerFn.FITTING and not self._saves_file():
+            whole = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+            for folder in [getattr(c, "dirpath", "") for c in whole] + [trainer.default_root_dir] * (
+                self._plugin is not None
+            ):
+                self._refuse_folder(folder)
         insert_first(callbacks, self._exact_weights)
         super().setup(trainer)
 
@@ -263,6 +279,14 @@ class TrainerStrategy(Session):
         super().on_train_batch_start(batch, batch_idx)
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, exact. The first call of a save: what hooks see after it is what is written."""
+        self.flush()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        self._handed = dict(state) if self.zero_stage_3 else {}
+        return state
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Nothing: Lightning asks before `save_checkpoint`, which saves the state."""
         return {}
@@ -272,7 +296,7 @@ class TrainerStrategy(Session):
         """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
 
         Raises:
-            TypeError: there are `storage_options`, which nothing reads.
+            TypeError: there are `storage_options`, and no plugin that reads them.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
@@ -293,11 +317,10 @@ class TrainerStrategy(Session):
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
 
     def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError(f"storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
         has_states = bool(checkpoint.get("optimizer_states"))
         # The averaged weights are elsewhere then (`WeightAveraging`).
         weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
+        handed, self._handed = self._handed, {}
         state = WholeState(
             self.deepspeed_engine,
             # Also after an evaluation, for which Lightning makes another engine.
@@ -306,9 +329,13 @@ class TrainerStrategy(Session):
             weights,
             moments=has_states,
             without_frozen=self.exclude_frozen_parameters,
+            handed=handed,
         )
         self._save_file(
-            path, state, lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
+            path,
+            state,
+            lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})},
+            storage_options,
         )
 
     @override
@@ -325,10 +352,10 @@ class TrainerStrategy(Session):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
-        module, path = self.lightning_module, Path(checkpoint_path)
-        if is_file_together(path):
+        module, path = self.lightning_module, Path(place_of(checkpoint_path))
+        self._file = self._open_file(checkpoint_path, weights_only=bool(weights_only))
+        if self._file is not None:
             # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
-            self._file = read_file_together(path, weights_only=bool(weights_only))
             self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
             return self._file.content
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
@@ -385,7 +412,15 @@ class TrainerStrategy(Session):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            remove(Path(filepath))
+            place = place_of(filepath)
+            try:
+                if (io := self._io_of(place)) is not None:
+                    io.remove_checkpoint(filepath)
+                else:
+                    remove(Path(place))
+            except IsADirectoryError as error:
+                # `ModelCheckpoint` goes on without it, and so do the other ranks.
+                rank_zero_warn(f"nothing was removed: {error}")
 
 
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):

@@ -1,7 +1,7 @@
 """Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.engine.on_disk import with_own_storage
+from lightning_zenflow.engine.pieces import is_divided
 from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
@@ -137,6 +138,27 @@ class FullState:
     def shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters, by name in the order of their numbers."""
         return {self._name(number): shape for number, shape in enumerate(self._shapes)}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name, in the same order."""
+        return {self._name(number): p for number, p in enumerate(self._parameters)}
+
+    def shown(self) -> list[str]:
+        """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
+        collective.
+        """
+        names = []
+        parameters: dict[str, Any] = self.parameters
+        for number, (name, p) in enumerate(parameters.items()):
+            if number in self._slices:
+                _, s = self._slices[number]
+                begin, weights = (0, p.ds_tensor) if is_divided(p) else (s.start, p)
+                part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
+                if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
+                    continue
+            names.append(name)
+        return names
 
     def _name(self, number: int) -> str:
         return str(self._optimizer.param_names[self._parameters[number]])
