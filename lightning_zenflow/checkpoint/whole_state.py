@@ -185,10 +185,10 @@ class WholeState:
         assert self._optimizer is not None and self.run_state is not None
         self.run_state["entries"] = {name: entry for name, entry in entries.items() if entry != name}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
-        step = float(self._optimizer.zenflow_step.count)
+        step = torch.tensor(float(self._optimizer.zenflow_step.count), dtype=torch.float32, device="cpu")
         self.optimizer_state = {
             "state": {
-                numbers[name]: {"step": torch.tensor(step), **{key: copies[key][name] for key in MOMENTS}}
+                numbers[name]: {"step": step.clone(), **{key: copies[key][name] for key in MOMENTS}}
                 for name in sorted(self._shapes, key=numbers.__getitem__)
             },
             "param_groups": [

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -223,7 +222,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             self._full_state.write(number, weights[name])
             for key, of_names in ({} if saved is None else saved["moments"]).items():
                 moment = of_names.get(name)
-                self._full_state.write(number, torch.zeros(shape) if moment is None else moment, key)
+                self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
         if saved is not None:
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 group.update(values)
