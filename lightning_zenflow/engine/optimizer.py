@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
+from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
@@ -54,6 +56,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
+        marks_gradients: whether `TakenGradient` stands in `parameter.grad` between backward and step, where the user's code may look.
     """
 
     # DeepSpeed's own, declared for the type checker.
@@ -69,6 +72,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
+        self.marks_gradients = True
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -102,6 +106,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             gather_weights=self._gather_weights,
         )
         self._full_state = FullState(self, parameters, shapes)
+        self._taken = TakenGradients(parameters)
+        for number, parameter in enumerate(parameters):
+            added: Any = parameter
+            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            added._hp_grad, added.get_full_hp_grad = True, partial(self._full_state.gradient, number)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
@@ -117,13 +126,35 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def _begin_step(self) -> None:
         """What a stage does before a step."""
 
+    def begin_micro_batch(self) -> None:
+        """Before a forward pass, and before a backward pass."""
+        self._taken.clear()
+
+    @override
+    def exit_backward(self) -> None:
+        """As DeepSpeed's, which has taken all gradients by then."""
+        super().exit_backward()
+        if self.marks_gradients:
+            self._taken.mark()
+
+    def _has_gradients(self) -> bool:
+        """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
+        if replaced := self._taken.replaced():
+            if any(p.grad is not None for p in self._trained_parameters):
+                refuse_replaced([self.param_names[p] for p in replaced])
+            # By `module.zero_grad()`.
+            self.zenflow_step.drop_gradients()
+        self._taken.clear()
+        return self.zenflow_step.micro_batches > 0
+
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the
+        last one, nothing.
 
         Raises:
-            MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
-                `ignore_unused_parameters` is false.
+            MisconfigurationException: the memory of a weight was replaced, or the gradients of some weights; or the step did not use a
+                parameter, and `ignore_unused_parameters` is false.
             WorkerError: training has ended.
         """
         # First: the end of training may move the weights to the CPU, which replaces their memory.
@@ -132,6 +163,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
         self._begin_step()
+        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self._has_gradients():
+            # As torch's, which skips parameters without a gradient.
+            return
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -143,12 +179,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
-        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
+        self._taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
 
@@ -290,6 +325,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self.closed:
             self.close()
         if not self._destroyed:
+            self._taken.clear()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.
