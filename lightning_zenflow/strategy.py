@@ -39,8 +39,9 @@ from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, TimelineWriter, insert_first
 from lightning_zenflow.session import FromTrainer, Session
 
-_BETWEEN_BACKWARD_AND_STEP = tuple(
-    "on_after_backward on_before_optimizer_step configure_gradient_clipping optimizer_step".split()
+_BETWEEN_BACKWARD_AND_STEP = (
+    *("on_after_backward", "on_before_optimizer_step"),
+    *("configure_gradient_clipping", "optimizer_step"),
 )
 """Hooks of modules and callbacks in which gradients may be looked at."""
 
@@ -234,7 +235,7 @@ class TrainerStrategy(Session):
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
         assert self.lightning_module is not None and self.zenflow_optimizer is not None
-        observers = [self.lightning_module, *self.lightning_module.trainer.callbacks]  # type: ignore[attr-defined]
+        observers = [self.lightning_module, *self.lightning_module.trainer.callbacks]
         overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
         self.zenflow_optimizer.marks_gradients = any(
             hasattr(o, hook) and overridden(hook, o) for o in observers for hook in _BETWEEN_BACKWARD_AND_STEP
