@@ -191,6 +191,7 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is None:
             return
         step = self.zenflow_optimizer.zenflow_step
+        self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
             self.flush()
         if step.micro_batches == 0:
@@ -209,6 +210,7 @@ class Session(RankEnvironment):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
+            optimizer.begin_micro_batch()
             optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 

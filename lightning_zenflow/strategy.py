@@ -41,6 +41,12 @@ from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer, Session
 
+_BETWEEN_BACKWARD_AND_STEP = (
+    *("on_after_backward", "on_before_optimizer_step"),
+    *("configure_gradient_clipping", "optimizer_step"),
+)
+"""Hooks of modules and callbacks in which gradients may be looked at."""
+
 
 class TrainerStrategy(Session):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
@@ -236,6 +242,12 @@ class TrainerStrategy(Session):
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
+        assert self.lightning_module is not None and self.zenflow_optimizer is not None
+        observers = [self.lightning_module, *self.lightning_module.trainer.callbacks]
+        overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
+        self.zenflow_optimizer.marks_gradients = any(
+            hasattr(o, hook) and overridden(hook, o) for o in observers for hook in _BETWEEN_BACKWARD_AND_STEP
+        )
         return engine
 
     @override

@@ -198,10 +198,10 @@ class WholeState:
         rounded = [n for n in self._exact - entries.keys() if self._parameters[n].dtype != torch.float32]
         self.run_state["masters"] = {name: masters[name] for name in sorted(rounded)}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
-        step = float(self._optimizer.zenflow_step.count)
+        step = torch.tensor(float(self._optimizer.zenflow_step.count), dtype=torch.float32, device="cpu")
         self.optimizer_state = {
             "state": {
-                numbers[name]: {"step": torch.tensor(step), **{key: copies[key][name] for key in MOMENTS}}
+                numbers[name]: {"step": step.clone(), **{key: copies[key][name] for key in MOMENTS}}
                 for name in sorted(self._shapes, key=numbers.__getitem__)
             },
             "param_groups": [

@@ -97,7 +97,7 @@ class ProvisionalUpdate:
         self._in_flight = in_flight
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
-        self._clip = torch.full((), torch.nan, device=rank.device)
+        self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
         # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
         self._factor = self._clip.clone()
         # For each slice its full rows in the model, [rows, columns].

@@ -46,7 +46,7 @@ def measure_pcie(index: int) -> float:
     device = torch.device("cuda", index)
     runtime = runtime_of(device)
     with torch.cuda.device(device):
-        on_host = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        on_host = [torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
         on_device = [torch.empty_like(memory, device=device) for memory in on_host]
         times = []
         for target, source in ((on_host[0], on_device[0]), (on_device[1], on_host[1])):

@@ -89,7 +89,7 @@ class FullState:
         self.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
         state = self._state(optim_state_key)
         if number not in self._slices:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         _, s = self._slices[number]
         # A copy, since the worker writes to the arena.
         return state.read(s.begin, s.numel).to(torch.float32, copy=True)
@@ -118,7 +118,9 @@ class FullState:
     def local_gradient(self, number: int) -> Tensor:
         """This rank's part of `gradient`, flat, in the model's type; no collective. Errors are the same."""
         self._refuse_without_gradients(number)
-        return self._step.gradient(self._slices[number][0]) if number in self._slices else torch.empty(0)
+        if number not in self._slices:
+            return self._parameters[number].new_empty(0)
+        return self._step.gradient(self._slices[number][0])
 
     def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:

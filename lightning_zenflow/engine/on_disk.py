@@ -21,11 +21,11 @@ def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Ten
         OSError: the disk is full.
     """
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         # A write to a page that a full disk has no place for would end the process.
         os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype, device="cpu")
 
 
 def with_own_storage(flat: Tensor, begin: int, shape: Sequence[int]) -> Tensor:

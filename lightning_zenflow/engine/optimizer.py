@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -20,7 +20,9 @@ from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
+from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
+from lightning_zenflow.engine.written_weights import WrittenWeights
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -56,6 +58,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         worker_cores: logical cores of the worker.
         zenflow_config: configuration of this training.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
+        marks_gradients: whether `TakenGradient` stands in `parameter.grad` between backward and step, where the user's code may look.
     """
 
     # DeepSpeed's own, declared for the type checker.
@@ -71,6 +74,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
+        self.marks_gradients = True
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -104,6 +108,14 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             gather_weights=self._gather_weights,
         )
         self._full_state = FullState(self, parameters, shapes)
+        self._taken = TakenGradients(parameters)
+        names = [str(self.param_names[p]) for p in parameters]
+        await_slice = self.zenflow_step.await_weights if zero.in_place else None
+        self._written = WrittenWeights(self._rank, parameters, names, self.dp_process_group, await_slice)
+        for number, parameter in enumerate(parameters):
+            added: Any = parameter
+            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            added._hp_grad, added.get_full_hp_grad = True, partial(self._full_state.gradient, number)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
@@ -119,13 +131,37 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def _begin_step(self) -> None:
         """What a stage does before a step."""
 
+    def begin_micro_batch(self) -> None:
+        """Before a forward pass, and before a backward pass."""
+        self._taken.clear()
+        if self._written.found():
+            self.flush()
+
+    @override
+    def exit_backward(self) -> None:
+        """As DeepSpeed's, which has taken all gradients by then."""
+        super().exit_backward()
+        if self.marks_gradients:
+            self._taken.mark()
+
+    def _has_gradients(self) -> bool:
+        """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
+        if replaced := self._taken.replaced():
+            if any(p.grad is not None for p in self._trained_parameters):
+                refuse_replaced([self.param_names[p] for p in replaced])
+            # By `module.zero_grad()`.
+            self.zenflow_step.drop_gradients()
+        self._taken.clear()
+        return self.zenflow_step.micro_batches > 0
+
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the
+        last one, nothing.
 
         Raises:
-            MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
-                `ignore_unused_parameters` is false.
+            MisconfigurationException: the memory of a weight was replaced, or the gradients of some weights; or the step did not use a
+                parameter, and `ignore_unused_parameters` is false.
             WorkerError: training has ended.
         """
         # First: the end of training may move the weights to the CPU, which replaces their memory.
@@ -134,6 +170,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
         self._begin_step()
+        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self._has_gradients():
+            # As torch's, which skips parameters without a gradient.
+            return
+        self._written.refuse()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -145,12 +187,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
-        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._written.updated(self.zenflow_step.number)
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
+        self._taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
 
@@ -159,6 +201,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
+        self._written.note()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
@@ -171,12 +214,21 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
+        was_exact, written = self.zenflow_step.is_exact, [] if self.closed else self._written.found()
+        schedule = self.parts.jobs.schedule
+        self._written.keep(written, shows_exact=was_exact or (schedule.update_interval, schedule.publish_lag) == (1, 0))
         try:
             self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
             raise
+        if written:
+            self._written.take_over()
+            self.zenflow_step.state_written()
+            self._gather_weights()
+        if written or not was_exact:
+            self._written.updated()
 
     def close(self, *, keep_state: bool | None = None) -> None:
         """Ends the worker and releases the shared memory. May be called again.
@@ -224,7 +276,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             self._full_state.write(number, weights[name])
             for key, of_names in ({} if saved is None else saved["moments"]).items():
                 moment = of_names.get(name)
-                self._full_state.write(number, torch.zeros(shape) if moment is None else moment, key)
+                self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
         if saved is not None:
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 group.update(values)
@@ -280,6 +332,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         count = self._host_state.copy_loaded_state_into_arena()
         saved = own.get(CHECKPOINT_KEY) if own and optimizer_states else None
         difference = self.zenflow_step.load_state_dict(saved, count)
+        self._written.note()
         if difference:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"
@@ -292,6 +345,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self.closed:
             self.close()
         if not self._destroyed:
+            self._taken.clear()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.

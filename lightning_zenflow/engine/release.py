@@ -39,7 +39,7 @@ _OF_MODULES = (
 _OF_PARAMETERS = frozenset(
     [
         # Stage 1 and 2.
-        *("_dp_group", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
         *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
         *("set_full_hp_grad", "set_full_hp_param"),
         # Stage 3.

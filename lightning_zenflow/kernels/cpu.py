@@ -111,7 +111,7 @@ class CpuKernels(Kernels):
 
     def __init__(self) -> None:
         self._library = _library()
-        self._true, self._false = torch.tensor(True), torch.tensor(False)
+        self._true, self._false = (torch.tensor(value, dtype=torch.bool, device="cpu") for value in (True, False))
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
@@ -132,8 +132,8 @@ class CpuKernels(Kernels):
             return super().route(gradient, destinations, per_axis=per_axis, copies=copies)
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
-        rows = torch.empty(n_rows)
-        columns = torch.zeros(len(parts) * n_columns) if per_axis else None
+        rows = gradient.new_empty(n_rows, dtype=torch.float32)
+        columns = rows.new_zeros(len(parts) * n_columns) if per_axis else None
         source, row_norms = gradient.data_ptr(), rows.data_ptr()
         col_norms = 0 if columns is None else columns.data_ptr()
 
@@ -175,7 +175,7 @@ class CpuKernels(Kernels):
         # One part each, see `route`.
         rows, columns = squared_norms.per_axis
         n_rows, n_columns = rows.numel(), columns.numel()
-        row_scale, col_scale = torch.empty(n_rows, 1), torch.empty(1, n_columns)
+        row_scale, col_scale = rows.new_empty(n_rows, 1), rows.new_empty(1, n_columns)
         finite = self._library.zenflow_factored_step(
             _FactoredStepArgs(
                 rows.data_ptr(),

@@ -43,7 +43,7 @@ def _triton_or_torch(device: torch.device) -> Kernels:
 
         kernels = TritonKernels()
         # The first launch compiles Triton's own launcher, for which it needs a C compiler and Python's headers.
-        kernels.squared_norms(torch.zeros(1, 1, device=device), per_axis=False)
+        kernels.squared_norms(torch.zeros(1, 1, dtype=torch.float32, device=device), per_axis=False)
     # Triton raises what its parts raise: missing files, compilers that fail, drivers.
     except Exception as error:
         _log.warning(

@@ -171,7 +171,7 @@ class ScheduleControl:
         shares = [0.0] * dist.get_world_size(self._group)
         shares[dist.get_rank(self._group)] = len(tail) / max(1, len(self._rank.partition.blocks))
         numbers = [load, stall, float(not self._can_own(tail - self.tail)), *shares]
-        local = torch.tensor(numbers, dtype=torch.float64)
+        local = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         runtime = runtime_of(self._rank.device)
         # From page-locked memory, so that the host does not wait for the copy.
         values = runtime.to_device(runtime.empty_on_host(local.shape, local.dtype).copy_(local))

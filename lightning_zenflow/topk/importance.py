@@ -23,7 +23,7 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
     columns = squared_norms.shape[-1]
     # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
     # norms, then that of the columns. Bits of floats that are not negative are ordered like the floats.
-    from_last = torch.arange(columns - 1, -1, -1, device=squared_norms.device)
+    from_last = torch.arange(columns - 1, -1, -1, dtype=torch.int64, device=squared_norms.device)
     keys = (squared_norms.view(torch.int32).to(torch.int64) << 32) | from_last
     chosen = torch.topk(keys, column_count(columns, topk_ratio), sorted=False).indices
     return chosen.sort().values

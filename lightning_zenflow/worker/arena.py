@@ -160,7 +160,7 @@ class Arena:
         def array(name: str) -> Tensor:
             offset, dtype, shape = sections[name]
             if math.prod(shape) == 0:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
 
         self.master = array("master")

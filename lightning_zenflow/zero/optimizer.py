@@ -66,7 +66,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
         refuse_unsupported(self)
         # Buffers of the size of the largest parameter, which only the stock offload path needs.
-        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
+            0, dtype=self.dtype, device="cpu"
+        )
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         parameters = parameters_in_order(self)

@@ -108,7 +108,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         Private: what DeepSpeed's constructor calls with `offload_param`.
         """
         self.param_groups_fp16_flat_cpu_memory = [
-            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype)
+            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype, device="cpu")
             for group in self.trainable_param_groups
         ]
 

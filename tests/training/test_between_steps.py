@@ -1,0 +1,259 @@
+"""What users do between two steps has the effect that it has under plain Lightning, or is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_grad
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from fabric_runs import set_up, train_step
+from harness import fit, snapshot
+from lightning_zenflow import ZenFlowStrategy
+from models import OneGroup, TestModule
+from networks import SmallNet
+from side_by_side import NOTHING_LATE
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "full_warm_up_rounds": 0, "worker_cores": 1}
+IN_BACKWARD: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+STAGE_3: dict[str, Any] = {**NOTHING_LATE, "stage": 3}
+IN_HOST_MEMORY: dict[str, Any] = {"stage": 3, "offload_parameters": True, "worker_cores": 1}
+HOW = {
+    "nothing late": NOTHING_LATE,
+    "in backward": IN_BACKWARD,
+    "late": LATE,
+    "stage 3": STAGE_3,
+    "in host memory": IN_HOST_MEMORY,
+}
+
+
+class At(pl.Callback):
+    """Calls a function with the Trainer at one of Lightning's hooks."""
+
+    def __init__(self, hook: str, action: Callable[[pl.Trainer], object]) -> None:
+        setattr(self, hook, lambda trainer, *_: action(trainer))
+
+
+def both(
+    keys: dict[str, Any],
+    make_callbacks: Callable[[], list[pl.Callback]],
+    make_model: Callable[[], TestModule] = SmallNet,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights after the same run under ZenFlow and under plain Lightning."""
+    ends = []
+    for strategy in (ZenFlowStrategy(**keys), "auto"):
+        model = make_model()
+        fit(model, strategy, callbacks=make_callbacks(), **{"steps": 6, **options})
+        ends.append(snapshot(model))
+    return ends[0], ends[1]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], atol: float = 2e-6) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def head(module: nn.Module) -> list[Tensor]:
+    return list(list(module.children())[-1].parameters())
+
+
+USES: dict[str, Callable[[pl.LightningModule], object]] = {
+    "norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
+    "scaled": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
+    "through data": lambda m: [p.grad.data.zero_() for p in head(m) if p.grad is not None],
+    "clipped": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "clipped by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "Lightning's norms": lambda m: grad_norm(m, 2),
+    "set to zero": lambda m: m.zero_grad(set_to_none=False),
+}
+ASSIGNS: dict[str, Callable[[pl.LightningModule], object]] = {
+    "removed": lambda m: [setattr(p, "grad", None) for p in head(m)],
+    "replaced": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
+}
+
+
+class TestGradients:
+    """They are not in `parameter.grad`."""
+
+    @pytest.mark.parametrize("use", USES)
+    @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+    def test_used(self, hook: str, use: str) -> None:
+        callback = At(hook, lambda trainer: USES[use](trainer.lightning_module))
+        with pytest.raises(MisconfigurationException, match="must not be used between backward .*register_hook"):
+            fit(SmallNet(), ZenFlowStrategy(**NOTHING_LATE), callbacks=[callback], accumulate_grad_batches=2)
+
+    @pytest.mark.parametrize("how", HOW)
+    @pytest.mark.parametrize("assign", ASSIGNS)
+    def test_assigned(self, assign: str, how: str) -> None:
+        callback = At("on_after_backward", lambda trainer: ASSIGNS[assign](trainer.lightning_module))
+        with pytest.raises(MisconfigurationException, match=r"head.weight, .*head.bias: .*requires_grad_\(False\)"):
+            fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[callback])
+
+    @pytest.mark.parametrize("how", HOW)
+    def test_dropped(self, how: str) -> None:
+        """By the optimizer or the module, after backward or before the step: no update, and no decay."""
+
+        def drop(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 2:
+                trainer.optimizers[0].zero_grad()
+            if trainer.global_step == 4:
+                trainer.lightning_module.zero_grad()
+
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            ours, theirs = both(HOW[how], lambda hook=hook: [At(hook, drop)])
+            if how != "late":
+                assert_same(ours, theirs)
+        steps: list[Tensor] = []
+        model = SmallNet()
+        weights = At("on_train_batch_end", lambda _: steps.append(snapshot(model)[0]))
+        fit(model, ZenFlowStrategy(**HOW[how]), steps=4, callbacks=[At("on_after_backward", drop), weights])
+        assert torch.equal(steps[1], steps[2]) or how == "late"
+
+    def test_read(self) -> None:
+        """By DeepSpeed's function, and in a hook of the parameter, that changes it as well."""
+        read: list[Tensor] = []
+        ours, theirs = SmallNet(), SmallNet()
+        for model in (ours, theirs):
+            model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
+        callback = At("on_before_optimizer_step", lambda _: read.append(safe_get_full_grad(ours.head.weight)))
+        fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=1, callbacks=[callback])
+        fit(theirs, "auto", steps=1)
+        torch.testing.assert_close(read[0], theirs.head.weight.grad)
+        assert_same(snapshot(ours), snapshot(theirs))
+        assert all(p.grad is None for p in ours.parameters())
+
+    def test_under_fabric(self) -> None:
+        fabric, model, optimizer, _ = set_up(SmallNet(), **NOTHING_LATE)
+        train_step(fabric, model, optimizer, 0)
+        fabric.backward(model.loss(1, 0, 0))
+        with pytest.raises(MisconfigurationException, match="must not be used between .*fabric.clip_gradients"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for p in head(model.module):
+            p.grad = None
+        with pytest.raises(MisconfigurationException, match="head.weight, head.bias: "):
+            optimizer.step()
+        fabric.strategy.teardown()
+
+    def test_nothing_is_marked_where_no_hook_looks(self) -> None:
+        seen: list[bool] = []
+        model = OneGroup()
+        model.register_full_backward_pre_hook(lambda *_: None)
+        trainer = fit(model, steps=1)
+        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
+        trainer = fit(model, steps=1, callbacks=[At("on_after_backward", lambda _: None)])
+        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
+        assert seen == [False, True]
+
+
+WRITES: dict[str, tuple[str, Callable[[nn.Module, pl.Trainer], object]]] = {
+    "clamped after each step": ("on_train_batch_end", lambda m, _: [p.clamp_(-0.1, 0.1) for p in head(m)]),
+    "scaled before each step": ("on_train_batch_start", lambda m, _: m.hidden.weight.mul_(0.9)),
+    "loaded": ("on_train_start", lambda m, _: m.load_state_dict({k: 0.5 * v for k, v in m.state_dict().items()})),
+    "initialised anew": (
+        "on_train_batch_end",
+        lambda m, t: t.global_step == 3 and nn.init.eye_(m.hidden.weight) is None,
+    ),
+}
+
+
+class TestWeights:
+    """What is written in place goes on from there."""
+
+    @pytest.mark.parametrize("how", ["nothing late", "in backward", "late"])
+    @pytest.mark.parametrize("write", WRITES)
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+    def test_written(self, precision: str, write: str, how: str) -> None:
+        hook, function = WRITES[write]
+
+        def act(trainer: pl.Trainer) -> None:
+            if how == "late":
+                trainer.strategy.flush() if hasattr(trainer.strategy, "flush") else None
+            with torch.no_grad():
+                function(trainer.lightning_module, trainer)
+
+        ours, theirs = both(
+            HOW[how],
+            lambda: [At(hook, act)],
+            precision=precision,
+            gradient_clip_val=1.0 if how == "nothing late" and precision == "32-true" else None,
+        )
+        if how != "late" and precision == "32-true":
+            assert_same(ours, theirs)
+        elif how != "late":
+            # torch's AdamW has its state in bf16 as well.
+            assert_same([p.float() for p in ours], [p.float() for p in theirs], atol=0.02)
+
+    def test_what_was_not_written_keeps_its_precision(self) -> None:
+        model = OneGroup()
+        masters: list[Tensor] = []
+
+        def act(trainer: pl.Trainer) -> None:
+            optimizer = trainer.strategy.zenflow_optimizer
+            masters.append(optimizer.full_state.read(0).clone())
+            if trainer.global_step == 2:
+                with torch.no_grad():
+                    model.weights[0][:3] = 0.1
+                masters.append(optimizer.full_state.read(0).clone())
+
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), callbacks=[At("on_train_batch_end", act)], precision="bf16-true")
+        before, after = masters[1:3]
+        assert torch.equal(after[3:], before[3:])
+        assert torch.equal(after[:3], torch.tensor(0.1).bfloat16().float().expand_as(after[:3]))
+
+    @pytest.mark.parametrize("how", ["stage 3", "in host memory"])
+    def test_written_in_gathered_parameters(self, how: str) -> None:
+        def act(trainer: pl.Trainer) -> None:
+            weights = head(trainer.lightning_module)
+            with GatheredParameters(weights, modifier_rank=0), torch.no_grad():
+                for p in weights:
+                    p.clamp_(-0.1, 0.1)
+
+        assert_same(*both(HOW[how], lambda: [At("on_train_batch_end", act)]))
+
+    def test_before_a_validation(self) -> None:
+        """Which makes weights exact, and sees them."""
+        seen: list[Tensor] = []
+
+        def act(trainer: pl.Trainer) -> None:
+            with torch.no_grad():
+                trainer.lightning_module.hidden.weight.clamp_(-0.1, 0.1)
+
+        def look(trainer: pl.Trainer) -> None:
+            seen.append(trainer.lightning_module.hidden.weight.abs().max())
+
+        options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        options["reload_dataloaders_every_n_epochs"] = 0
+        callbacks = lambda: [At("on_train_batch_end", act), At("on_validation_start", look)]  # noqa: E731
+        assert_same(*both(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options))
+        assert max(seen) <= 0.1
+
+    @pytest.mark.parametrize(
+        ("keys", "hook", "through_data", "message"),
+        [
+            (NOTHING_LATE, "on_train_batch_end", True, "head.weight must not be written through `parameter.data`"),
+            (NOTHING_LATE, "on_after_backward", False, "head.weight must not be written between backward and step"),
+            (
+                LATE,
+                "on_train_batch_end",
+                False,
+                "head.weight must not be written in place while updates of it are pending",
+            ),
+        ],
+        ids=["through data", "between backward and step", "late"],
+    )
+    def test_refused(self, keys: dict[str, Any], hook: str, through_data: bool, message: str) -> None:
+        @torch.no_grad()
+        def act(trainer: pl.Trainer) -> None:
+            weight = trainer.lightning_module.head.weight
+            (weight.data if through_data else weight).mul_(0.5)
+
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(SmallNet(), ZenFlowStrategy(**keys), callbacks=[At(hook, act)])

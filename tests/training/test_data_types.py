@@ -1,0 +1,113 @@
+"""Types of tensors that the user's program chooses: torch's default."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from harness import fit, make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import generator
+from side_by_side import NOTHING_LATE
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE: dict[str, Any] = {
+    "topk_ratio": 0.3,
+    "update_interval": 4,
+    "publish_lag": 1,
+    "select_interval": 2,
+    "full_warm_up_rounds": 0,
+    "worker_cores": 1,
+}
+
+
+class OwnTypes(pl.LightningModule):
+    """A module that names the type of all that it makes.
+
+    Args:
+        default: torch's default from the second step on; None: unchanged.
+    """
+
+    def __init__(self, default: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.default = default
+        # A prime width, so that blocks cut in mid-row.
+        self.layers = nn.Sequential(nn.Linear(13, 29), nn.Tanh(), nn.Linear(29, 3)).float()
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.randn(p.shape, generator=generator(1, i), dtype=torch.float32))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.default is not None:
+            torch.set_default_dtype(self.default)
+        x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32)
+        return self.layers(x).square().mean()
+
+    @override
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(10))
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """torch's own after each test."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+DEFAULTS = [torch.bfloat16, torch.float64]
+HOW: dict[str, dict[str, Any]] = {
+    "nothing late": NOTHING_LATE,
+    "in backward": {"update_interval": 1, "publish_lag": 0, "worker_cores": 1},
+    "late": LATE,
+    "short moments": {**LATE, "moments_dtype": "bfloat16", "accumulate_on": "host"},
+    "in host memory": {"stage": 3, "offload_parameters": True, "worker_cores": 1},
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_torchs_default_changes_no_bit(how: str, default: torch.dtype, tmp_path: Any) -> None:
+    """Neither when it is set before the fit nor when it changes in a step; checkpoints of such runs go on."""
+    ends = []
+    for before, later in ((torch.float32, None), (default, None), (torch.float32, default)):
+        torch.set_default_dtype(before)
+        model = OwnTypes(later)
+        options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+        trainer = fit(model, ZenFlowStrategy(**HOW[how]), steps=3, **options)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        torch.set_default_dtype(before)
+        resumed = OwnTypes(later)
+        make_trainer(ZenFlowStrategy(**HOW[how]), max_steps=5, **options).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+        ends.append((weights(model), weights(resumed)))
+    for end in ends[1:]:
+        for ours, theirs in zip(end, ends[0], strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+def test_torchs_own_kernels_under_another_default(default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that take the place of compiled ones."""
+    monkeypatch.setenv("ZENFLOW_KERNELS", "torch")
+    ends = []
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        model = OwnTypes()
+        fit(model, ZenFlowStrategy(**LATE), steps=6, gradient_clip_val=0.5)
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
