@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -31,7 +32,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, write_step
-from worker_killer import KillsWorker
+from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -242,6 +243,27 @@ def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
             direct.backward([torch.ones(8, 8)])
             direct.step.step()
         worker.kill()
+
+
+class FlushesInVain(pl.Callback):
+    """Flushes while the worker is stopped."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = optimizer_of(trainer)
+        assert optimizer._worker is not None
+        optimizer._worker._worker._timeout_s = 0.3
+        pid = optimizer._worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="did not answer within 0.3 s"):
+            optimizer.flush()
+        assert optimizer.closed and not psutil.pid_exists(pid)
+        raise RuntimeError("seen")
+
+
+def test_a_flush_that_fails_ends_the_worker() -> None:
+    with pytest.raises(RuntimeError, match="seen"):
+        run_here(dataclasses.replace(CASE, steps=2), callbacks=[FlushesInVain()])
 
 
 @pytest.mark.parametrize(
