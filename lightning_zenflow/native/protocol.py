@@ -33,7 +33,17 @@ def fields(*runs: tuple[Any, str]) -> list[tuple[str, Any]]:
     return [(name, kind) for kind, names in runs for name in names.split()]
 
 
-class ArenaHeader(ctypes.LittleEndianStructure):
+class Structure(ctypes.LittleEndianStructure):
+    """A structure whose fields hold what they are given; ctypes cuts off what is too large for an integer."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        for name, value in values.items():
+            held = getattr(self, name)
+            assert held == value or isinstance(held, float), f"{type(self).__name__}.{name} cannot hold {value}"
+
+
+class ArenaHeader(Structure):
     """``zenflow::ArenaHeader``: the first bytes of the arena."""
 
     _fields_ = fields(
@@ -54,49 +64,49 @@ class ArenaHeader(ctypes.LittleEndianStructure):
     )
 
 
-class Range(ctypes.LittleEndianStructure):
+class Range(Structure):
     """``zenflow::Range``: elements of the partition that belong to one parameter group."""
 
     _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"))
 
 
-class MomentScales(ctypes.LittleEndianStructure):
+class MomentScales(Structure):
     """``zenflow::MomentScales``: scales of one tile's moments in 8 bits."""
 
     _fields_ = fields((c_float, "exp_avg exp_avg_sq"))
 
 
-class Block(ctypes.LittleEndianStructure):
+class Block(Structure):
     """``zenflow::Block``: elements of the partition that one job updates."""
 
     _fields_ = fields((c_uint64, "begin end"))
 
 
-class Hyperparameters(ctypes.LittleEndianStructure):
+class Hyperparameters(Structure):
     """``zenflow::Hyperparameters``: optimizer settings of one parameter group in one step."""
 
     _fields_ = fields((c_double, "lr beta1 beta2 eps weight_decay"), (c_uint32, "decoupled reserved"))
 
 
-class StepWord(ctypes.LittleEndianStructure):
+class StepWord(Structure):
     """``zenflow::StepWord``: clip coefficient and the step's number."""
 
     _fields_ = fields((c_float, "clip"), (c_uint32, "check"), (c_int64, "sequence"))
 
 
-class StepRecord(ctypes.LittleEndianStructure):
+class StepRecord(Structure):
     """``zenflow::StepRecord``: followed in memory by two ``Hyperparameters`` sets, committed and tentative, of one a parameter group."""
 
     _fields_ = fields((StepWord, "word"), (c_int64, "count reserved"))
 
 
-class BlockShown(ctypes.LittleEndianStructure):
+class BlockShown(Structure):
     """``zenflow::BlockShown``: how a block's published weights show the step that is not committed."""
 
     _fields_ = fields((c_int64, "step"), (c_float, "factor"), (c_uint32, "is_true"))
 
 
-class JournalEntry(ctypes.LittleEndianStructure):
+class JournalEntry(Structure):
     """``zenflow::JournalEntry``: progress and undo log of one thread's share of a job."""
 
     _fields_ = fields(
@@ -119,7 +129,7 @@ class MessageType(enum.IntEnum):
     ACKNOWLEDGED = 8
 
 
-class MessageHeader(ctypes.LittleEndianStructure):
+class MessageHeader(Structure):
     """``zenflow::MessageHeader``: the whole exit message, and the start of an error message."""
 
     _fields_ = fields((c_uint32, "type reserved"))
@@ -134,7 +144,7 @@ class Tentative(enum.IntEnum):
     TRUE = 3
 
 
-class UpdateJob(ctypes.LittleEndianStructure):
+class UpdateJob(Structure):
     """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[]``, one for each step."""
 
     _fields_ = fields(
@@ -146,25 +156,25 @@ class UpdateJob(ctypes.LittleEndianStructure):
     )
 
 
-class Ready(ctypes.LittleEndianStructure):
+class Ready(Structure):
     """``zenflow::Ready``: the worker's first message."""
 
     _fields_ = fields((c_uint32, "type n_threads"), (c_uint64, "version"))
 
 
-class Done(ctypes.LittleEndianStructure):
+class Done(Structure):
     """``zenflow::Done``: one per job, in the order in which they are done."""
 
     _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id start_ns wait_ns busy_ns"))
 
 
-class Export(ctypes.LittleEndianStructure):
+class Export(Structure):
     """``zenflow::Export``: request to copy the state of some entries to the export section."""
 
     _fields_ = fields((c_uint32, "type n_tiles"), (c_int64, "request_id"), (c_uint64, "tiles_offset"))
 
 
-class ExportTile(ctypes.LittleEndianStructure):
+class ExportTile(Structure):
     """``zenflow::ExportTile``: entries of one rectangle, and the place of their state."""
 
     _fields_ = fields(
@@ -174,13 +184,13 @@ class ExportTile(ctypes.LittleEndianStructure):
     )
 
 
-class Touch(ctypes.LittleEndianStructure):
+class Touch(Structure):
     """``zenflow::Touch``: request to allocate memory of the arena."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id"), (c_uint64, "offset n_rows row_bytes"))
 
 
-class Acknowledged(ctypes.LittleEndianStructure):
+class Acknowledged(Structure):
     """``zenflow::Acknowledged``: one per request, behind the ``Done`` messages of all jobs before."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))

@@ -94,6 +94,7 @@ class StepWords:
             step: the step's number.
             factor: 0-D float32; not finite: the step changes nothing.
         """
+        assert step >= 1 and factor.dtype == torch.float32 and factor.ndim == 0, (step, factor)
         # New memory each time. The allocator uses it again on this stream only, behind the copy.
         word = torch.empty(WORD_BYTES // 4, dtype=torch.int32, device=factor.device)
         clip, sequence, check = _fields(word)
@@ -246,6 +247,13 @@ class Arena:
         """Looks of the workers at words that had not arrived; grows while a worker waits for a word."""
         return int(self._header.n_looks)
 
+    def assert_has(self, *, block: int, slots: Sequence[int], publish_buffer: int, last_step: int) -> None:
+        """Asserts that a job names what there is; the worker checks the same when it reads the message."""
+        h = self._header
+        assert 0 <= block < h.n_blocks and 0 <= publish_buffer < h.n_publish_buffers, (block, publish_buffer)
+        assert all(0 <= slot < h.n_slots for slot in slots), slots
+        assert not slots or last_step <= h.resolved_step + h.n_step_records, last_step
+
     def worker_state(self) -> str:
         """What the worker does, by its own account, for an error message."""
         h = self._header
@@ -260,11 +268,14 @@ class Arena:
         Exact, and to be set, only while no job is in flight.
         """
         step = int(self._header.resolved_step)
-        return step, int(self._counts[step % self.n_step_records])
+        count = int(self._counts[step % self.n_step_records])
+        assert step >= 0 and count >= 0, (step, count)
+        return step, count
 
     @resolved.setter
     def resolved(self, value: tuple[int, int]) -> None:
         step, count = value
+        assert step >= 0 and count >= 0, value
         # Stale words of an earlier run must not match steps of this one.
         self.step_words.reset()
         self.block_words.reset()
@@ -280,6 +291,10 @@ class Arena:
             tentative: writes those of the tentative update, known in backward, instead of those that are committed.
         """
         header = self._header
+        assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
+        # The worker checks the same when it reads them.
+        assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
+        assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
         begin += ctypes.sizeof(protocol.StepRecord)
         begin += tentative * len(groups) * ctypes.sizeof(protocol.Hyperparameters)

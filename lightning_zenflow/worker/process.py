@@ -63,6 +63,18 @@ class JobMessage:
     prediction_steps: float = 0.0
     tentative: protocol.Tentative = protocol.Tentative.NONE
 
+    def __post_init__(self) -> None:
+        # The worker checks the same when it reads the message.
+        assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
+        assert 0 <= self.prediction_steps <= 1e6, self
+        assert self.slots or not self.tentative, self
+        assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.TRUE, self
+
+    @property
+    def last_step(self) -> int:
+        """Last of the steps, the tentative one included; the one before `first_step` if there is none."""
+        return self.first_step + len(self.slots) - 1
+
     def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(
             type=protocol.MessageType.JOB,
@@ -163,6 +175,7 @@ class Worker:
                 raise WorkerError(
                     f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"
                 )
+            assert ready.n_threads == len(cores), "one for each core"
         except BaseException:
             self.kill()
             raise
@@ -182,7 +195,16 @@ class Worker:
             WorkerTimeout: the worker receives no messages.
             WorkerError: the worker exited.
         """
-        self._send(bytes(message))
+        if isinstance(message, JobMessage):
+            self._arena.assert_has(
+                block=message.block,
+                slots=message.slots,
+                publish_buffer=message.publish_buffer,
+                last_step=message.last_step,
+            )
+        data = bytes(message)
+        assert len(data) <= protocol.MAX_MESSAGE_BYTES, message
+        self._send(data)
 
     def wait(self) -> Answer:
         """Waits for the next answer.
@@ -203,7 +225,12 @@ class Worker:
         if kind == protocol.MessageType.ERROR:
             text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
             raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
-        return _ANSWERS[kind].from_buffer_copy(message)
+        answer = _ANSWERS.get(kind)
+        if answer is None or len(message) != ctypes.sizeof(answer):
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) sent {len(message)} bytes of type {kind}: no answer has them"
+            )
+        return answer.from_buffer_copy(message)
 
     def has_answered(self) -> bool:
         """Whether `wait` would return or raise immediately."""

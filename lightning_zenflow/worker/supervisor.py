@@ -191,7 +191,11 @@ class SupervisedWorker:
 
     def _receive(self) -> None:
         answer = self._worker.wait()
-        submission = next(s for s in self._unanswered if _answers(answer, s.message))
+        submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
+        if submission is None:
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) answered what it was not asked: {bytes(answer).hex(' ', 8)}"
+            )
         self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
@@ -247,5 +251,5 @@ class SupervisedWorker:
 
 def _answers(answer: Answer, message: JobMessage | Request) -> bool:
     if isinstance(answer, Done):
-        return isinstance(message, JobMessage) and answer.job_id == message.job_id
+        return isinstance(message, JobMessage) and (answer.job_id, answer.block) == (message.job_id, message.block)
     return not isinstance(message, JobMessage) and answer.request_id == message.request_id

@@ -131,8 +131,13 @@ def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str) -> None:
+def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the step's factor is there, or behind it: moments that have been rounded in between would show."""
+    kinds: set[Tentative] = set()
+    enqueue = SupervisedWorker.enqueue
+    monkeypatch.setattr(
+        SupervisedWorker, "enqueue", lambda self, job: (kinds.add(job.tentative), enqueue(self, job))[1]
+    )
     shown = []
     for is_late in (False, True):
         keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
@@ -152,11 +157,19 @@ def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str) -> None:
                 direct.join()
                 if not is_late:
                     wait_for(are_done)
+                # Or the last block's prediction would be right.
+                direct.max_norm = 0.5
                 direct.step.step()
+                direct.max_norm = 1.0
                 if is_late:
                     os.kill(direct.parts.worker.pid, signal.SIGCONT)
                 direct.fetch()
                 shown.append([flat.clone() for flat in direct.shown])
+    assert kinds == {
+        Tentative.NONE,
+        Tentative.TRUE,
+        Tentative.TRUE_IF_KNOWN if dtype == "float32" else Tentative.PREDICTED,
+    }
     for ours, late in zip(shown[:4], shown[4:], strict=True):
         assert all(map(torch.equal, ours, late))
 

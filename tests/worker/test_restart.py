@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -30,7 +31,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, write_step
-from worker_killer import KillsWorker
+from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -182,10 +183,14 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     assert start.n == 3
 
 
-def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
+def test_one_that_reports_an_error_is_not_replaced(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, stalls = supervised(Start(arena))
+    job = JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)
+    with pytest.raises(AssertionError):
+        worker._worker.submit(job)
+    monkeypatch.setattr(arena, "assert_has", lambda **_: None)
     with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
-        worker.wait_for(worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)))
+        worker.wait_for(worker.submit(job))
     worker.close()
     assert stalls.worker_restarts == 0
 
@@ -230,13 +235,33 @@ def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
         worker = direct.parts.worker
         worker._worker._timeout_s = 0.3
         os.kill(worker.pid, signal.SIGSTOP)
-        direct.backward([torch.ones(8, 8)])
-        direct.join()
         with pytest.raises(
             WorkerError, match=r"\d+ jobs submitted; \d+ of \d+ slots and \d+ of .* buffers free.*job_id=1"
         ):
+            direct.backward([torch.ones(8, 8)])
             direct.step.step()
         worker.kill()
+
+
+class FlushesInVain(pl.Callback):
+    """Flushes while the worker is stopped."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = optimizer_of(trainer)
+        assert optimizer._worker is not None
+        optimizer._worker._worker._timeout_s = 0.3
+        pid = optimizer._worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="did not answer within 0.3 s"):
+            optimizer.flush()
+        assert optimizer.closed and not psutil.pid_exists(pid)
+        raise RuntimeError("seen")
+
+
+def test_a_flush_that_fails_ends_the_worker() -> None:
+    with pytest.raises(RuntimeError, match="seen"):
+        run_here(dataclasses.replace(CASE, steps=2), callbacks=[FlushesInVain()])
 
 
 @pytest.mark.parametrize(

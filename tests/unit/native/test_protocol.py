@@ -8,7 +8,11 @@ import pytest
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import worker_executable
 
-STRUCTURES = [kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, ctypes.Structure)]
+STRUCTURES = [
+    kind
+    for kind in vars(protocol).values()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and hasattr(kind, "_fields_")
+]
 CONSTANTS = (
     "MAGIC",
     "VERSION",
