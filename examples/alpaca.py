@@ -10,6 +10,7 @@ The configuration is OmegaConf YAML: `${oc.env:LR,1e-3}` and other resolvers wor
 from __future__ import annotations
 
 import logging
+import warnings
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
@@ -32,6 +33,8 @@ class AlpacaCLI(LightningCLI):
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    # Of Lightning's own calls, under every strategy.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     AlpacaCLI(InstructionTuner, InstructionData, parser_kwargs={"parser_mode": "omegaconf"})
 
 

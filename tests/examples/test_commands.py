@@ -205,6 +205,13 @@ def test_a_model_larger_than_the_gpu_in_small(
     assert len(logged(tmp_path, "train/loss", version=4)) == 2
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_warning_is_printed(program: str, tmp_path: Path) -> None:
+    """Of the commands that a new user runs first."""
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]
+    run_example(tmp_path, f"{program}.py", "fit", *SETTINGS[program], *short, timeout=250)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_default_training_of_glue_reaches_ninety_percent(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,8 @@ def run_example(folder: Path, script: str, *arguments: str, timeout: float) -> s
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    strange = re.findall(r".*(?:[Dd]eprecat|Warning|Failed to load).*", done.stderr)
+    assert not strange, strange
     return done.stdout
 
 
