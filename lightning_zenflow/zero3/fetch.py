@@ -1,7 +1,6 @@
 """Fetches of parameters in host memory, behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,25 +73,6 @@ class Fetched:
         self._parameters.clear()
 
 
-class LateGather:
-    """Handle, as DeepSpeed's, of a parameter whose gather has not begun.
-
-    Args:
-        begin: begins it, and sets `handle`.
-    """
-
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self.handle: Any = None
-        """DeepSpeed's, once the gather has begun."""
-
-    def wait(self, **kwargs: Any) -> None:
-        """As DeepSpeed's."""
-        if self.handle is None:
-            self._begin()
-        self.handle.wait(**kwargs)
-
-
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
     """DeepSpeed's coordinator of fetches, whose prefetches do not wait for weights that the worker has not written, while others could be
     fetched and modules could run: their gathers begin where the weights are needed, or as soon as they are written.
@@ -122,7 +102,6 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self.__dict__.update(vars(deepspeeds))
         self._stream = stream
         self._before_use, self._is_written, self._one_rank = before_use, is_written, one_rank
-        self._late: dict[Any, LateGather] = {}
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
 
@@ -130,22 +109,29 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         """Notes that the worker writes all weights anew: a step has ended."""
         self._fetched.clear()
 
+    @property
+    def _handles(self) -> dict[Any, Any]:
+        """Handles of the parameters in flight; None: the gather has not begun."""
+        # Private: DeepSpeed's registry. Its dictionary, since the registry itself refuses a second handle.
+        handles: dict[Any, Any] = self._PartitionedParameterCoordinator__inflight_param_registry.data
+        return handles
+
+    @property
+    def _late(self) -> list[Any]:
+        """Parameters whose gathers have not begun."""
+        return [parameter for parameter, handle in self._handles.items() if handle is None]
+
     @override
     def release_and_reset_all(self, module: Module) -> None:
-        self._drop_late()
-        for parameter in iter_params(module, recurse=True):
-            # An interrupt has cut its fetch.
-            if (
-                parameter.ds_status == ZeroParamStatus.INFLIGHT
-                and parameter not in self._PartitionedParameterCoordinator__inflight_param_registry
-            ):
-                self._drop(parameter)
+        in_flight = [p for p in iter_params(module, recurse=True) if p.ds_status == ZeroParamStatus.INFLIGHT]
+        # An interrupt has cut the fetches of those without a handle.
+        self._drop(p for p in in_flight if self._handles.get(p) is None)
         super().release_and_reset_all(module)
 
     @override
     def _clean_inflight_param_registry(self) -> None:
         # Private: waits for what has been prefetched and is not needed, one by one, in an order that differs from rank to rank.
-        self._drop_late()
+        self._drop(self._late)
         super()._clean_inflight_param_registry()
 
     @override
@@ -170,14 +156,11 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
         if self._one_rank:
-            # Its dictionary, since the registry itself refuses a second handle.
-            handles = self._PartitionedParameterCoordinator__inflight_param_registry.data
-            handles.update(dict.fromkeys(at_once, Fetched(at_once)))
+            self._handles.update(dict.fromkeys(at_once, Fetched(at_once)))
         self._fetched.update(at_once)
         for parameter in late:
-            self._late[parameter] = LateGather(partial(self._begin, [parameter]))
             parameter.ds_status = ZeroParamStatus.INFLIGHT
-            self._PartitionedParameterCoordinator__inflight_param_registry[parameter] = self._late[parameter]
+            self._handles[parameter] = None
             self._PartitionedParameterCoordinator__n_available_params += parameter.ds_numel
 
     def _is_known(self, parameter: Any) -> bool:
@@ -195,20 +178,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             with get_accelerator().stream(self._stream):
                 handle = parameters[0].all_gather_coalesced(parameters)
         except BaseException:
-            for parameter in parameters:
-                self._drop(parameter)
+            self._drop(parameters)
             raise
-        if self._one_rank:
-            handle = Fetched(parameters)
-        for parameter in parameters:
-            self._late.pop(parameter).handle = handle
+        self._handles.update(dict.fromkeys(parameters, Fetched(parameters) if self._one_rank else handle))
         self._fetched.update(parameters)
 
-    def _drop_late(self) -> None:
-        for parameter in list(self._late):
-            self._drop(parameter)
-
-    def _drop(self, parameter: Any) -> None:
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter, None)
-        self._late.pop(parameter, None)
+    def _drop(self, parameters: Iterable[Any]) -> None:
+        for parameter in parameters:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            self._handles.pop(parameter, None)

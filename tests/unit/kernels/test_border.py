@@ -21,12 +21,10 @@ def test_tensors_that_the_library_would_misread(slot: torch.Tensor) -> None:
 
 
 def test_another_default_type() -> None:
-    """Sums would be written behind the end of their memory."""
+    """The library's outputs are float32: with another type sums would be written behind the end of their memory."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         norm = CpuKernels().squared_norms(torch.ones(4, 6, dtype=torch.float32), per_axis=True).parts.sum()
-    except AssertionError:
-        return
     finally:
         torch.set_default_dtype(torch.float32)
     assert norm == 24
