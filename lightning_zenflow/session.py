@@ -42,6 +42,7 @@ from lightning_zenflow.engine.config import (
 from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -172,13 +173,14 @@ class Session(RankEnvironment):
             entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
         else:
             entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
-        with entry as optimizers:
+        with entry as optimizers, self._with_index():
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
         if optimizer is None:
             self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
+        self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
         return built
 
     def _begin_micro_batch(self) -> None:
@@ -294,7 +296,10 @@ class Session(RankEnvironment):
                     " the last checkpoint"
                 )
         # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
-        with nullcontext() if state is not None else as_in_training(self._released):
+        with (
+            pickled_as_before(p for of_module in self._released for p in of_module),
+            nullcontext() if state is not None else as_in_training(self._released),
+        ):
             save_together(
                 place,
                 write,

@@ -66,7 +66,8 @@ class FullState:
         if number not in self._slices or state.array.dtype != torch.float32:
             return None
         _, s = self._slices[number]
-        return with_own_storage(state.array, s.begin, shape) if s.numel == shape.numel() else None
+        part = state.array.narrow(0, s.begin, s.numel)
+        return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.

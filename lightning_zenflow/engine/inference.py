@@ -23,7 +23,7 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     keys = ("fp16", "bf16", *(["zero_optimization"] if divides or is_in_pieces(module) else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     engine, *_ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=device.index),
+        args=argparse.Namespace(device_rank=device.index or 0),
         config=settings,
         model=module,
         model_parameters=[],

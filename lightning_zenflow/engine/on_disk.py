@@ -2,11 +2,11 @@
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 
 def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,12 +28,8 @@ def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Ten
         return torch.from_file(file.name, shared=True, size=numel, dtype=dtype, device="cpu")
 
 
-def with_own_storage(flat: Tensor, begin: int, shape: Sequence[int]) -> Tensor:
-    """A part of a flat tensor on the CPU, in its memory, as a tensor whose storage is that part: torch's files hold whole storages.
-
-    Args:
-        flat: 1-D, of a type that numpy has.
-        begin: first element.
-        shape: of the result.
-    """
-    return torch.from_numpy(flat.detach().narrow(0, begin, torch.Size(shape).numel()).numpy()).view(torch.Size(shape))
+def with_own_storage(part: Tensor) -> Tensor:
+    """A contiguous part of a tensor, in its memory, as a tensor whose storage is that part: torch's files hold whole storages."""
+    part = part.detach()
+    # DLPack forgets the strides of dimensions of one element, by which torch chooses its kernels.
+    return from_dlpack(part).as_strided(part.shape, part.stride())

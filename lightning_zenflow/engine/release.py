@@ -126,16 +126,15 @@ def release(model: Module) -> Released:
         model.destroy()
     remove_hooks(module)
     for m in modules:
-        _remove_attributes(m)
-        if m not in _users_leaves:
-            vars(m).pop(_LEAF, None)
+        remove_attributes(m, vars(m))
     _users_leaves.difference_update(modules)
     released: dict[Any, dict[str, Any]] = {}
     for p in parameters:
-        names = _names_on(p)
+        names = names_on(p)
         if not names:
             continue
-        if p.untyped_storage().nbytes() != p.numel() * p.element_size():
+        storage = p.untyped_storage()
+        if storage.nbytes() != p.numel() * p.element_size() or not storage.resizable():
             p.data = p.data.clone()
         released[p] = {name: vars(p).pop(name) for name in names}
         if (piece := released[p].get("ds_tensor")) is not None:
@@ -163,7 +162,7 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
             if is_divided(p):
                 p.ds_tensor.data = data.new_empty(0)
                 p.data = data
-            for name in _names_on(p):
+            for name in names_on(p):
                 delattr(p, name)
 
 
@@ -185,40 +184,52 @@ def _module(model: Module) -> Module:
     return module
 
 
-def _names_on(parameter: Tensor) -> list[str]:
+def names_on(parameter: Tensor) -> list[str]:
     """Names of DeepSpeed's attributes of a parameter."""
     return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 
-def _remove_attributes(module: Module) -> None:
-    if isinstance(module._parameters, ZeROOrderedDict):
-        own = dict(module._parameters.items())
+def remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
+    """Removes DeepSpeed's attributes from those of a module: all by their names, or a copy of them."""
+    if isinstance(attributes["_parameters"], ZeROOrderedDict):
+        own = dict(attributes["_parameters"].items())
         for name in _OF_MODULES:
-            vars(module).pop(name, None)
-        module._parameters = own
+            attributes.pop(name, None)
+        attributes["_parameters"] = own
+    if module not in _users_leaves:
+        attributes.pop(_LEAF, None)
     # Lightning's detour through the engine leaves the class' method on the object.
-    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-        del module.forward
+    if getattr(attributes.get("forward"), "__func__", None) is type(module).forward:
+        del attributes["forward"]
 
 
 def remove_hooks(module: Module) -> None:
-    """Removes DeepSpeed's hooks from modules and parameters."""
+    """Removes DeepSpeed's hooks and ours from modules and parameters."""
     for m in module.modules():
-        # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
-        _remove_from([table for name, table in vars(m).items() if "_hooks" in name])
+        remove_hooks_in(vars(m))
     for p in module.parameters():
         # Private: torch's, where DeepSpeed waits for gradients.
-        _remove_from([getattr(p, "_post_accumulate_grad_hooks", None)])
+        _remove_hooks([getattr(p, "_post_accumulate_grad_hooks", None)])
 
 
-def _remove_from(tables: Sequence[Any]) -> None:
+def remove_hooks_in(attributes: dict[str, Any]) -> None:
+    """As `remove_attributes`, of hooks."""
+    # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
+    _remove_hooks([table for name, table in attributes.items() if "_hooks" in name])
+
+
+def _remove_hooks(tables: Sequence[Any]) -> None:
     tables = [table for table in tables if isinstance(table, dict)]
     theirs = {
         number
         for table in tables
         for number, hook in table.items()
-        if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
+        if _package(getattr(hook, "func", hook)) in ("deepspeed", "lightning_zenflow")
     }
     for table in tables:
         for number in theirs:
             table.pop(number, None)
+
+
+def _package(function: Any) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
