@@ -54,6 +54,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
+        before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
     """
 
@@ -70,6 +71,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
+        self.before_step: Callable[[], None] | None = None
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -132,6 +134,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
+        if self.before_step is not None:
+            self.before_step()
         self._begin_step()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
