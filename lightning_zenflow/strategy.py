@@ -23,6 +23,7 @@ from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
 from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
@@ -115,6 +116,7 @@ class TrainerStrategy(Session):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._file: SavedFile | None = None
+        self._saves = PutOffSaves(self._save_again)
         # What the hooks of the present save were given under stage 3.
         self._handed: Mapping[str, Any] = {}
         self._trainers_plugin: CheckpointIO | None = None
@@ -140,12 +142,18 @@ class TrainerStrategy(Session):
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
-        """Makes weights exact before the user's callbacks read them.
+        """Makes weights exact, and saves that were put off, before the user's callbacks read them.
 
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        hooks = {"on_validation_start": lambda *_: self.flush(), "on_train_end": lambda *_: self.flush()}
+        hooks: dict[str, Callable[..., None]] = {
+            "on_validation_start": lambda *_: self.flush(),
+            "on_train_batch_end": lambda *_: self._saves.end_batch(),
+            # After a batch that a user's hook has left out.
+            "on_train_epoch_end": lambda *_: self._saves.end_batch(),
+            "on_train_end": lambda *_: self.flush(),
+        }
         callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
         return callback
 
@@ -170,6 +178,7 @@ class TrainerStrategy(Session):
         super().setup_environment()
 
     @override
+    @undisturbed
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         self._over = False
@@ -250,6 +259,28 @@ class TrainerStrategy(Session):
         )
         return engine
 
+    def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
+
+    def _save_before_step(self) -> None:
+        """Saves what was put off since the batch began, with the state after the last step; the present step goes on as without a save."""
+        assert self.zenflow_optimizer is not None
+        self.zenflow_optimizer.before_step = None
+        with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
+            self._saves.end_batch()
+            self._saves.in_batch = True
+
+    @override
+    @undisturbed
+    def flush(self) -> None:
+        super().flush()
+
+    @override
+    @undisturbed
+    def teardown(self) -> None:
+        super().teardown()
+
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
         # Private: the engine of a model that is evaluated. Lightning's own method removes all hooks of the model, the user's as well.
@@ -286,14 +317,21 @@ class TrainerStrategy(Session):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         assert self.lightning_module is not None
+        self._saves.in_batch = True
         self._begin_micro_batch()
         self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's, exact. The first call of a save: what hooks see after it is what is written."""
-        self.flush()
+        """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
+        if not self._saves.must_wait:
+            try:
+                self.flush()
+            except RuntimeError:
+                # `save_checkpoint` will say so.
+                if not self._ends_with_error:
+                    raise
         state: dict[str, Any] = super().lightning_module_state_dict()
         self._handed = dict(state) if self.zero_stage_3 else {}
         return state
@@ -307,11 +345,22 @@ class TrainerStrategy(Session):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
 
+        In the middle of a batch, or of what must not be disturbed, the save is made up for before the step or right afterwards.
+
         Raises:
             TypeError: there are `storage_options`, and no plugin that reads them.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
+        if self._saves.must_wait:
+            self._saves.put_off(filepath, "optimizer_states" not in checkpoint, storage_options)
+            if self.zenflow_optimizer is not None:
+                self.zenflow_optimizer.before_step = self._save_before_step
+            return
+        with self._saves.undisturbed():
+            self._save_now(checkpoint, filepath, storage_options)
+
+    def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if self.model is self.lightning_module:
             raise MisconfigurationException(
                 f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
@@ -351,6 +400,7 @@ class TrainerStrategy(Session):
         )
 
     @override
+    @undisturbed
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
         strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
@@ -383,6 +433,7 @@ class TrainerStrategy(Session):
         return as_lightning_saved(client_state, module)
 
     @override
+    @undisturbed
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
         saved, self._file = self._file, None
@@ -402,6 +453,7 @@ class TrainerStrategy(Session):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
+        self._saves.end_batch()
         self._over = True
         super().on_exception(exception)
 

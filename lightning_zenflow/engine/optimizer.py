@@ -57,6 +57,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
         zenflow_config: configuration of this training.
+        before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
         marks_gradients: whether `TakenGradient` stands in `parameter.grad` between backward and step, where the user's code may look.
     """
@@ -75,6 +76,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
         self.marks_gradients = True
+        self.before_step: Callable[[], None] | None = None
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -169,6 +171,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
+        if self.before_step is not None:
+            self.before_step()
         self._begin_step()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
