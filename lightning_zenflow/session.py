@@ -60,7 +60,13 @@ class FromTrainer:
 
     Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
     accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+
+    Args:
+        ours: name of the strategy's attribute with a subclass of Lightning's precision, of which an object takes the place of Lightning's.
     """
+
+    def __init__(self, ours: str | None = None) -> None:
+        self._ours = ours
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
@@ -71,6 +77,8 @@ class FromTrainer:
         return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
 
     def __set__(self, strategy: Any, value: Any) -> None:
+        if self._ours is not None and type(value) in (ours := getattr(strategy, self._ours)).__bases__:
+            value = ours(value.precision)
         vars(strategy)[self._name] = value
 
 

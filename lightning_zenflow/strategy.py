@@ -1,7 +1,9 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
 import copy
+import math
 import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -11,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -31,6 +34,7 @@ from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import prepare_deepspeed_config
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.pieces import load_whole
+from lightning_zenflow.engine.precision import TrainerPrecision
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
     refuse_unsupported_callbacks,
@@ -79,7 +83,9 @@ class TrainerStrategy(Session):
     """The package whose Trainer it is for."""
     stall_monitor: ClassVar[type[StallMonitoring]]
     """The callback for that Trainer."""
-    precision_plugin = FromTrainer()
+    precision_class: ClassVar[type[TrainerPrecision]]
+    """The plugin for that Trainer."""
+    precision_plugin = FromTrainer("precision_class")
 
     def __init__(
         self,
@@ -243,6 +249,22 @@ class TrainerStrategy(Session):
         return optimizer, scheduler
 
     @override
+    def init_deepspeed(self) -> None:
+        with warnings.catch_warnings():
+            # A module's `configure_gradient_clipping` does clip here (`TrainerPrecision`).
+            warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            super().init_deepspeed()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: setup_optimizers must not be called in training; change the values of `optimizer.param_groups`, or end"
+                " `fit` and call it again with the checkpoint"
+            )
+        super().setup_optimizers(trainer)
+
+    @override
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
@@ -257,6 +279,11 @@ class TrainerStrategy(Session):
         self.zenflow_optimizer.marks_gradients = any(
             hasattr(o, hook) and overridden(hook, o) for o in observers for hook in _BETWEEN_BACKWARD_AND_STEP
         )
+        if self.lightning_module.trainer.gradient_clip_val is None and isinstance(
+            self.precision_plugin, TrainerPrecision
+        ):
+            self.precision_plugin.max_norm = self.zenflow_optimizer.clip_grad
+        self._clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         return engine
 
     def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
@@ -318,6 +345,13 @@ class TrainerStrategy(Session):
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         assert self.lightning_module is not None
         self._saves.in_batch = True
+        plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
+        if isinstance(plugin, TrainerPrecision) and optimizer is not None:
+            # What the backward pass predicts clip factors from.
+            if self._clips_itself:
+                optimizer.clip_grad = optimizer.clip_grad or math.inf
+            else:
+                optimizer.clip_grad = self.lightning_module.trainer.gradient_clip_val or plugin.max_norm
         self._begin_micro_batch()
         self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
@@ -487,9 +521,14 @@ class TrainerStrategy(Session):
                 rank_zero_warn(f"nothing was removed: {error}")
 
 
+class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]  # nor do Lightning's agree
+    """`TrainerPrecision`, which says all of it, for the Trainer of `lightning.pytorch`."""
+
+
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):
     """`TrainerStrategy`, which says all of it, for the Trainer of `lightning.pytorch`."""
 
+    precision_class = ZenFlowPrecision
     deepspeed_strategy = DeepSpeedStrategy
     lightning: ClassVar[ModuleType] = pl
     stall_monitor = StallMonitor

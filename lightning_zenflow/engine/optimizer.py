@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
@@ -173,6 +174,10 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             )
         if self.before_step is not None:
             self.before_step()
+        # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
+        Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
+
+    def _step(self) -> None:
         self._begin_step()
         # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -192,6 +197,13 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
         self._written.updated(self.zenflow_step.number)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: the ranks divide all parameters at set-up."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy: add_param_group must not be called in training, since the ranks divide all parameters at set-up; give"
+            " `configure_optimizers` all of them, and set their `requires_grad` between steps"
+        )
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor
@@ -21,10 +22,12 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.precision import PlainPrecision
 from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.step_meter import StepMeter
+from lightning_zenflow.session import FromTrainer
 from lightning_zenflow.step.step import ZenFlowStep
 
 _BELONGS_TO_THE_LOOP = {
@@ -32,6 +35,14 @@ _BELONGS_TO_THE_LOOP = {
     "scheduler": "call its `step()` in the loop",
     "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
 }
+
+
+class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
+    """`PlainPrecision`, which says all of it, for Fabric."""
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return data if self.precision == "32-true" else super().convert_output(data)
 
 
 class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
@@ -61,6 +72,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     """
 
     deepspeed_strategy = DeepSpeedStrategy
+    precision_class = ZenFlowPrecision
+    precision = FromTrainer("precision_class")
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}

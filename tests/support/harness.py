@@ -16,6 +16,7 @@ import psutil
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
@@ -271,6 +272,8 @@ class After(pl.Callback):
 
 class StockStrategy(ZenFlowStrategy):
     """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
+
+    precision_class = DeepSpeedPrecision  # Lightning's own
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -257,3 +257,119 @@ class TestWeights:
 
         with pytest.raises(MisconfigurationException, match=message):
             fit(SmallNet(), ZenFlowStrategy(**keys), callbacks=[At(hook, act)])
+
+
+class ClipsItself(SmallNet):
+    """Clips by another norm in each step, and not at all in every third."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        step = self.trainer.global_step
+        if step % 3:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01 * step, gradient_clip_algorithm="norm")
+
+
+class TestClipping:
+    """The norm is asked for in each step."""
+
+    CHANGES = ((None, 0.01), (0.01, None), (1e3, 0.02))
+
+    @pytest.mark.parametrize(("before", "after"), CHANGES)
+    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+    @pytest.mark.parametrize("how", ["nothing late", "stage 3", "in host memory"])
+    def test_changed(self, how: str, hook: str, before: float | None, after: float | None) -> None:
+        def change(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 3:
+                trainer.gradient_clip_val = after
+
+        assert_same(*both(HOW[how], lambda: [At(hook, change)], gradient_clip_val=before))
+
+    @pytest.mark.parametrize("how", ["nothing late", "in backward"])
+    def test_by_the_module(self, how: str) -> None:
+        keys = {**HOW[how], "clip_prediction": False}
+        assert_same(*both(keys, list, ClipsItself))
+
+    def test_deepspeeds_norm_counts_where_the_trainer_has_none(self) -> None:
+        ends = []
+        for options, clip in (({"config": {"gradient_clipping": 0.01}}, None), ({}, 0.01)):
+            model = SmallNet()
+            fit(model, ZenFlowStrategy(**NOTHING_LATE, **options), gradient_clip_val=clip)
+            ends.append(snapshot(model))
+        assert all(map(torch.equal, *ends))
+
+    def test_by_value(self) -> None:
+        def change(trainer: pl.Trainer) -> None:
+            trainer.gradient_clip_algorithm = "value"
+
+        with pytest.raises(MisconfigurationException, match="gradient_clip_algorithm must be 'norm'"):
+            fit(SmallNet(), gradient_clip_val=0.1, callbacks=[At("on_train_batch_start", change)])
+
+
+class Wrapper:
+    """Passes all on to an optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class StepsItself(SmallNet):
+    """Runs the closure before the step, and leaves steps out.
+
+    Args:
+        left_out: of three steps.
+    """
+
+    left_out = 1
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        if batch_idx % 3 != self.left_out:
+            optimizer.step()
+
+
+class TestOptimizer:
+    """What users do with it."""
+
+    def test_the_closure_may_have_been_run(self) -> None:
+        for accumulate in (1, 2):
+            make = lambda: StepsItself(length=12)  # noqa: E731
+            assert_same(*both(NOTHING_LATE, list, make, accumulate_grad_batches=accumulate))
+
+    def test_changed_hyperparameters(self) -> None:
+        def change(trainer: pl.Trainer) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                step = trainer.global_step
+                group.update(lr=1e-3 * (1 + step), betas=(0.8, 0.9 + 0.01 * step), weight_decay=0.1 * step, eps=1e-6)
+
+        for hook in ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"):
+            assert_same(*both(NOTHING_LATE, lambda hook=hook: [At(hook, change)]))
+
+    def test_its_hooks_run(self) -> None:
+        called: list[str] = []
+        model = SmallNet()
+        configured = model.configure_optimizers()
+        configured["optimizer"].register_step_pre_hook(lambda *_: called.append("before"))
+        configured["optimizer"].register_step_post_hook(lambda *_: called.append("after"))
+        model.configure_optimizers = lambda: configured  # type: ignore[method-assign]
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=2)
+        assert called == ["before", "after"] * 2
+
+    REFUSED = (
+        (
+            lambda trainer: setattr(trainer, "optimizers", [Wrapper(o) for o in trainer.optimizers]),
+            r"trainer.optimizers must be the strategy's own, got test_between_steps.Wrapper",
+        ),
+        (lambda trainer: trainer.optimizers[0].add_param_group({"params": []}), "add_param_group must not be called"),
+        (
+            lambda trainer: trainer.lightning_module.optimizers().add_param_group({"params": []}),
+            "add_param_group must not be called",
+        ),
+        (lambda trainer: trainer.strategy.setup_optimizers(trainer), "setup_optimizers must not be called in training"),
+    )
+
+    @pytest.mark.parametrize(("action", "message"), REFUSED)
+    def test_refused(self, action: Callable[[pl.Trainer], object], message: str) -> None:
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(SmallNet(), callbacks=[At("on_train_batch_start", action)])

@@ -1,4 +1,4 @@
-"""Types of tensors that the user's program chooses: torch's default."""
+"""Types that the user's program chooses: torch's default, those of batches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from fabric_runs import set_up
 from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from models import generator
+from networks import SmallNet
 from side_by_side import NOTHING_LATE
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -111,3 +113,50 @@ def test_torchs_own_kernels_under_another_default(default: torch.dtype, monkeypa
         fit(model, ZenFlowStrategy(**LATE), steps=6, gradient_clip_val=0.5)
         ends.append(weights(model))
     assert all(map(torch.equal, *ends))
+
+
+class Sees(OwnTypes):
+    """Keeps the batch that it gets, and trains on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen = batch
+        x = batch["x"] if self.trainer.precision.endswith("mixed") else batch["x"].to(self.layers[0].weight.dtype)
+        return torch.nn.functional.mse_loss(self.layers(x), batch["target"].to(x.dtype))
+
+    validation_step = training_step
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        sample = {
+            "x": torch.randn(13, generator=generator(3), dtype=torch.float32),
+            "target": torch.full((3,), 1003.25, dtype=torch.float32),
+            "time": torch.tensor(1764086400.123456, dtype=torch.float64),
+            "number": torch.tensor(2**40 + 1, dtype=torch.int64),
+        }
+        return DataLoader([sample] * 4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_batches_arrive_as_under_plain_lightning(precision: Any, stage: int) -> None:
+    ours, theirs = Sees(), Sees()
+    for module, strategy in ((ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage)), (theirs, "auto")):
+        fit(module, strategy, precision=precision, limit_val_batches=1)
+    assert ours.seen.keys() == theirs.seen.keys()
+    for name, theirs_now in theirs.seen.items():
+        assert ours.seen[name].dtype == theirs_now.dtype and torch.equal(ours.seen[name], theirs_now), name
+
+
+def test_inputs_under_fabric() -> None:
+    fabric, model, _, _ = set_up(SmallNet(), **NOTHING_LATE)
+    x = torch.full((2, 3), 1 + 2**-40, dtype=torch.float64)
+    model.module.forward = lambda value: value
+    assert torch.equal(model(x), x) and model(x).dtype == torch.float64
+    fabric.strategy.teardown()
