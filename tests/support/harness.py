@@ -27,6 +27,7 @@ import networks
 from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.worker.topology import allowed_cores
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
@@ -50,6 +51,10 @@ RESELECTING = {"select_interval": 3}
 EVERYTHING = {**APPROXIMATE, **RESELECTING}
 """All that changes weights or the ownership of columns between two exact results."""
 AUTO = {"update_interval": "auto", "publish_lag": "auto"}
+
+
+UP_TO_TWO = min(2, len(allowed_cores()))
+"""Cores, where this machine has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -246,15 +246,16 @@ class CannotBuild(pl.Callback):
 
 
 def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))[:2]
     breaks = {
         "/no/such/worker": CannotBuild({"LIGHTNING_ZENFLOW_WORKER": "/no/such/worker"}),
-        "worker_cores must be": CannotBuild(only_core=first),
+        # On one core no rank can have others than the others have.
+        **({"worker_cores must be": CannotBuild(only_core=cores[0])} if len(cores) == 2 else {}),
         "ZENFLOW_KERNELS must be": CannotBuild({"ZENFLOW_KERNELS": "none"}),
         "ZENFLOW_MAX_CPU_ISA must be": CannotBuild({"ZENFLOW_MAX_CPU_ISA": "sse2"}),
         "ZenFlow needs .*update_interval=4, publish_lag=1": CannotBuild({HOST_MEMORY: "1e-6"}),
     }
-    case = replace(CASE, fails=True).with_keys(worker_cores=[first, second])
+    case = replace(CASE, fails=True).with_keys(worker_cores=cores)
     runs = run_on_ranks({str(i): replace(case, callbacks=(b,)) for i, b in enumerate(breaks.values())})
     for message, (other, failed) in zip(breaks, runs.values(), strict=True):
         assert failed.error is not None and other.error is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gpu_cases import optimizer_of
-from harness import APPROXIMATE, EVERYTHING, Case, Run, run_here
+from harness import APPROXIMATE, EVERYTHING, UP_TO_TWO, Case, Run, run_here
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint
 from lightning_zenflow.schedule.staggered import blocks_wanted
 from models import SHAPES, LinearLossModule
@@ -48,7 +48,7 @@ CASES = {
     "not finite, S=4": case_of(4, 1, model_options=NOT_FINITE),
     "bf16": case_of(4, 1, precision="bf16-true", max_norm=0.5),
     "freezing": case_of(1, 0, model_options={**CASE.model_options, "frozen_in": {0: (2, 4), 3: (3, 100)}}),
-    "two threads": case_of(1, 0).with_keys(worker_cores=2),
+    "two threads": case_of(1, 0).with_keys(worker_cores=UP_TO_TWO),
     "Adam": case_of(2, 1, optimizer=replace(CASE.optimizer, kind="Adam")),
 }
 

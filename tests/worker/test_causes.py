@@ -91,13 +91,15 @@ os.execve(worker, sys.argv, os.environ)
 """
 
 
-def test_threads_that_the_system_refuses(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_the_system_refuses(
+    arena: Arena, two_cores: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "worker"
     path.write_text(FEW_THREADS.format(python=sys.executable, worker=str(worker_executable())))
     path.chmod(0o755)
     monkeypatch.setenv("LIGHTNING_ZENFLOW_WORKER", str(path))
     with pytest.raises(WorkerError, match="(?s)allows no more threads .`ulimit -u`.*lower worker_cores"):
-        Worker(arena, cores=allowed_cores()[:2], timeout_s=30)
+        Worker(arena, cores=two_cores, timeout_s=30)
 
 
 @pytest.mark.parametrize(

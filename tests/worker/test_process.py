@@ -63,9 +63,11 @@ def test_a_worker_that_receives_nothing(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "1"), ("OMP_MAX_ACTIVE_LEVELS", "0")])
-def test_limits_on_the_trainers_threads(arena: Arena, monkeypatch: pytest.MonkeyPatch, limit: str, value: str) -> None:
+def test_limits_on_the_trainers_threads(
+    arena: Arena, two_cores: list[int], monkeypatch: pytest.MonkeyPatch, limit: str, value: str
+) -> None:
     monkeypatch.setenv(limit, value)
-    Worker(arena, cores=(allowed_cores() * 2)[:2], timeout_s=30).close()
+    Worker(arena, cores=two_cores, timeout_s=30).close()
 
 
 def test_nothing_is_left_open(partition: Partition) -> None:

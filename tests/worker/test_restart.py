@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from direct_step import direct_step
-from harness import Case, run_here
+from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.engine import environment
@@ -52,7 +52,7 @@ def assert_kills_change_nothing(case: Case, *, seed: int, restarts: int) -> None
     "case",
     [
         dataclasses.replace(
-            CASE, precision="bf16-true", strategy_options={"weight_prediction": 3.0, "worker_cores": 2}
+            CASE, precision="bf16-true", strategy_options={"weight_prediction": 3.0, "worker_cores": UP_TO_TWO}
         ),
         dataclasses.replace(CASE, update_interval=1, publish_lag=0),
     ],
