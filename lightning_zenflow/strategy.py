@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +111,19 @@ class TrainerStrategy(Session):
         self._file: SavedFile | None = None
         self._config_without_trainer: dict[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
+        nothing = {
+            "zenflow_optimizer": None,
+            "_lost_ranks": None,
+            "_users_optimizer": None,
+            "_released": [],
+            "_file": None,
+        }
+        # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
+        lightnings = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
+        return {**vars(self), **nothing, **lightnings, "_ending": ExitStack()}
+
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
@@ -140,7 +153,10 @@ class TrainerStrategy(Session):
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        return self._callback(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
+        return self._callback(on_validation_start=self._flush_before, on_train_end=self._flush_before)
+
+    def _flush_before(self, *_: Any) -> None:
+        self.flush()
 
     def _callback(self, **hooks: Callable[..., None]) -> pl.Callback:
         callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
