@@ -45,6 +45,7 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
+from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
@@ -127,6 +128,7 @@ class Session(RankEnvironment):
         self._optimized: list[list[str]] = []
         # Of a training that has ended, for saves after it.
         self._released: list[Released] = []
+        self._users_optimizer: UsersOptimizer | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
@@ -168,6 +170,7 @@ class Session(RankEnvironment):
             threads = torch.get_num_threads()
             self._ending.callback(torch.set_num_threads, threads)
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
+        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -307,6 +310,7 @@ class Session(RankEnvironment):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
+            self._optimizer_in_training(),
         ):
             save_together(
                 place,
@@ -325,6 +329,9 @@ class Session(RankEnvironment):
         if not is_file_together(place):
             return None
         return read_file_together(place, partial(read, place, weights_only=weights_only))
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
 
     def _load_file(
         self,
@@ -358,7 +365,9 @@ class Session(RankEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now."""
+        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
+        optimizer has their parameters again, and no state.
+        """
         self._ending.close()
         models = self._in_engines()
         for model in models:
@@ -367,6 +376,8 @@ class Session(RankEnvironment):
             super().teardown()
         finally:
             self._released = [release(model) for model in models]
+            if self._users_optimizer is not None:
+                self._users_optimizer.give_back()
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:

@@ -5,7 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +128,18 @@ class TrainerStrategy(Session):
         self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
+        nothing = {
+            "zenflow_optimizer": None,
+            "_users_optimizer": None,
+            "_released": [],
+            "_file": None,
+        }
+        # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
+        lightnings = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
+        return {**vars(self), **nothing, **lightnings, "_ending": ExitStack()}
+
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
@@ -153,15 +165,20 @@ class TrainerStrategy(Session):
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        hooks: dict[str, Callable[..., None]] = {
-            "on_validation_start": lambda *_: self.flush(),
-            "on_train_batch_end": lambda *_: self._saves.end_batch(),
+        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(
+            on_validation_start=self._flush_before,
+            on_train_batch_end=self._save_after,
             # After a batch that a user's hook has left out.
-            "on_train_epoch_end": lambda *_: self._saves.end_batch(),
-            "on_train_end": lambda *_: self.flush(),
-        }
-        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
+            on_train_epoch_end=self._save_after,
+            on_train_end=self._flush_before,
+        )
         return callback
+
+    def _flush_before(self, *_: Any) -> None:
+        self.flush()
+
+    def _save_after(self, *_: Any) -> None:
+        self._saves.end_batch()
 
     # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
 

@@ -80,4 +80,5 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     run.weights = snapshot(model)
     strategy.teardown()
     assert_as_before(before, model)
-    return run, read_state(run, strategy.zenflow_optimizer)
+    with strategy._optimizer_in_training():
+        return run, read_state(run, strategy.zenflow_optimizer)

@@ -400,7 +400,8 @@ def run_case(
     assert_as_before(before, model)
     run.weights, run.untrained = snapshot(model), untrained(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
-    return run, read_state(run, trainer.strategy.zenflow_optimizer)
+    with trainer.strategy._optimizer_in_training():
+        return run, read_state(run, trainer.strategy.zenflow_optimizer)
 
 
 def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor]]:

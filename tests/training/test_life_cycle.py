@@ -173,7 +173,7 @@ def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], 
     assert workers() == []
     assert ends.arena.n_bytes == 0
     ends.arena.close()
-    assert [p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]] == [0, 0]
+    assert {*trainer.optimizers[0].optimizer.state} == set()
     with pytest.raises(WorkerError, match="training ended before the worker had applied all of its 5 steps"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     # Its weights are there, for another Trainer too.

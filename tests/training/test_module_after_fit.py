@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,37 @@ def test_weights_that_find_no_room_stay_divided() -> None:
     case = replace(SAVES["3"], callbacks=(NoRoom(),), fails=True)
     for run in run_on_ranks({"case": case})["case"]:
         assert run.error is not None and "RuntimeError: all in pieces" in run.error
+
+
+class OwnOptimizer(Owned):
+    """Its optimizer is made once, as Hugging Face's and Lightly's examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.own
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_format: Any, tmp_path: Path) -> None:
+    """It trains a second time, and by itself; the training that has ended can be saved, and leaves no state in it."""
+    model = OwnOptimizer()
+    given = [list(group["params"]) for group in model.own.param_groups]
+    for ends in (False, True, False):
+        strategy = ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format)
+        trainer = make_trainer(strategy, max_steps=4, callbacks=[Stops(ValueError)] if ends else [])
+        with pytest.raises(ValueError) if ends else nullcontext():
+            trainer.fit(model)
+        if not ends:
+            trainer.save_checkpoint(tmp_path / "end")
+        for group, params in zip(model.own.param_groups, given, strict=True):
+            assert [*map(id, group["params"])] == [*map(id, params)]
+        assert model.own.state_dict()["state"] == {}
+    weights = copy.deepcopy(model.state_dict())
+    model.loss(0, 0, 0).backward()
+    model.own.step()
+    assert not any(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)

@@ -3,6 +3,7 @@
 import copy
 import copyreg
 import io
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from typing_extensions import override
 
@@ -140,6 +142,22 @@ def test_as_under_plain_lightning(stage: str, checkpoint_format: Any, plain: Any
     if stage == "2":
         assert pickles.of_states == plain[0].of_states
     assert kept == plain[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", ["fit", "predict"])
+def test_trainer_and_strategy_afterwards(stage: str, function: str) -> None:
+    """A copy has the module, trains further and flushes its own strategy."""
+    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=2)
+    getattr(trainer, function)(Hooked())
+    for again in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        assert again.strategy is not trainer.strategy and again.strategy.zenflow_optimizer is None
+        assert_same_tensors([*again.lightning_module.parameters()], [*trainer.lightning_module.parameters()])
+    again.fit_loop.epoch_loop.max_steps = 4
+    again.fit(again.lightning_module)
+    assert again.global_step == 4 and trainer.global_step == (2 if function == "fit" else 0)
+    flushing = next(c for c in again.callbacks if isinstance(c, LambdaCallback))
+    assert flushing.on_train_end.__self__ is again.strategy  # type: ignore[attr-defined]
 
 
 class PicklesAlone(pl.Callback):
