@@ -119,7 +119,8 @@ class Session(RankEnvironment):
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
         self._lost_ranks: LostRanks | None = None
-        # Of a training that has ended, for saves after it.
+        # DeepSpeed's, of the present or last training; and what is needed for saves when that has ended.
+        self._trained: Any = None
         self._released: list[Released] = []
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
@@ -148,7 +149,7 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
-        self._released = []
+        self._trained, self._released = None, []
         self.zenflow_config = _repeatable(self._given_config)
         self._lost_ranks = LostRanks(self.node_rank)
         resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
@@ -172,6 +173,7 @@ class Session(RankEnvironment):
         with entry as optimizers:
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
+        self._trained = built[0]
         if optimizer is None:
             self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
@@ -367,7 +369,10 @@ class Session(RankEnvironment):
         try:
             super().teardown()
         finally:
-            self._released = [release(model) for model in models]
+            released = [release(model) for model in models]
+            # An evaluation after a training releases nothing of it.
+            if any(model is self._trained for model in models):
+                self._released = released
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
