@@ -126,7 +126,8 @@ class Session(RankEnvironment):
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
-        # Of a training that has ended, for saves after it.
+        # DeepSpeed's, of the present or last training; and what is needed for saves when that has ended.
+        self._trained: Any = None
         self._released: list[Released] = []
         self._users_optimizer: UsersOptimizer | None = None
         # What must end with the training; refers to no strategy.
@@ -157,7 +158,7 @@ class Session(RankEnvironment):
             RuntimeError: another rank has failed, whose error is in the message.
         """
         # What a training before has left is as large as what this one needs.
-        self._released, self.zenflow_optimizer = [], None
+        self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = _repeatable(self._given_config)
         resources = rank_resources(
             self.zenflow_config,
@@ -187,6 +188,7 @@ class Session(RankEnvironment):
         with entry as optimizers, self._with_index():
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
+        self._trained = built[0]
         if optimizer is None:
             self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
@@ -375,7 +377,10 @@ class Session(RankEnvironment):
         try:
             super().teardown()
         finally:
-            self._released = [release(model) for model in models]
+            released = [release(model) for model in models]
+            # An evaluation after a training releases nothing of it.
+            if any(model is self._trained for model in models):
+                self._released = released
             if self._users_optimizer is not None:
                 self._users_optimizer.give_back()
 

@@ -33,7 +33,7 @@ from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import prepare_deepspeed_config
 from lightning_zenflow.engine.inference import inference_engine
-from lightning_zenflow.engine.pieces import load_whole
+from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
 from lightning_zenflow.engine.precision import TrainerPrecision
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
@@ -133,6 +133,7 @@ class TrainerStrategy(Session):
         nothing = {
             "zenflow_optimizer": None,
             "_users_optimizer": None,
+            "_trained": None,
             "_released": [],
             "_file": None,
         }
@@ -421,7 +422,18 @@ class TrainerStrategy(Session):
                 self._save_as_file(checkpoint, filepath, storage_options)
                 return
             client_state = to_save(checkpoint, self.deepspeed_engine)
-            self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+            evaluated = self.model
+            if self._trained is not None and self._trained.module is self.lightning_module:
+                # An evaluation after the training has another engine, without optimizer.
+                self.model = self._trained
+            try:
+                if self.model is not evaluated and is_in_pieces(self.lightning_module):
+                    raise MisconfigurationException(
+                        f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
+                    )
+                self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+            finally:
+                self.model = evaluated
         except Exception as error:
             if not self._ends_with_error:
                 raise
