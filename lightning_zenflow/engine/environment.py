@@ -22,7 +22,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
-from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+from lightning_zenflow.worker.topology import places_on_this_host, read_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,6 @@ def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host
             config.worker_cores,
             places=places,
             index=index,
-            siblings=core_siblings(places[index].allowed),
             reserved_share=config.pt_reserved_cores_perc,
         )
     return RankResources(cores=cores, ranks_on_host=ranks_on_host)
