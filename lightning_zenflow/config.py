@@ -132,7 +132,7 @@ class ZenFlowConfig(BaseModel):
     )
     """Cores of the worker process: how many, or a list of which. "auto" leaves pt_reserved_cores_perc of them to the trainer."""
 
-    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of physical cores", changes_numbers=False)
+    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of cores", changes_numbers=False)
     """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
 
     # System calls count their timeouts in milliseconds, in 32 bits.

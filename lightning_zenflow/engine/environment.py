@@ -24,7 +24,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
-from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+from lightning_zenflow.worker.topology import places_on_this_host, read_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,6 @@ def rank_resources(
             config.worker_cores,
             places=places,
             index=index,
-            siblings=core_siblings(places[index].allowed),
             reserved_share=config.pt_reserved_cores_perc,
         )
     # With one rank a word waits for the device alone.
