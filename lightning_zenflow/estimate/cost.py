@@ -115,13 +115,13 @@ def _replay_s(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> 
 
     A job reads and writes master weights and moments once, reads its gradients and writes weights: 24 + b n + b bytes; with moments in
     16 or 8 bits 16 or 12.1 in the place of 24. One that is submitted in backward commits S gradients, and applies one more tentatively.
-    Arithmetic takes a core 0.1 + 0.42 S ns, and 0.9 ns more with moments in 8 bits: in its first-level cache, a core with 512-bit vectors
+    Arithmetic takes a core 0.1 + 0.42 S ns, and 1.3 ns more with moments in 8 bits: in its first-level cache, a core with 512-bit vectors
     took 0.42 ns for an update, which division and square root bound,
     and 0.05 to 0.1 ns more for a job. In `benchmarks.kernel`, where memory takes part, S = 4, 8 and 16 took 1.9, 3.7 and 7.3 ns of it.
     """
     b, s = setup.dtype_bytes, schedule.update_interval
     n_applied = s + (config.submits_in_backward and schedule.publish_lag == 0)
-    states, coding_ns = {"float32": (24, 0.0), "bfloat16": (16, 0.0), "int8": (12.1, 0.9)}[config.moments_dtype]
+    states, coding_ns = {"float32": (24, 0.0), "bfloat16": (16, 0.0), "int8": (12.1, 1.3)}[config.moments_dtype]
     traffic = states + b * (n_applied + 1) + b * (s + 1)
     memory_s = traffic / setup.rank_bytes_per_s
     if setup.cpu_cores is None:
