@@ -181,7 +181,7 @@ struct Range {
     uint32_t first_scale;
 };
 
-// Largest magnitudes of a tile's moments, at least 2^-100.
+// Of a tile: its largest exp_avg / sqrt(exp_avg_sq), rounded, and its largest exp_avg_sq (moments_in_8_bits.h).
 struct MomentScales {
     float exp_avg;
     float exp_avg_sq;

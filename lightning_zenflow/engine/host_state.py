@@ -123,7 +123,7 @@ class HostState:
         states = dict(saved["state"])
         keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
         for key, (begin, _) in zip(keys, self._bounds, strict=True):
-            for name, moment in self._moments.items():
+            for name, moment in reversed(self._moments.items()):
                 moment.write(begin, states[key][name])
             states[key] = {**states[key], **dict.fromkeys(MOMENTS, self._flats[0].new_empty(0))}
         return {**saved, "state": states}
@@ -138,7 +138,7 @@ class HostState:
         for flat, (begin, _), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
             state = self._optimizer.state[flat]
             count = int(state["step"])
-            for name, ours in of_group.items():
+            for name, ours in reversed(of_group.items()):
                 # Empty ones have been read before.
                 if state[name] is not ours and state[name].numel() > 0:
                     self._moments[name].write(begin, state[name])

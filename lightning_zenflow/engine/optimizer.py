@@ -290,7 +290,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """
         for number, (name, shape) in enumerate(self._full_state.shapes.items()):
             self._full_state.write(number, weights[name])
-            for key, of_names in ({} if saved is None else saved["moments"]).items():
+            for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
                 self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
         if saved is not None:

@@ -24,7 +24,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
-from lightning_zenflow.worker.moments import CodedMoment, Moment, first_scales, n_scales
+from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales, n_scales
 from lightning_zenflow.worker.topology import running_on
 
 _log = logging.getLogger(__name__)
@@ -165,12 +165,11 @@ class Arena:
             return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
 
         self.master = array("master")
-        moments, scales = (array("exp_avg"), array("exp_avg_sq")), array("scales")
         self.rounds = sizes.moments_dtype != torch.float32
-        self.exp_avg, self.exp_avg_sq = (
-            CodedMoment(codes, scales[:, i], partition.tiles) if sizes.moments_dtype == torch.int8 else Moment(codes)
-            for i, codes in enumerate(moments)
-        )
+        self.exp_avg, self.exp_avg_sq = Moment(array("exp_avg")), Moment(array("exp_avg_sq"))
+        if sizes.moments_dtype == torch.int8:
+            both = CodedMoments(self.exp_avg.array, self.exp_avg_sq.array, array("scales"), partition.tiles)
+            self.exp_avg, self.exp_avg_sq = (CodedMoment(both, is_first=is_first) for is_first in (True, False))
         self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
         self.export_offset = int(header.export_offset)
         records = array("step_records")

@@ -146,7 +146,7 @@ class DirectStep:
         begins = self.parts.step.rank.partition.group_begins
         for master, begin, (saved, *moments) in zip(self.masters, begins, states, strict=True):
             master.data.copy_(saved)
-            for moment, values in zip(self._moments, moments, strict=True):
+            for moment, values in reversed([*zip(self._moments, moments, strict=True)]):
                 moment.write(begin, values)
         for weights, saved in zip(self.shown, shown, strict=True):
             weights.copy_(saved)

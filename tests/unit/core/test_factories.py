@@ -12,10 +12,6 @@ FACTORIES = {
     "arange", "empty", "empty_strided", "eye", "from_file", "full", "linspace", "logspace", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tensor", "zeros"
 }  # fmt: skip
-NEEDS_MORE = {
-    # Changed on a branch of its own; strict, so that the entry goes with that branch.
-    "worker/moments.py": pytest.mark.xfail(strict=True, reason="its factories do not name their types yet"),
-}
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:
@@ -34,7 +30,7 @@ def calls(tree: ast.AST) -> list[ast.Call]:
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("file", [pytest.param(f, marks=NEEDS_MORE.get(f, ())) for f in FILES])
+@pytest.mark.parametrize("file", FILES)
 def test_factories_name_type_and_device(file: str) -> None:
     for call in calls(ast.parse((PACKAGE / file).read_text())):
         missing = {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
