@@ -204,8 +204,10 @@ class ZenFlowConfig(BaseModel):
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
-        """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
-        return {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
+        """The values that losses and weights depend on, and not how they were said; a run continues bit for bit only with the same ones."""
+        said = {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
+        by_epoch = self.select_strategy == "epoch"
+        return {**said, "clip_prediction": self.predicts_clipping, "select_strategy": "epoch" if by_epoch else "step"}
 
     @property
     def update_intervals(self) -> list[int]:

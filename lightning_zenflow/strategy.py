@@ -130,16 +130,10 @@ class TrainerStrategy(Session):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
-        nothing = {
-            "zenflow_optimizer": None,
-            "_users_optimizer": None,
-            "_trained": None,
-            "_released": [],
-            "_file": None,
-        }
+        nothing: dict[str, Any] = dict.fromkeys(("zenflow_optimizer", "_users_optimizer", "_trained", "_file"))
         # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
-        lightnings = {"_model": self._lightning_module, "_optimizers": [], "_lightning_optimizers": []}
-        return {**vars(self), **nothing, **lightnings, "_ending": ExitStack()}
+        emptied = {name: list[Any]() for name in ("_released", "_optimizers", "_lightning_optimizers")}
+        return {**vars(self), **nothing, **emptied, "_model": self._lightning_module, "_ending": ExitStack()}
 
     @override
     def connect(self, model: pl.LightningModule) -> None:

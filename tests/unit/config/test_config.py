@@ -199,3 +199,14 @@ def test_without_measurements(keys: dict[str, Any], s: int, d: int) -> None:
     assert (config.update_intervals, config.publish_lags) == ([s], [d])
     assert not config.measures and config.topk_ratio == 0.3
     assert config.without_measurements() == config
+
+
+def test_numbers_do_not_depend_on_how_a_value_is_said() -> None:
+    said, resolved = (
+        {"clip_prediction": "auto", "select_strategy": "auto"},
+        {"clip_prediction": True, "select_strategy": "step"},
+    )
+    first, second = (ZenFlowConfig(**keys).numeric_values() for keys in (said, resolved))
+    assert first == second
+    for other in ({"clip_prediction": False}, {"select_strategy": "epoch"}):
+        assert ZenFlowConfig(**other).numeric_values() != first
