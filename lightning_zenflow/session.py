@@ -26,7 +26,7 @@ from lightning_zenflow.checkpoint.collective import (
     save_together,
 )
 from lightning_zenflow.checkpoint.files import place_of, read
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
@@ -46,7 +46,6 @@ from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -275,7 +274,7 @@ class Session(RankEnvironment):
         def write(file: Path | str) -> None:
             if not self.is_global_zero:
                 return
-            whole = {**content(), **({} if state.run_state is None else {CHECKPOINT_KEY: state.run_state})}
+            whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
             if io is None:
                 torch.save(whole, file)
             else:

@@ -62,7 +62,8 @@ class StagedSave:
         # Without a lock no process can tell that this one has ended, and none deletes its files.
         self._lock_fd = _lock(self._lock_file, wait=True)
         self._folder = self._lock_file.with_suffix(_SAVING)
-        self.content = self._folder / path.name if is_file else self._folder
+        # Not the checkpoint's own name: torch refuses some, such as ".hidden".
+        self.content = self._folder / "file" if is_file else self._folder
         try:
             self._folder.mkdir()
         except BaseException:

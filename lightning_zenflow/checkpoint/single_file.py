@@ -4,7 +4,8 @@ Under the Trainer::
 
     state_dict            float32 master weights of what is trained, by the module's names; buffers and frozen weights in their own type
     optimizer_states      [state_dict of torch.optim.AdamW], the parameters in the order of the user's optimizer
-    zenflow               what else continues the run bit for bit
+    lightning_zenflow.run_state
+                          what else continues the run bit for bit; "zenflow" in files of before, a name that users take
         ranks             [rank] `ZenFlowStep.state_dict`
         loss_scaler       attributes of DeepSpeed's
         clip_grad         largest gradient norm
@@ -36,6 +37,9 @@ from lightning_zenflow.engine.pieces import is_divided
 from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 
+FILE_KEY = "lightning_zenflow.run_state"
+"""Entry of ours in a file, beside those of users."""
+
 
 class SavedFile:
     """A checkpoint that is one file, of this package or of another strategy.
@@ -57,7 +61,9 @@ class SavedFile:
         if not isinstance(content, dict):
             raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(content).__name__}")
         self.content: dict[str, Any] = dict(content)
-        self._run_state = self.content.pop(CHECKPOINT_KEY, None)
+        former = self.content.get(CHECKPOINT_KEY)
+        is_former = isinstance(former, dict) and {"ranks", "loss_scaler", "counts"} <= former.keys()
+        self._run_state = self.content.pop(CHECKPOINT_KEY if is_former else FILE_KEY, None)
 
     def entry(self, name: str) -> Any:
         """An entry of the content.
@@ -125,6 +131,13 @@ class SavedFile:
         names = dict(zip((i for g in groups for i in g["params"]), (n for ns in order for n in ns), strict=True))
         shapes, states = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
         for index, group in enumerate(groups):
+            # torch's SGD has no betas, and its NAdam and RAdam have neither of the others.
+            if "betas" not in group or not {"amsgrad", "bias_correction"} & group.keys():
+                raise refusal(
+                    self.path,
+                    f"parameter group {index} must be one of AdamW or Adam, got the options {', '.join(map(str, group))}: take the weights"
+                    " only, `model = Module.load_from_checkpoint(path)`",
+                )
             for option, required in REQUIRED_OPTIONS.items():
                 if bool(group.get(option, required)) != required:
                     raise refusal(

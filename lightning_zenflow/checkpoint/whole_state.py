@@ -41,7 +41,7 @@ class WholeState:
         weights: the same dict, and after `saved_as` has been entered, on rank 0, with whole master weights where the module shows these
             and an entry is what the module shows. All else is the user's: averaged weights, or what a hook has made of a weight.
         optimizer_state: then the state in torch's layout.
-        run_state: then the entry "zenflow", None where there is no optimizer's state.
+        run_state: then the entry of ours, None where there is no optimizer's state.
     """
 
     def __init__(

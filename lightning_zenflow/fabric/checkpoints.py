@@ -13,13 +13,12 @@ from typing_extensions import override
 from lightning_zenflow.checkpoint.client_state import to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together, one_engine
 from lightning_zenflow.checkpoint.files import place_of
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.session import Session
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 
 
 class FabricCheckpoints(Session):
@@ -42,7 +41,7 @@ class FabricCheckpoints(Session):
         Raises:
             TypeError: there are `storage_options`, or for a folder a `filter`, which nothing reads.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there are several models that were set up, or none; or an entry is named "zenflow".
+            MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
         """
         self.flush()
         if self._saves_file():
@@ -55,10 +54,8 @@ class FabricCheckpoints(Session):
     def _save_as_file(
         self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
     ) -> None:
-        if CHECKPOINT_KEY in state:
-            raise MisconfigurationException(
-                f"fabric.save: no entry may have the name {CHECKPOINT_KEY!r}, which is ours"
-            )
+        if FILE_KEY in state:
+            raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
         engine = one_engine(state.values())
         ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
         # Private: what Lightning's own strategies convert and filter objects with.
