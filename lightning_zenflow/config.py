@@ -16,6 +16,7 @@ from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, f
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024
+_OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
 
 
@@ -177,30 +178,32 @@ class ZenFlowConfig(BaseModel):
         fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag, "tail": "none"}
         return self.model_copy(update=fixed)
 
+    @property
+    def without_effect_on_host(self) -> list[str]:
+        """Given keys that only act where weights are late, and so never where they are in host memory."""
+        return [
+            name
+            for name in _OF_LATE_WEIGHTS
+            if name in self.model_fields_set and getattr(self, name) not in (0, "auto")
+        ]
+
     def with_weights_on_host(self) -> Self:
         """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.
 
         What is late would need weights on the device, for columns or blocks that it owns and for provisional updates, or a second copy.
 
         Raises:
-            ValueError: a key is set to something else.
+            ValueError: a key asks for late weights.
         """
-        not_late = {
-            "update_interval": 1,
-            "publish_lag": 0,
-            "tail": "none",
-            "topk_ratio": 0,
-            "weight_prediction": 0,
-            "provisional_scale": 0,
-        }
+        not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "tail": "none"}
         for name, value in not_late.items():
             given = getattr(self, name)
             if name in self.model_fields_set and given not in (value, "auto"):
-                auto = "" if name == "topk_ratio" else " or 'auto'"
                 raise ValueError(
-                    f"ZenFlowConfig: {name} must be {value!r}{auto} where parameters are in host memory, got {given!r}; leave it out: every"
-                    " step then ends with AdamW's weights, and nothing is approximated"
+                    f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
+                    " every step then ends with AdamW's weights, and nothing is approximated"
                 )
+        not_late |= dict.fromkeys(_OF_LATE_WEIGHTS, 0)
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:

@@ -134,6 +134,10 @@ class Session(RankEnvironment):
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
         if offloads_parameters(self.config):
+            if unused := self.zenflow_config.without_effect_on_host:
+                rank_zero_info(
+                    f"ZenFlow: {', '.join(unused)} has no effect where parameters are in host memory: no weight is ever late"
+                )
             self.zenflow_config = self.zenflow_config.with_weights_on_host()
         self._given_config = self.zenflow_config
 
@@ -176,6 +180,9 @@ class Session(RankEnvironment):
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             self._frozen_at_setup = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
             self._optimized = [[name for name, _ in of_group] for of_group in optimized]
+            for group in optimizer.param_groups:
+                # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
+                group["params"].sort(key=lambda p: not p.requires_grad)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
         settings: dict[str, Any] = {"zenflow": self.zenflow_config, "resources": resources}
@@ -224,8 +231,7 @@ class Session(RankEnvironment):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
-            optimizer.begin_micro_batch()
-            optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
+            optimizer.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
         return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:

@@ -17,3 +17,12 @@ def raise_also_as(other: type[Exception]) -> None:
     """Makes every `MisconfigurationException` of this package an instance of a further class as well."""
     if not issubclass(MisconfigurationException, other):
         MisconfigurationException.__bases__ = (*MisconfigurationException.__bases__, other)
+
+
+def other_backward() -> MisconfigurationException:
+    """The error for gradients of a backward pass that is the user's own."""
+    return MisconfigurationException(
+        "ZenFlowStrategy: gradients of the weights must come from the loss that `training_step` returns, or that `fabric.backward` gets,"
+        " got some of another `backward()`: for the gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights"
+        " alone"
+    )

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
-from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
@@ -140,10 +140,23 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if self._written.found():
             self.flush()
 
+    def begin_backward(self, *, last: bool) -> None:
+        """`ZenFlowStep.begin_backward`.
+
+        Raises:
+            MisconfigurationException: there was a backward pass of the user's own.
+        """
+        self.begin_micro_batch()
+        # Private: DeepSpeed's buckets, which the end of a backward pass empties.
+        if any(bucket.params for bucket in self.ipg_buckets.values()):
+            raise other_backward()
+        self.zenflow_step.begin_backward(last=last)
+
     @override
     def exit_backward(self) -> None:
         """As DeepSpeed's, which has taken all gradients by then."""
         super().exit_backward()
+        self.zenflow_step.end_backward()
         if self.marks_gradients:
             self._taken.mark()
 
@@ -204,6 +217,20 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             "ZenFlowStrategy: add_param_group must not be called in training, since the ranks divide all parameters at set-up; give"
             " `configure_optimizers` all of them, and set their `requires_grad` between steps"
         )
+
+    @property
+    def state(self) -> Any:
+        """The state of the user's optimizer, when training has ended.
+
+        Raises:
+            MisconfigurationException: in training, when the worker has it.
+        """
+        if not self.closed:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: optimizer.state must not be used in training, when the worker has AdamW's moments: read and replace them"
+                " with `deepspeed.utils.safe_get_full_optimizer_state` and `safe_set_full_optimizer_state`, between steps"
+            )
+        return self.optimizer.state
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:

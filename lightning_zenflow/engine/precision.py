@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -17,6 +19,22 @@ _LightningsPrecision: Any = object
 
 class PlainPrecision(_LightningsPrecision):  # type: ignore[misc]
     """Leaves what a model gets, and gives, as it is with "32-true": float64 stays float64."""
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are."""
+        if self.precision != "32-true":
+            converted: Module = super().convert_module(module)
+            return converted
+        others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        for _, parameter in others:
+            parameter.data = parameter.data.float()
+        if others:
+            rank_zero_info(
+                f"ZenFlow: {len(others)} trained parameters become float32 with precision='32-true', {others[0][0]} the first; freeze them"
+                " to keep their types, or set another precision"
+            )
+        return module
 
     @override
     def convert_input(self, data: Any) -> Any:

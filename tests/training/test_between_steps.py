@@ -373,3 +373,28 @@ class TestOptimizer:
     def test_refused(self, action: Callable[[pl.Trainer], object], message: str) -> None:
         with pytest.raises(MisconfigurationException, match=message):
             fit(SmallNet(), callbacks=[At("on_train_batch_start", action)])
+
+
+class Adversarial(SmallNet):
+    """Calls `backward` in its training step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.loss(batch_idx, 1, 0).backward()
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("bucket", [50, 100_000])
+def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int) -> None:
+    strategy = ZenFlowStrategy(**HOW[how], reduce_bucket_size=bucket)
+    with pytest.raises(MisconfigurationException, match=r"torch.autograd.grad\(loss, input\)"):
+        fit(Adversarial(), strategy)
+
+
+def test_moments_are_not_in_the_optimizers_state() -> None:
+    for of in (lambda trainer: trainer.optimizers[0], lambda trainer: trainer.lightning_module.optimizers()):
+        with pytest.raises(MisconfigurationException, match="safe_set_full_optimizer_state"):
+            fit(SmallNet(), callbacks=[At("on_train_batch_start", lambda t, of=of: of(t).state.clear())])
+    trainer = fit(SmallNet(), steps=1)
+    assert trainer.optimizers == [] or trainer.optimizers[0].state is not None

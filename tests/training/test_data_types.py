@@ -160,3 +160,51 @@ def test_inputs_under_fabric() -> None:
     model.module.forward = lambda value: value
     assert torch.equal(model(x), x) and model(x).dtype == torch.float64
     fabric.strategy.teardown()
+
+
+class OtherTypes(OwnTypes):
+    """Has integers before all else, and frozen parameters and buffers of other types.
+
+    Args:
+        trains: whether the parameters of another type are trained.
+    """
+
+    def __init__(self, *, trains: bool = False) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(12, dtype=torch.uint8), requires_grad=False)
+        self.short = nn.Parameter(torch.full((13,), 0.5, dtype=torch.bfloat16), requires_grad=trains)
+        self.register_buffer("long", torch.tensor(1 + 2**-40, dtype=torch.float64))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32) * self.short.float()
+        return self.layers(x * (self.codes.float().mean() / 6)).square().mean() * self.long.float()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_not_trained_keeps_its_type(stage: int, tmp_path: Any) -> None:
+    ours, theirs = OtherTypes(), OtherTypes()
+    trainer = fit(ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(theirs, "auto")
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype, name
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
+    assert {name: t.dtype for name, t in saved.items()} == {name: t.dtype for name, t in theirs.state_dict().items()}
+
+
+def test_what_is_trained_becomes_float32(caplog: pytest.LogCaptureFixture) -> None:
+    module = OtherTypes(trains=True)
+    fit(module, ZenFlowStrategy(**NOTHING_LATE))
+    assert module.short.dtype == torch.float32 and "1 trained parameters become float32" in caplog.text
+
+
+def test_keys_without_effect_on_parameters_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"stage": 3, "offload_parameters": True, "worker_cores": 1}
+    models = OwnTypes(), OwnTypes()
+    fit(models[0], ZenFlowStrategy(**keys))
+    assert "has no effect" not in caplog.text
+    fit(models[1], ZenFlowStrategy(**keys, topk_ratio=0.05, weight_prediction=1.0))
+    assert caplog.text.count("topk_ratio, weight_prediction has no effect") == 1
+    assert all(map(torch.equal, *map(weights, models)))

@@ -270,9 +270,6 @@ def test_a_run_continues_in_place_or_elsewhere(tmp_path: Path) -> None:
         ("update_interval", 2),
         ("publish_lag", 1),
         ("tail", "device"),
-        ("topk_ratio", 0.05),
-        ("weight_prediction", 1.0),
-        ("provisional_scale", 1.0),
     ],
 )
 def test_what_cannot_be_in_place_is_refused_by_name(key: str, value: Any) -> None:
