@@ -23,7 +23,6 @@ from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
 from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
-from lightning_zenflow.engine.written_weights import WrittenWeights
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -112,9 +111,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         )
         self._full_state = FullState(self, parameters, shapes)
         self._taken = TakenGradients(parameters)
-        names = [str(self.param_names[p]) for p in parameters]
-        await_slice = self.zenflow_step.await_weights if zero.in_place else None
-        self._written = WrittenWeights(self._rank, parameters, names, self.dp_process_group, await_slice)
         for number, parameter in enumerate(parameters):
             added: Any = parameter
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
@@ -137,8 +133,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
         self._taken.clear()
-        if self._written.found():
-            self.flush()
 
     def begin_backward(self, *, last: bool) -> None:
         """`ZenFlowStep.begin_backward`.
@@ -197,7 +191,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self._has_gradients():
             # As torch's, which skips parameters without a gradient.
             return
-        self._written.refuse()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -209,7 +202,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
-        self._written.updated(self.zenflow_step.number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the ranks divide all parameters at set-up."""
@@ -244,7 +236,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
-        self._written.note()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
@@ -257,21 +248,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
-        was_exact, written = self.zenflow_step.is_exact, [] if self.closed else self._written.found()
-        schedule = self.parts.jobs.schedule
-        self._written.keep(written, shows_exact=was_exact or (schedule.update_interval, schedule.publish_lag) == (1, 0))
         try:
             self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
             raise
-        if written:
-            self._written.take_over()
-            self.zenflow_step.state_written()
-            self._gather_weights()
-        if written or not was_exact:
-            self._written.updated()
 
     def close(self, *, keep_state: bool | None = None) -> None:
         """Ends the worker and releases the shared memory. May be called again.
@@ -375,7 +357,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         count = self._host_state.copy_loaded_state_into_arena()
         saved = own.get(CHECKPOINT_KEY) if own and optimizer_states else None
         difference = self.zenflow_step.load_state_dict(saved, count)
-        self._written.note()
         if difference:
             rank_zero_info(
                 f"ZenFlow: the checkpoint has AdamW's exact state after {count} steps, but {difference}: the schedule,"

@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_grad
 from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -65,35 +64,34 @@ def head(module: nn.Module) -> list[Tensor]:
     return list(list(module.children())[-1].parameters())
 
 
-USES: dict[str, Callable[[pl.LightningModule], object]] = {
-    "norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
-    "scaled": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
-    "through data": lambda m: [p.grad.data.zero_() for p in head(m) if p.grad is not None],
-    "clipped": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-    "clipped by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
-    "Lightning's norms": lambda m: grad_norm(m, 2),
-    "set to zero": lambda m: m.zero_grad(set_to_none=False),
-}
-ASSIGNS: dict[str, Callable[[pl.LightningModule], object]] = {
-    "removed": lambda m: [setattr(p, "grad", None) for p in head(m)],
-    "replaced": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
-}
-
-
 class TestGradients:
     """They are not in `parameter.grad`."""
+
+    USES: dict[str, Callable[[pl.LightningModule], object]] = {
+        "norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
+        "scaled": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
+        "through data": lambda m: [p.grad.data.zero_() for p in head(m) if p.grad is not None],
+        "clipped": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        "clipped by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+        "Lightning's norms": lambda m: grad_norm(m, 2),
+        "set to zero": lambda m: m.zero_grad(set_to_none=False),
+    }
+    ASSIGNS: dict[str, Callable[[pl.LightningModule], object]] = {
+        "removed": lambda m: [setattr(p, "grad", None) for p in head(m)],
+        "replaced": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
+    }
 
     @pytest.mark.parametrize("use", USES)
     @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
     def test_used(self, hook: str, use: str) -> None:
-        callback = At(hook, lambda trainer: USES[use](trainer.lightning_module))
+        callback = At(hook, lambda trainer: self.USES[use](trainer.lightning_module))
         with pytest.raises(MisconfigurationException, match="must not be used between backward .*register_hook"):
             fit(SmallNet(), ZenFlowStrategy(**NOTHING_LATE), callbacks=[callback], accumulate_grad_batches=2)
 
     @pytest.mark.parametrize("how", HOW)
     @pytest.mark.parametrize("assign", ASSIGNS)
     def test_assigned(self, assign: str, how: str) -> None:
-        callback = At("on_after_backward", lambda trainer: ASSIGNS[assign](trainer.lightning_module))
+        callback = At("on_after_backward", lambda trainer: self.ASSIGNS[assign](trainer.lightning_module))
         with pytest.raises(MisconfigurationException, match=r"head.weight, .*head.bias: .*requires_grad_\(False\)"):
             fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[callback])
 
@@ -151,112 +149,6 @@ class TestGradients:
         trainer = fit(model, steps=1, callbacks=[At("on_after_backward", lambda _: None)])
         seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
         assert seen == [False, True]
-
-
-WRITES: dict[str, tuple[str, Callable[[nn.Module, pl.Trainer], object]]] = {
-    "clamped after each step": ("on_train_batch_end", lambda m, _: [p.clamp_(-0.1, 0.1) for p in head(m)]),
-    "scaled before each step": ("on_train_batch_start", lambda m, _: m.hidden.weight.mul_(0.9)),
-    "loaded": ("on_train_start", lambda m, _: m.load_state_dict({k: 0.5 * v for k, v in m.state_dict().items()})),
-    "initialised anew": (
-        "on_train_batch_end",
-        lambda m, t: t.global_step == 3 and nn.init.eye_(m.hidden.weight) is None,
-    ),
-}
-
-
-class TestWeights:
-    """What is written in place goes on from there."""
-
-    @pytest.mark.parametrize("how", ["nothing late", "in backward", "late"])
-    @pytest.mark.parametrize("write", WRITES)
-    @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-    def test_written(self, precision: str, write: str, how: str) -> None:
-        hook, function = WRITES[write]
-
-        def act(trainer: pl.Trainer) -> None:
-            if how == "late":
-                trainer.strategy.flush() if hasattr(trainer.strategy, "flush") else None
-            with torch.no_grad():
-                function(trainer.lightning_module, trainer)
-
-        ours, theirs = both(
-            HOW[how],
-            lambda: [At(hook, act)],
-            precision=precision,
-            gradient_clip_val=1.0 if how == "nothing late" and precision == "32-true" else None,
-        )
-        if how != "late" and precision == "32-true":
-            assert_same(ours, theirs)
-        elif how != "late":
-            # torch's AdamW has its state in bf16 as well.
-            assert_same([p.float() for p in ours], [p.float() for p in theirs], atol=0.02)
-
-    def test_what_was_not_written_keeps_its_precision(self) -> None:
-        model = OneGroup()
-        masters: list[Tensor] = []
-
-        def act(trainer: pl.Trainer) -> None:
-            optimizer = trainer.strategy.zenflow_optimizer
-            masters.append(optimizer.full_state.read(0).clone())
-            if trainer.global_step == 2:
-                with torch.no_grad():
-                    model.weights[0][:3] = 0.1
-                masters.append(optimizer.full_state.read(0).clone())
-
-        fit(model, ZenFlowStrategy(**NOTHING_LATE), callbacks=[At("on_train_batch_end", act)], precision="bf16-true")
-        before, after = masters[1:3]
-        assert torch.equal(after[3:], before[3:])
-        assert torch.equal(after[:3], torch.tensor(0.1).bfloat16().float().expand_as(after[:3]))
-
-    @pytest.mark.parametrize("how", ["stage 3", "in host memory"])
-    def test_written_in_gathered_parameters(self, how: str) -> None:
-        def act(trainer: pl.Trainer) -> None:
-            weights = head(trainer.lightning_module)
-            with GatheredParameters(weights, modifier_rank=0), torch.no_grad():
-                for p in weights:
-                    p.clamp_(-0.1, 0.1)
-
-        assert_same(*both(HOW[how], lambda: [At("on_train_batch_end", act)]))
-
-    def test_before_a_validation(self) -> None:
-        """Which makes weights exact, and sees them."""
-        seen: list[Tensor] = []
-
-        def act(trainer: pl.Trainer) -> None:
-            with torch.no_grad():
-                trainer.lightning_module.hidden.weight.clamp_(-0.1, 0.1)
-
-        def look(trainer: pl.Trainer) -> None:
-            seen.append(trainer.lightning_module.hidden.weight.abs().max())
-
-        options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
-        options["reload_dataloaders_every_n_epochs"] = 0
-        callbacks = lambda: [At("on_train_batch_end", act), At("on_validation_start", look)]  # noqa: E731
-        assert_same(*both(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options))
-        assert max(seen) <= 0.1
-
-    @pytest.mark.parametrize(
-        ("keys", "hook", "through_data", "message"),
-        [
-            (NOTHING_LATE, "on_train_batch_end", True, "head.weight must not be written through `parameter.data`"),
-            (NOTHING_LATE, "on_after_backward", False, "head.weight must not be written between backward and step"),
-            (
-                LATE,
-                "on_train_batch_end",
-                False,
-                "head.weight must not be written in place while updates of it are pending",
-            ),
-        ],
-        ids=["through data", "between backward and step", "late"],
-    )
-    def test_refused(self, keys: dict[str, Any], hook: str, through_data: bool, message: str) -> None:
-        @torch.no_grad()
-        def act(trainer: pl.Trainer) -> None:
-            weight = trainer.lightning_module.head.weight
-            (weight.data if through_data else weight).mul_(0.5)
-
-        with pytest.raises(MisconfigurationException, match=message):
-            fit(SmallNet(), ZenFlowStrategy(**keys), callbacks=[At(hook, act)])
 
 
 class ClipsItself(SmallNet):
