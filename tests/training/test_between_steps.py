@@ -1,7 +1,7 @@
 """What users do between two steps has the effect that it has under plain Lightning, or is refused by name."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -67,7 +67,7 @@ def head(module: nn.Module) -> list[Tensor]:
 class TestGradients:
     """They are not in `parameter.grad`."""
 
-    USES: dict[str, Callable[[pl.LightningModule], object]] = {
+    USES: ClassVar[dict[str, Callable[[pl.LightningModule], object]]] = {
         "norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
         "scaled": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
         "through data": lambda m: [p.grad.data.zero_() for p in head(m) if p.grad is not None],
@@ -76,7 +76,7 @@ class TestGradients:
         "Lightning's norms": lambda m: grad_norm(m, 2),
         "set to zero": lambda m: m.zero_grad(set_to_none=False),
     }
-    ASSIGNS: dict[str, Callable[[pl.LightningModule], object]] = {
+    ASSIGNS: ClassVar[dict[str, Callable[[pl.LightningModule], object]]] = {
         "removed": lambda m: [setattr(p, "grad", None) for p in head(m)],
         "replaced": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
     }
