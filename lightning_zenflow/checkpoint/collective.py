@@ -158,15 +158,15 @@ def is_file_together(path: Path) -> bool:
 
 
 def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The one of DeepSpeed's engines among what is loaded.
+    """The one of DeepSpeed's engines among what is saved or loaded.
 
     Raises:
-        MisconfigurationException: there is none, or there are several.
+        MisconfigurationException: there is none, or there are several, or one has two names.
     """
     engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
     if len(engines) != 1:
         raise MisconfigurationException(
-            f"a checkpoint is loaded into one model that was set up, got {len(engines)}: load each model by itself"
+            f"a checkpoint must have one model that was set up, under one name, got {len(engines)}: save or load each model by itself"
         )
     return engines[0]
 

@@ -19,6 +19,9 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.rank_state import RankState
 
+MAX_VIEWS = 1 << 16
+"""Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
+
 
 class SlotPool:
     """Owner of the arena's gradient slots: host memory for one gradient of one block.
@@ -81,15 +84,18 @@ class SlotPool:
         Returns:
             [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
         """
-        # Views are cached: every step asks for as many as there are tiles.
+        # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
         partition = self._rank.partition
         block = partition.block_of_tile[tile_index]
         slot = self._of_step[block]
         view = self._views.get((tile_index, slot))
         if view is None:
             tile = partition.tiles[tile_index]
-            whole = self._rank.arena.slots[slot].narrow(0, tile.begin - partition.blocks[block].begin, tile.numel)
-            view = self._views[tile_index, slot] = whole.view(tile.rows, tile.width)
+            slots = self._rank.arena.slots
+            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - partition.blocks[block].begin
+            view = slots.as_strided((tile.rows, tile.width), (tile.width, 1), first)
+            if len(self._views) < MAX_VIEWS:
+                self._views[tile_index, slot] = view
         return view
 
     def views_of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:

@@ -149,10 +149,14 @@ def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Pa
         fabric.load(tmp_path / "nowhere", {"model": model, "optimizer": optimizer})
 
 
-def test_a_teacher_beside_the_model(loop: Any) -> None:
+def test_a_teacher_beside_the_model(loop: Any, tmp_path: Path) -> None:
     fabric, model, optimizer = loop
     teacher = fabric.setup_module(nn.Linear(3, 2))
     assert teacher(torch.ones(1, 3)).shape == (1, 2)
+    fabric.save(tmp_path / "one", {"model": model})
+    for save_or_load in (fabric.save, fabric.load):
+        with pytest.raises(MisconfigurationException, match="one model that was set up, under one name, got 2"):
+            save_or_load(tmp_path / "one", {"model": model, "again": model})
     loss = model.loss(2, 0, 0)
     with pytest.raises(ValueError, match="provide the model"):
         fabric.backward(loss)

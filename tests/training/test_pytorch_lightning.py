@@ -1,5 +1,6 @@
 """The same class on `pytorch_lightning`'s strategy: a module of that package trains with the bits of the other one."""
 
+import pickle
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException as LightningsException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import metadata
 from torch import Tensor, nn
@@ -109,8 +111,11 @@ def test_what_is_refused_is_refused_with_that_packages_exception() -> None:
     error = pytorch_lightning.utilities.exceptions.MisconfigurationException
     fits = lambda model, **options: make_trainer(pytorch_lightning, "zenflow", max_steps=1, **options).fit(model)  # noqa: E731
     finder = pytorch_lightning.callbacks.LearningRateFinder()
-    with pytest.raises(error, match="unknown key 'topk_ration'"):
+    with pytest.raises(error, match="unknown key 'topk_ration'") as refused:
         ours.ZenFlowStrategy(topk_ration=0.1)
+    # As errors of other processes arrive.
+    again = pickle.loads(pickle.dumps(refused.value))
+    assert isinstance(again, error) and isinstance(again, LightningsException) and str(again) == str(refused.value)
     with pytest.raises(error, match="must be exactly one of torch.optim.AdamW"):
         fits(make_module(pytorch_lightning, optimizer=torch.optim.SGD))
     with pytest.raises(error, match="configure_optimizers must return an optimizer, got None"):
