@@ -124,8 +124,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
     @override
     def release_and_reset_all(self, module: Module) -> None:
         in_flight = [p for p in iter_params(module, recurse=True) if p.ds_status == ZeroParamStatus.INFLIGHT]
-        # An interrupt has cut the fetches of those without a handle.
-        self._drop(p for p in in_flight if self._handles.get(p) is None)
+        # An interrupt has cut the fetches of those that are not in the registry.
+        self._drop([*self._late, *(p for p in in_flight if p not in self._handles)])
         super().release_and_reset_all(module)
 
     @override
@@ -170,16 +170,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         """Begins late gathers, as one."""
         if not parameters:
             return
-        try:
-            for parameter in parameters:
-                self._before_use(parameter)
-            for parameter in parameters:
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            with get_accelerator().stream(self._stream):
-                handle = parameters[0].all_gather_coalesced(parameters)
-        except BaseException:
-            self._drop(parameters)
-            raise
+        for parameter in parameters:
+            self._before_use(parameter)
+        for parameter in parameters:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        with get_accelerator().stream(self._stream):
+            handle = parameters[0].all_gather_coalesced(parameters)
         self._handles.update(dict.fromkeys(parameters, Fetched(parameters) if self._one_rank else handle))
         self._fetched.update(parameters)
 
