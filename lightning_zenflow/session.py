@@ -191,7 +191,7 @@ class Session(RankEnvironment):
             entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
         else:
             entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
-        with entry as optimizers, self._with_index():
+        with entry as optimizers:
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
         self._trained = built[0]

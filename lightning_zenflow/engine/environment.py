@@ -104,7 +104,6 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
     _variables_before: dict[str, str | None] | None = None
-    _cpu: str = "cpu"
 
     @property
     def is_alone(self) -> bool:
@@ -128,20 +127,9 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     @property
     @override
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
         device: torch.device = super().root_device
-        return torch.device(self._cpu) if device.type == "cpu" else device
-
-    @contextmanager
-    def _with_index(self) -> Iterator[None]:
-        """Context in which the CPU counts as device 0 for every rank, since DeepSpeed's set-up asks for an index. Modules on the CPU have
-        none, and `module.to` with an index would move them to memory of their own.
-        """
-        self._cpu = "cpu:0"
-        try:
-            yield
-        finally:
-            self._cpu = "cpu"
+        return torch.device("cpu", 0) if device.type == "cpu" else device
 
     @override
     def _configure_launcher(self) -> None:
