@@ -81,8 +81,8 @@ def _twin(parameter: Any) -> Any:
                     " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
                 )
             whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
-        # The memory that it is in belongs to others as well.
-        whole = whole.clone()
+    # The memory that it is in belongs to others as well: a file would have all of it.
+    whole = whole.clone()
     twin: Any = Tensor._make_subclass(type(parameter), whole, parameter.requires_grad)
     vars(twin).update({k: v for k, v in vars(parameter).items() if k not in names})
     _twins[id(parameter)] = twin

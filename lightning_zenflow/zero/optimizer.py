@@ -23,7 +23,6 @@ from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import FlatLayout
 from lightning_zenflow.engine.host_state import MOMENTS
-from lightning_zenflow.engine.on_disk import with_own_storage
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.supported import refuse_moved
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -61,13 +60,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # for the buffer, DeepSpeed has moved the weights to `cpu_data`.
         order = balanced_order([getattr(p, "cpu_data", p).numel() for p in tensor_list], num_partitions)
         return [tensor_list[index] for index in order], {index: place for place, index in enumerate(order)}
-
-    @override
-    def _update_model_bit16_weights(self, group_index: int) -> None:
-        # Private: makes the parameters of a group views of its flat buffer. Who saves or copies one needs a storage of its size.
-        super()._update_model_bit16_weights(group_index)
-        for parameter in self.bit16_groups[group_index]:
-            parameter.data = with_own_storage(parameter.data)
 
     @override
     def initialize_optimizer_states(self) -> None:

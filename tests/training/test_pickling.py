@@ -73,14 +73,12 @@ class Pickles(pl.Callback):
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
-        self.of_states: list[int] = []
         self.module: Any = None
 
     def look(self, module: Any) -> None:
         with GatheredParameters(list(module.parameters())):
             weights = [p.detach().clone() for p in module.parameters()]
             self.seen.append(len(written(module.head)))
-            self.of_states.append(len(written(module.head.state_dict())))
         parts = [module, module.layers[0], module.layers[2], module.head, module.head.bias]
         self.seen += [len(written(part)) for part in parts]
         for twin in (read(written(module)), copy.deepcopy(module)):
@@ -139,8 +137,6 @@ def test_as_under_plain_lightning(stage: str, checkpoint_format: Any, plain: Any
     """Only the memory of what is named is written, and nothing of DeepSpeed's."""
     pickles, kept = train(ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format), tmp_path)
     assert pickles.seen == plain[0].seen
-    if stage == "2":
-        assert pickles.of_states == plain[0].of_states
     assert kept == plain[1]
 
 
