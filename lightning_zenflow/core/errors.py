@@ -31,7 +31,7 @@ def raise_also_as(other: type[Exception]) -> None:
     """Makes every later `MisconfigurationException` of this package an instance of a further class as well."""
     if other not in _others:
         _others.append(other)
-        bases = (MisconfigurationException, *_others)
+        bases: tuple[type, ...] = (MisconfigurationException, *_others)
         _of_all[MisconfigurationException] = type("MisconfigurationException", bases, {"__module__": __name__})
 
 
