@@ -124,8 +124,8 @@ class ZenFlowConfig(BaseModel):
 
     moments_dtype: Literal["float32", "bfloat16", "int8"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12, "int8"
-    6.1; they are rounded once a window, stochastically (bfloat16's first moment to nearest if beta1 <= 0.996). Checkpoints hold float32; runs
-    with any of them read all."""
+    6.1; they are rounded once a window, stochastically (bfloat16's first moment to nearest if beta1 <= 0.996). Checkpoints hold float32;
+    runs with any of them read all."""
 
     offload: Annotated[bool, AfterValidator(_without_effect)] = _key(False, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: the states of device-owned columns stay on the device."""
