@@ -209,7 +209,7 @@ class SparseFeatures(pl.LightningModule):
         super().__init__()
         self.models = torch.nn.ModuleDict({kind: torch.nn.Linear(128, 1) for kind in KINDS})
         for model in self.models.values():
-            torch.nn.init.zeros_(model.weight)
+            torch.nn.init.zeros_(model.get_parameter("weight"))
 
     def losses(self, seed: int, kind: str, share: float) -> Tensor:
         """Of a batch whose odd inputs have this part of their size."""
@@ -245,7 +245,7 @@ def trained(dtype: str) -> tuple[dict[str, float], dict[str, float]]:
     trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(STEPS, 1), batch_size=1))
     with torch.no_grad():
         tested = {kind: sum(model.losses(10_000 + i, kind, 1.0).item() for i in range(64)) / 64 for kind in KINDS}
-    return {kind: model.models[kind].weight[0, 1::2].abs().max().item() for kind in KINDS}, tested
+    return {kind: model.models[kind].get_parameter("weight")[0, 1::2].abs().max().item() for kind in KINDS}, tested
 
 
 @pytest.fixture(scope="module")
