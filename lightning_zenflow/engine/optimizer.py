@@ -74,7 +74,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._resources = resources
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
-        self._destroyed = False
+        self._destroyed = self._in_backward = False
         self.marks_gradients = True
         self.before_step: Callable[[], None] | None = None
         try:
@@ -144,13 +144,20 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward()
+        self._in_backward = True
         self.zenflow_step.begin_backward(last=last)
+
+    def _receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """`ZenFlowStep.receive`; raises `MisconfigurationException` for gradients of a backward pass of the user's own."""
+        if not self._in_backward:
+            raise other_backward()
+        self.zenflow_step.receive(slice_index, gradient, last=last)
 
     @override
     def exit_backward(self) -> None:
         """As DeepSpeed's, which has taken all gradients by then."""
         super().exit_backward()
-        self.zenflow_step.end_backward()
+        self._in_backward = False
         if self.marks_gradients:
             self._taken.mark()
 

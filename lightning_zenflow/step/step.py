@@ -12,7 +12,6 @@ from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.core.errors import other_backward
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
 from lightning_zenflow.step.context import StepContext, StepInputs, StepState
 from lightning_zenflow.step.freezing import Freezing
@@ -85,7 +84,7 @@ class ZenFlowStep:
         self.micro_batches = 0
         self.number = self._flushed_number = 0
         self._flushing = UnderWay()
-        self._state_written = self._receives = False
+        self._state_written = False
         self.start_over(count=0)
 
     @property
@@ -112,15 +111,10 @@ class ZenFlowStep:
         """
         self._refuse_interrupted()
         self.micro_batches += 1
-        self._receives = True
         if last:
             self._opened()
         elif self._state is StepState.IDLE:
             self._state = StepState.ACCUMULATING
-
-    def end_backward(self) -> None:
-        """Ends a backward pass, behind its last gradient."""
-        self._receives = False
 
     def receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
         """Takes one slice's reduced gradient; called in backward, in stream order behind its reduction.
@@ -130,12 +124,7 @@ class ZenFlowStep:
             gradient: [slice.numel], model dtype, on the device; may be changed in place, and is not read after the work that this call
                 enqueues.
             last: whether this is the step's last micro-batch.
-
-        Raises:
-            MisconfigurationException: it is from a backward pass of the user's own.
         """
-        if not self._receives:
-            raise other_backward()
         if last:
             self._fill.receive(self._opened(), slice_index, gradient)
         else:

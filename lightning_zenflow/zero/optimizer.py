@@ -110,7 +110,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
             if gradient.shape[0] != s.numel:
                 gradient = gradient.narrow(0, s.start, s.numel)
-            self.zenflow_step.receive(index, gradient, last=self.is_gradient_accumulation_boundary())
+            self._receive(index, gradient, last=self.is_gradient_accumulation_boundary())
         self.clear_grad_attribute(param)
 
     @override

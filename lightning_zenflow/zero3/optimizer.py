@@ -224,7 +224,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 if last and index in self.parts.fill.arrivals.arrived:
                     refuse_second_gradient(self.param_names[parameter])
                 numel = self._rank.partition.slices[index].numel
-                self.zenflow_step.receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
+                self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
             if parameter.grad is not None:
                 # One that is too large for the bucket was allocated on the training stream.
                 runtime.keep_for(runtime.current_stream(), parameter.grad)
