@@ -32,7 +32,6 @@ class Arrivals:
     Attributes:
         arrived: slices whose gradient of the whole step has been routed.
         trained: slices whose gradients are expected.
-        in_order: blocks in the order in which they were complete in the present or last step.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -43,7 +42,6 @@ class Arrivals:
                 self._slices_of_block[block].add(index)
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self.arrived: set[int] = set()
-        self.in_order: list[int] = []
         self._new: set[int] = set()
         self._missing: list[set[int]] = []  # by block
 
@@ -56,7 +54,6 @@ class Arrivals:
         """Begins a step."""
         self.arrived.clear()
         self._new.clear()
-        self.in_order.clear()
         self._missing = [slices & self.trained for slices in self._slices_of_block]
 
     def slice_complete(self, index: int) -> list[int]:
@@ -72,7 +69,6 @@ class Arrivals:
             self._missing[block].discard(index)
             if not self._missing[block]:
                 complete.append(block)
-        self.in_order += complete
         return complete
 
     def take_new(self) -> Set[int]:
