@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import secrets
 import shutil
 import tempfile
@@ -150,6 +151,9 @@ def write_error(path: Path) -> OSError | None:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
         return error
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and any(file.stat().st_size >= limit for file in folder.rglob("*")):
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return None
 
 

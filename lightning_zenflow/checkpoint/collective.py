@@ -1,5 +1,6 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
+import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,6 +49,7 @@ def save_together(
         OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
     """
     staged: StagedSave | None = None
+    copy: Any = None
     try:
         with _saving(path, path):
             if is_global_zero:
@@ -56,7 +58,7 @@ def save_together(
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
         with _saving(path, content):
-            copy: Any = None if states is None else states.copy_for_save(content)
+            copy = None if states is None else states.copy_for_save(content)
         with (
             nullcontext() if states is None else states.saved_as(copy),
             _saving(path, content),
@@ -69,7 +71,10 @@ def save_together(
         with _saving(path, content):
             if staged is not None:
                 staged.commit()
-    except BaseException:
+    except BaseException as error:
+        # Who keeps the error keeps these frames, which refer to space on the disk.
+        copy = None
+        traceback.clear_frames(error.__traceback__)
         if staged is not None:
             staged.abandon()
         raise
@@ -90,10 +95,16 @@ def _saving(path: Path, content: Path) -> Iterator[None]:
             for error in (reason, reason.__context__):
                 if error is not None:
                     traceback.clear_frames(error.__traceback__)
-            advice = " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+            advice = ""
+            if cause is not None and cause.errno == errno.EFBIG:
+                advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
+            elif cause is not None:
+                advice = (
+                    " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+                    " `ModelCheckpoint(save_top_k=...)`"
+                )
             raise OSError(
-                f"checkpoint {path} could not be saved: {cause or reason}; training can continue."
-                + (f"{advice} `ModelCheckpoint(save_top_k=...)`" if cause else "")
+                f"checkpoint {path} could not be saved: {cause or reason}; training can continue.{advice}"
             ) from reason
 
 

@@ -35,9 +35,9 @@ class WholeState:
         without_frozen: whether weights are left out that are not trained at present.
 
     Attributes:
-        weights: the same dict, and after `saved_as` has been entered, on rank 0, with whole master weights.
-        optimizer_state: then the state in torch's layout.
-        run_state: then the entry "zenflow", None where there is no optimizer's state.
+        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights.
+        optimizer_state: there the state in torch's layout.
+        run_state: there and later the entry "zenflow", None where there is no optimizer's state.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class WholeState:
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
-        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together.
+        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end nothing
+        refers to `copies` any more.
 
         Args:
             copies: result of `copy_for_save`.
@@ -141,9 +142,14 @@ class WholeState:
         self._gather(copies.get(None, {}))
         if len(self._keys) > 1:
             self._add_run_state()
-        if copies:
-            self._fill(copies)
-        yield
+        shown = dict(self.weights)
+        try:
+            if copies:
+                self._fill(copies)
+            yield
+        finally:
+            self.weights.update(shown)
+            self.optimizer_state = {}
 
     @torch.no_grad()
     def _gather(self, weights: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Copies of states in files without a name, for saves: in memory they would take as much again as the states themselves."""
 
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -22,10 +23,11 @@ def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Ten
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         # A write to a page that a full disk has no place for would end the process.
         os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)
+        # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype)
 
 
 def with_own_storage(part: Tensor) -> Tensor:

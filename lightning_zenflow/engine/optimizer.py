@@ -1,5 +1,6 @@
 """What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -70,6 +71,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
         self._destroyed = False
+        self._process = os.getpid()
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -235,6 +237,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """Whether the worker has been ended."""
         return self._worker is None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        return os.getpid() != self._process
+
     def copy_for_save(self, folder: Path) -> Any:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
 
@@ -288,6 +295,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def destroy(self) -> None:
         """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
+        if self.is_elsewhere:
+            return
         if not self.closed:
             self.close()
         if not self._destroyed:

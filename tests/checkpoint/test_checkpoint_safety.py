@@ -1,5 +1,6 @@
 """A save that fails changes nothing, on any rank, and a damaged file is refused on all."""
 
+import gc
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -181,3 +182,40 @@ def test_each_rank_syncs_its_own_files(stage: int, sync: bool, tmp_path: Path, m
     assert {*synced} == (
         {of_optimizer, *([of_optimizer.replace("optim", "model")] if stage == 3 else [])} if sync else set()
     )
+
+
+class KeepsError(pl.Callback):
+    """A save that fails when the states have been copied to the disk, and whose error is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.errors: list[OSError] = []
+        self.mapped: list[str] = []
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["cannot be pickled"] = lambda: None
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        gc.disable()
+        try:
+            with pytest.raises(OSError, match="Can't pickle") as error:
+                trainer.save_checkpoint(self.folder / "a.ckpt")
+            self.errors.append(error.value)
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            self.mapped = [line for line in maps if str(self.folder) in line]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: Path) -> None:
+    """Deleted files that are mapped take space on the disk."""
+    keeps = KeepsError(tmp_path)
+    keys = {"checkpoint_format": checkpoint_format, "moments_dtype": "int8"}
+    run_here(replace(CASE, steps=2, callbacks=(keeps,)).with_keys(**keys))
+    assert len(keeps.errors) == 2 and keeps.mapped == []
+    assert [*tmp_path.iterdir()] == []
