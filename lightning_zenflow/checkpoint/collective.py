@@ -20,6 +20,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.engine.on_disk import free_disk
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -49,7 +50,6 @@ def save_together(
         OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
     """
     staged: StagedSave | None = None
-    copy: Any = None
     try:
         with _saving(path, path):
             if is_global_zero:
@@ -58,7 +58,7 @@ def save_together(
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
         with _saving(path, content):
-            copy = None if states is None else states.copy_for_save(content)
+            copy: Any = None if states is None else states.copy_for_save(content)
         with (
             nullcontext() if states is None else states.saved_as(copy),
             _saving(path, content),
@@ -71,13 +71,12 @@ def save_together(
         with _saving(path, content):
             if staged is not None:
                 staged.commit()
-    except BaseException as error:
-        # Who keeps the error keeps these frames, which refer to space on the disk.
-        copy = None
-        traceback.clear_frames(error.__traceback__)
+    except BaseException:
         if staged is not None:
             staged.abandon()
         raise
+    finally:
+        free_disk()
 
 
 @contextmanager

@@ -126,8 +126,8 @@ class WholeState:
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
-        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end nothing
-        refers to `copies` any more.
+        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end
+        `weights` is as it was.
 
         Args:
             copies: result of `copy_for_save`.
