@@ -362,6 +362,15 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return apply
 
 
+def transpose(entries: dict[str, torch.Tensor], key: str) -> None:
+    entries[key] = entries[key].flatten(1).T.contiguous()
+
+
+def move_one(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Moves a parameter between groups, without a change of their order."""
+    second["params"].insert(0, first["params"].pop())
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
     "half of it": (lambda p: os.truncate(p, p.stat().st_size // 2), "truncated or damaged"),
@@ -369,6 +378,23 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no checkpoint": (lambda p: torch.save([1], p), "must be a checkpoint of Lightning, got a list"),
     "no weights": (edited(lambda c: c.pop("state_dict")), "must have an entry 'state_dict', got epoch"),
     "another model": (edited(lambda c: c["state_dict"].popitem()), "the model must be the saved one: .* got none"),
+    # With as many elements each.
+    "another shape": (
+        edited(
+            lambda c: c["state_dict"].update(
+                {k: v.flatten(1).T.contiguous() for k, v in c["state_dict"].items() if v.dim() > 1}
+            )
+        ),
+        r"the model must be the saved one: .* must be \[.*\], got one of \[",
+    ),
+    "a moment of another shape": (
+        edited(lambda c: transpose(c["optimizer_states"][0]["state"][0], "exp_avg")),
+        r"must have the state of AdamW or Adam for \[.*\], got one of \[",
+    ),
+    "groups of other sizes": (
+        edited(lambda c: move_one(*c["optimizer_states"][0]["param_groups"])),
+        r"must have groups of \[.*\] parameters as saved, got \[",
+    ),
     "another optimizer": (
         edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),
         "must have the state of AdamW or Adam for .*, got no exp_avg_sq",
