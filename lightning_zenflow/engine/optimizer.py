@@ -133,7 +133,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
-        self._taken.clear()
+        if self.marks_gradients:
+            self._taken.clear()
         if self._written.found():
             self.flush()
 
@@ -147,6 +148,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward()
+        # Weights change from here on.
+        self._written.note()
         self._in_backward = True
         self.zenflow_step.begin_backward(last=last)
 
@@ -166,12 +169,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def _has_gradients(self) -> bool:
         """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
-        if replaced := self._taken.replaced():
+        if self.marks_gradients and (replaced := self._taken.replaced()):
             if any(p.grad is not None for p in self._trained_parameters):
                 refuse_replaced([self.param_names[p] for p in replaced])
             # By `module.zero_grad()`.
-            self.zenflow_step.drop_gradients()
-        self._taken.clear()
+            self._drop_gradients()
         return self.zenflow_step.micro_batches > 0
 
     @override
@@ -237,9 +239,16 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
-        self._taken.clear()
-        self.zenflow_step.drop_gradients()
+        if self.marks_gradients:
+            self._taken.clear()
+        self._drop_gradients()
         super().zero_grad(set_to_none)
+
+    def _drop_gradients(self) -> None:
+        was_complete = self.zenflow_step.is_complete
+        self.zenflow_step.drop_gradients()
+        if was_complete:
+            self._written.updated()
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""

@@ -126,7 +126,6 @@ class WrittenWeights:
 
     def refuse(self) -> None:
         """Refuses writes between backward and step, when updates are under way."""
-        self._norms = None
         if found := self.found():
             raise MisconfigurationException(
                 f"ZenFlowStrategy: {self._names[found[0]]} must not be written between backward and step, when its update is under way:"
