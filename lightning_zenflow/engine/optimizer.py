@@ -326,6 +326,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             saved: "count" of applied steps; "groups" of hyperparameters; "moments" by key and name, 0 where there is none; and "zenflow",
                 this rank's `ZenFlowStep.state_dict` or None. None: weights only.
         """
+        # What has been loaded is not the user's write.
+        self._written.note()
         for number, (name, shape) in enumerate(self._full_state.shapes.items()):
             self._full_state.write(number, weights[name])
             for key, of_names in ({} if saved is None else saved["moments"]).items():
