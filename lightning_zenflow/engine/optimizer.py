@@ -132,7 +132,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
-        self._taken.clear()
+        if self.marks_gradients:
+            self._taken.clear()
 
     def begin_backward(self, *, last: bool) -> None:
         """`ZenFlowStep.begin_backward`.
@@ -163,12 +164,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def _has_gradients(self) -> bool:
         """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
-        if replaced := self._taken.replaced():
+        if self.marks_gradients and (replaced := self._taken.replaced()):
             if any(p.grad is not None for p in self._trained_parameters):
                 refuse_replaced([self.param_names[p] for p in replaced])
             # By `module.zero_grad()`.
             self.zenflow_step.drop_gradients()
-        self._taken.clear()
         return self.zenflow_step.micro_batches > 0
 
     @override
@@ -234,7 +234,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
-        self._taken.clear()
+        if self.marks_gradients:
+            self._taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
 
