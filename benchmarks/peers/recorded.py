@@ -75,7 +75,7 @@ class RecordedZeroOffload(ZeroOffload):
 
     @override
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
-        with zenflow_optimizer(functools.partial(_RecordedOptimizer, tracer=self.tracer), model):
+        with zenflow_optimizer(functools.partial(_RecordedOptimizer, tracer=self.tracer), model), self._with_index():
             return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     @override

@@ -53,7 +53,8 @@ class ZeroOffload(ZenFlowStrategy):
     def _setup_model_and_optimizer(self, model: Module, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.config, dict)
         set_bucket_size(self.config, model)
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
+        with self._with_index():
+            return DeepSpeedStrategy._setup_model_and_optimizer(self, model, *args, **kwargs)
 
     # DeepSpeed counts micro-batches itself, and its ZenFlow the steps of a window by them.
     handles_gradient_accumulation = DeepSpeedStrategy.handles_gradient_accumulation

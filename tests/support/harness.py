@@ -271,7 +271,8 @@ class StockStrategy(ZenFlowStrategy):
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
+        with self._with_index():
+            return DeepSpeedStrategy._setup_model_and_optimizer(self, *args, **kwargs)
 
     @override
     def _saves_file(self, *, weights_only: bool = False) -> bool:

@@ -56,6 +56,11 @@ class PlainStage3(RankEnvironment, DeepSpeedStrategy):
             config["fp16"] = {"enabled": True, "initial_scale_power": INITIAL_SCALE_POWER}
         super().__init__(config={**config, "zero_optimization": {"stage": 3, **zero}})
 
+    @override
+    def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with self._with_index():
+            return super()._setup_model_and_optimizer(*args, **kwargs)
+
 
 def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     """Runs one rank of a case; `Case.strategy_options` are keys of "zero_optimization"."""
