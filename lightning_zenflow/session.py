@@ -375,6 +375,9 @@ class Session(RankEnvironment):
         """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
         optimizer has their parameters again, and no state.
         """
+        if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
+            # Behind `sys.exit` in a child that a hook has forked.
+            return
         self._ending.close()
         models = self._in_engines()
         for model in models:

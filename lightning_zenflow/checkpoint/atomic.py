@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import re
+import resource
 import secrets
 import shutil
 import tempfile
@@ -184,6 +185,9 @@ def write_error(path: Path) -> OSError | None:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
         return error
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and any(file.stat().st_size >= limit for file in folder.rglob("*")):
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return None
 
 

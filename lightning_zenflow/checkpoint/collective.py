@@ -1,5 +1,6 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
+import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.engine.on_disk import free_disk
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -74,6 +76,8 @@ def save_together(
         if staged is not None:
             staged.abandon()
         raise
+    finally:
+        free_disk()
 
 
 @contextmanager
@@ -93,10 +97,16 @@ def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
             for error in (reason, reason.__context__):
                 if error is not None:
                     traceback.clear_frames(error.__traceback__)
-            advice = " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+            advice = ""
+            if cause is not None and cause.errno == errno.EFBIG:
+                advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
+            elif cause is not None:
+                advice = (
+                    " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+                    " `ModelCheckpoint(save_top_k=...)`"
+                )
             raise OSError(
-                f"checkpoint {path} could not be saved: {cause or reason}; training can continue."
-                + (f"{advice} `ModelCheckpoint(save_top_k=...)`" if cause else "")
+                f"checkpoint {path} could not be saved: {cause or reason}; training can continue.{advice}"
             ) from reason
 
 

@@ -38,10 +38,10 @@ class WholeState:
         without_frozen: whether weights are left out that are not trained at present.
 
     Attributes:
-        weights: the same dict, and after `saved_as` has been entered, on rank 0, with whole master weights where the module shows these
+        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights where the module shows these
             and an entry is what the module shows. All else is the user's: averaged weights, or what a hook has made of a weight.
-        optimizer_state: then the state in torch's layout.
-        run_state: then the entry of ours, None where there is no optimizer's state.
+        optimizer_state: there the state in torch's layout.
+        run_state: there and later the entry of ours, None where there is no optimizer's state.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class WholeState:
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
-        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together.
+        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end
+        `weights` is as it was.
 
         Args:
             copies: result of `copy_for_save`.
@@ -153,9 +154,14 @@ class WholeState:
         self._gather(copies.get(None, {}))
         if len(self._keys) > 1:
             self._add_run_state()
-        if copies:
-            self._fill(copies)
-        yield
+        shown = dict(self.weights)
+        try:
+            if copies:
+                self._fill(copies)
+            yield
+        finally:
+            self.weights.update(shown)
+            self.optimizer_state = {}
 
     @torch.no_grad()
     def _gather(self, weights: Mapping[str, Tensor]) -> None:

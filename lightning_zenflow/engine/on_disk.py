@@ -1,5 +1,7 @@
 """Copies of states in files without a name, for saves: in memory they would take as much again as the states themselves."""
 
+import contextlib
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -7,6 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+
+_mapped: list[mmap.mmap] = []
+"""Copies of the present save."""
 
 
 def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -22,10 +27,23 @@ def on_disk(folder: Path, numel: int, dtype: torch.dtype = torch.float32) -> Ten
     """
     if numel == 0:
         return torch.empty(0, dtype=dtype, device="cpu")
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         # A write to a page that a full disk has no place for would end the process.
         os.posix_fallocate(file.fileno(), 0, dtype.itemsize * numel)
-        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype, device="cpu")
+        # By the descriptor: others who may write in the folder could put another file in the place of one with a name.
+        _mapped.append(mmap.mmap(file.fileno(), 0))
+    return torch.frombuffer(_mapped[-1], dtype=dtype)
+
+
+def free_disk() -> None:
+    """Gives the space of all copies back to the disk, whose elements are zeros from now on. Who has an error of a save refers to them, and
+    torch's code for files leaves a cycle that does, until a collection.
+    """
+    for memory in _mapped:
+        # Where a file system has no holes, the collection frees it.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_REMOVE)
+    _mapped.clear()
 
 
 def with_own_storage(part: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -77,6 +78,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._destroyed = self._in_backward = False
         self.marks_gradients = True
         self.before_step: Callable[[], None] | None = None
+        self._process = os.getpid()
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -321,6 +323,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """Whether the worker has been ended."""
         return self._worker is None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        return os.getpid() != self._process
+
     def copy_for_save(self, folder: Path) -> Any:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
 
@@ -374,6 +381,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def destroy(self) -> None:
         """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
+        if self.is_elsewhere:
+            return
         if not self.closed:
             self.close()
         if not self._destroyed:

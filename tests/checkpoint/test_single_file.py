@@ -371,6 +371,15 @@ def of(kind: Any, content: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def transpose(entries: dict[str, torch.Tensor], key: str) -> None:
+    entries[key] = entries[key].flatten(1).T.contiguous()
+
+
+def move_one(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Moves a parameter between groups, without a change of their order."""
+    second["params"].insert(0, first["params"].pop())
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
     "half of it": (lambda p: os.truncate(p, p.stat().st_size // 2), "truncated or damaged"),
@@ -380,6 +389,23 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another model": (
         edited(lambda c: c["state_dict"].popitem()),
         "(?s:the model must be the saved one: .*Missing key)",
+    ),
+    # With as many elements each.
+    "another shape": (
+        edited(
+            lambda c: c["state_dict"].update(
+                {k: v.flatten(1).T.contiguous() for k, v in c["state_dict"].items() if v.dim() > 1}
+            )
+        ),
+        r"the model must be the saved one: .* must be \[.*\], got one of \[",
+    ),
+    "a moment of another shape": (
+        edited(lambda c: transpose(c["optimizer_states"][0]["state"][0], "exp_avg")),
+        r"must have the state of AdamW or Adam for \[.*\], got one of \[",
+    ),
+    "groups of other sizes": (
+        edited(lambda c: move_one(*c["optimizer_states"][0]["param_groups"])),
+        r"must have groups of \[.*\] parameters as saved, got \[",
     ),
     "another optimizer": (
         edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),

@@ -5,6 +5,8 @@ import math
 import mmap
 import os
 import re
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import deepspeed
 import lightning.pytorch as pl
 import psutil
 import pytest
@@ -261,3 +264,64 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         assert failed.error is not None and other.error is not None
         assert re.search(f"Error: .*{message}|Exception: {message}", failed.error)
         assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
+
+
+class Forks(pl.Callback):
+    """Forks a child in the third step, which leaves by `sys.exit`."""
+
+    def __init__(self) -> None:
+        self.child = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.child = os.fork()
+            if self.child == 0:
+                sys.exit(7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
+    """It neither ends the worker nor reads memory that it does not have; the training goes on."""
+    parent, forks = os.getpid(), Forks()
+    try:
+        trainer = fit(Wide(), ZenFlowStrategy(**STAGES[stage]), steps=5, callbacks=[forks])
+    except SystemExit as end:
+        os._exit(end.code if os.getpid() != parent else 1)  # type: ignore[arg-type]
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    _, status = os.waitpid(forks.child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert trainer.global_step == 5
+
+
+def test_two_at_once_in_two_threads() -> None:
+    """The second one's set-up says what is there."""
+    first, second = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def train() -> None:
+        try:
+            fit(Wide(), ZenFlowStrategy())
+        except RuntimeError as error:
+            errors.append(error)
+
+    build = deepspeed.initialize
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        if not first.is_set():
+            first.set()
+            assert second.wait(100)
+        return build(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "initialize", waits)
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert first.wait(100)
+        with pytest.raises(RuntimeError, match="another training runs in this process"):
+            fit(Wide(), ZenFlowStrategy())
+        second.set()
+        thread.join(100)
+    assert errors == []

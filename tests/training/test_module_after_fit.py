@@ -28,6 +28,7 @@ from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -311,3 +312,20 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
     model.loss(0, 0, 0).backward()
     model.own.step()
     assert not any(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("entirely", [False, True])
+def test_pieces_that_a_construction_has_lost(entirely: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C while DeepSpeed moves them: the error is the user's, and not one of the teardown."""
+
+    def loses(optimizer: Any) -> None:
+        lost = next(iter(optimizer.module.parameters()))
+        if entirely:
+            lost.ds_tensor = None
+        else:
+            lost.ds_tensor.data = torch.empty(0, dtype=torch.float32)
+        raise ValueError("the user's own")
+
+    monkeypatch.setattr(ZenFlowZero3Optimizer, "_setup_for_real_optimizer", loses)
+    with pytest.raises(ValueError, match="the user's own"):
+        make_trainer(ZenFlowStrategy(stage=3), max_steps=1).fit(Owned())
