@@ -94,11 +94,6 @@ class ZenFlowConfig(BaseModel):
     forward pass too, those with another factor than the true one are published again. "auto" is false with parameters in host memory,
     otherwise true."""
 
-    tail: Literal["auto", "none", "device"] = _key("auto")
-    """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"
-    lets the device own as many of them as a step waits for (14 bytes a weight in bf16), so that nothing is late. "auto" does so where the
-    device has room, if publish_lag is "auto"."""
-
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
@@ -170,12 +165,10 @@ class ZenFlowConfig(BaseModel):
             ) from None
 
     def without_measurements(self) -> Self:
-        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail, since
-        measured times decide which blocks are in it.
-        """
+        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end."""
         candidates = candidates_of(self.update_intervals, self.publish_lags)
         first = first_schedule(candidates, hides_in_backward=self.submits_in_backward)
-        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag, "tail": "none"}
+        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag}
         return self.model_copy(update=fixed)
 
     @property
@@ -190,12 +183,12 @@ class ZenFlowConfig(BaseModel):
     def with_weights_on_host(self) -> Self:
         """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.
 
-        What is late would need weights on the device, for columns or blocks that it owns and for provisional updates, or a second copy.
+        What is late would need weights on the device, for columns that it owns and for provisional updates, or a second copy.
 
         Raises:
             ValueError: a key asks for late weights.
         """
-        not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "tail": "none"}
+        not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0}
         for name, value in not_late.items():
             given = getattr(self, name)
             if name in self.model_fields_set and given not in (value, "auto"):
@@ -228,8 +221,8 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0, no tail): nothing is approximated."""
-        return self.update_intervals == [1] and self.publish_lags == [0] and not self.allows_tail
+        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0): nothing is approximated."""
+        return self.update_intervals == [1] and self.publish_lags == [0]
 
     @property
     def predicts_clipping(self) -> bool:
@@ -247,21 +240,9 @@ class ZenFlowConfig(BaseModel):
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
 
     @property
-    def requires_tail(self) -> bool:
-        """Whether the device may own the last blocks, whatever room it has."""
-        return self.allows_tail and self.tail != "auto"
-
-    @property
-    def allows_tail(self) -> bool:
-        """Whether the device may own the last blocks."""
-        return self.submits_in_backward and (
-            self.tail == "device" or (self.tail == "auto" and self.publish_lag == "auto")
-        )
-
-    @property
     def measures(self) -> bool:
-        """Whether measured times decide on anything that changes numbers: S, d or the tail."""
-        return len(self.update_intervals) * len(self.publish_lags) > 1 or self.allows_tail
+        """Whether measured times decide on anything that changes numbers: S or d."""
+        return len(self.update_intervals) * len(self.publish_lags) > 1
 
     @property
     def compensation(self) -> StalenessCompensation:
@@ -297,9 +278,12 @@ def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {key: keywords[key] for key in KEYS if keywords.get(key) is not None}
 
 
-_REMOVED = dict.fromkeys(
-    ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
-)
+_REMOVED = {
+    **dict.fromkeys(
+        ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
+    ),
+    "tail": "publish_lag='auto', or a fixed publish_lag of 1, hides the blocks that arrive last behind the next step",
+}
 """What to use instead of keys that were there once."""
 
 

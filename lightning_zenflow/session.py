@@ -404,7 +404,7 @@ def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
     fixed = config.without_measurements()
     rank_zero_info(
         f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
-        f" publish_lag={fixed.publish_lag}, no tail, and no measured time changes them. Steps wait for the CPU where its work does not hide"
+        f" publish_lag={fixed.publish_lag}, and no measured time changes them. Steps wait for the CPU where its work does not hide"
         " behind training; then set update_interval and publish_lag to larger values"
     )
     return fixed

@@ -99,7 +99,6 @@ class TrainerStrategy(Session):
         publish_lag: int | Literal["auto"] | None = None,
         optimizer_in_backward: bool | None = None,
         clip_prediction: bool | Literal["auto"] | None = None,
-        tail: Literal["auto", "none", "device"] | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         weight_prediction: float | Literal["auto"] | None = None,

@@ -72,8 +72,8 @@ class JobQueue:
 
     Attributes:
         in_flight: the jobs.
-        schedule: S and d of all blocks but the tail.
-        staggered: S and d of each block.
+        schedule: S and d.
+        staggered: which blocks close when.
     """
 
     def __init__(
@@ -113,22 +113,22 @@ class JobQueue:
 
     @property
     def max_publish_delay(self) -> int:
-        """Steps until every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
-        return self.schedule.update_interval + max(1, self.schedule.publish_lag)
+        """Steps until every block has closed a window and published its job."""
+        return self.schedule.update_interval + self.schedule.publish_lag
 
     @property
     def submitted_in_backward(self) -> Set[int]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
         return self._submitted_in_backward.keys()
 
-    def set_schedule(self, schedule: UpdateSchedule, tail: Set[int] = frozenset()) -> None:
-        """Uses another S, d and tail from the next submission on; S is a power of two times, or a power of two'th of, the S before.
+    def set_schedule(self, schedule: UpdateSchedule) -> None:
+        """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         self.schedule = schedule
         n_blocks = len(self._windows)
-        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward, tail=tail)
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
@@ -177,7 +177,6 @@ class JobQueue:
         beta1: float,
         synchronous: bool,
         drain: Set[int],
-        not_shown: Set[int] = frozenset(),
         as_predicted: bool = False,
     ) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
@@ -188,7 +187,6 @@ class JobQueue:
             synchronous: whether the jobs are due in this step already.
             drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
                 would have; their jobs, and with them all earlier ones, are then due in this step.
-            not_shown: blocks whose weights in the model the device owns, so that those of the job are not copied there.
             as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
 
         Returns:
@@ -199,20 +197,17 @@ class JobQueue:
             self._correct(step, blocks[-1:] if as_predicted else blocks)
             self._unverified = (step, blocks) if as_predicted else None
         closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
-        # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
-        for block in sorted(closing, key=lambda block: block in self.staggered.tail):
+        overlapping = self.schedule.publish_lag >= self.schedule.update_interval
+        ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
+        for block in closing:
             if block not in self._submitted_in_backward:
-                of_block = self.staggered.of_block(block)
-                overlapping = of_block.publish_lag >= of_block.update_interval
                 at_once = synchronous or (overlapping and block in drain)
-                due_step = step if at_once else self._due_step(step, block)
-                ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
-                self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=block not in not_shown)
+                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
-        at_once = self.staggered.lag_of(block) == 0
+        at_once = self.schedule.publish_lag == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
         return at_once and block in self.staggered.closing_blocks(step) and self.in_flight.next_due(block) is None
 
@@ -241,7 +236,7 @@ class JobQueue:
                 block,
                 window,
                 buffer,
-                due_step=self._due_step(step, block),
+                due_step=self._due_step(step),
                 prediction_steps=ahead,
                 tentative=self._in_backward_tentative,
                 overwritable=overwritable,
@@ -339,13 +334,13 @@ class JobQueue:
             with self._rank.books:
                 # The block's window goes on.
                 again = dataclasses.replace(window, slots=list(window.slots))
-                due_step = self._due_step(step, block)
+                due_step = self._due_step(step)
                 self.in_flight.enqueue(block, again, block, due_step=due_step, tentative=Tentative.TRUE)
             self._worker.send()
 
-    def _due_step(self, step: int, block: int) -> int:
+    def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
-        return self.staggered.publish_step(step, block) + self._publisher.in_place
+        return step + self.schedule.publish_lag + self._publisher.in_place
 
     def _fill_window(self, block: int, step: int, slot: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""
@@ -398,7 +393,6 @@ class JobQueue:
         due_step: int,
         prediction_steps: float = 0.0,
         cause: Cause = "publish_wait",
-        is_shown: bool = True,
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window = self._windows[block]
@@ -406,7 +400,7 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self._free_buffer(block, cause) if is_shown else None
+        buffer = self._free_buffer(block, cause)
         with self._rank.books:
             self._windows[block] = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)

@@ -32,7 +32,6 @@ METRICS: dict[str, str] = {
     "zenflow/overlap/worker_busy_percent": "computation of the worker as a share of the step time",
     "zenflow/overlap/update_interval_steps": "S",
     "zenflow/overlap/publish_lag_steps": "d",
-    "zenflow/overlap/tail_percent": "share of the blocks in the tail, which arrive last and are owned by the device",
     "zenflow/overlap/late_blocks_percent": "share of the blocks submitted in backward that were not updated when the training thread"
     " ended the step, or fetched them from host memory; on CUDA the device is behind it",
     "zenflow/overlap/clip_prediction_error_percent": "mean error of the clip factors predicted in backward; of one step",
@@ -78,7 +77,6 @@ def interval_metrics(before: Reading, now: Reading, *, seconds: float) -> dict[s
         "overlap/worker_busy_percent": 100 * (now.worker_busy_s - before.worker_busy_s) / seconds,
         "overlap/update_interval_steps": now.update_interval,
         "overlap/publish_lag_steps": now.publish_lag,
-        "overlap/tail_percent": 100 * now.tail_share,
         "overlap/late_blocks_percent": 100 * (now.late_jobs - before.late_jobs) / in_backward if in_backward else None,
         "overlap/clip_prediction_error_percent": _percent(now.factor_error),
         "traffic/d2h_model_sizes": (now.d2h_bytes - before.d2h_bytes) / model_bytes,

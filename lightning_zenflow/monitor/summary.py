@@ -51,8 +51,6 @@ def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenF
         f"copies a step: d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",
         f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
     ]
-    if now.tail_share:
-        details.append(f"the last {now.tail_share:.0%} of the blocks are the tail")
     in_backward = now.in_backward_jobs - before.in_backward_jobs
     if in_backward and sum(waits.values()) > _SHOWN:
         details.append(f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of the blocks late")

@@ -3,8 +3,7 @@
 It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these answers:
 
 * *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides. If
-  steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: the device takes them
-  (the tail), as many as the wait takes to update, up to half of all blocks; where it cannot, d grows.
+  steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
 * *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
 * Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
 
@@ -34,12 +33,6 @@ _IN_BACKWARD = 0.55
 """Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
 gather at its end hides nothing; where it is long, the measured waits decide.
 """
-
-LARGEST_TAIL = 0.5
-"""Largest share of the blocks in the tail, which takes 14 bytes of device memory a weight."""
-
-_TOLERATED_BLOCK = 0.25
-"""Part of the last block's update that may be exposed before the block belongs to the tail."""
 
 
 def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
@@ -131,62 +124,31 @@ def first_schedule(candidates: Sequence[UpdateSchedule], *, hides_in_backward: b
     return next(may_hide, candidates[0])
 
 
-def blocks_waited_for(load: float, stall: float, *, n_blocks: int, update_interval: int) -> int:
-    """Blocks that would have to be left out so that steps with d = 0 do not wait: those whose updates take as long as the wait.
-
-    Args:
-        load: see `load_and_stall`.
-        stall: see `load_and_stall`.
-        n_blocks: blocks of the rank.
-        update_interval: S.
-
-    Returns:
-        A number for all S phases together; 0 where the stall is tolerated.
-    """
-    if stall <= SMALL_STALL or load <= 0:
-        return 0
-    n_closing = -(-n_blocks // update_interval)
-    exposed = n_closing * stall / (1 - stall) / load if stall < 1 else n_closing
-    return min(n_blocks, update_interval * max(1, math.ceil(exposed - _TOLERATED_BLOCK)))
-
-
 class SchedulePolicy:
     """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
 
     Args:
         candidates: S and d to choose from, the least stale first; with one, those of a smaller S, a power of two, and the same d as well.
         hides_in_backward: whether d = 0 submits gradients in backward.
-        allows_tail: whether the device may take the last blocks where d = 0.
 
     Attributes:
         schedule: the current one.
-        tail: share of all blocks in the tail.
     """
 
-    def __init__(
-        self,
-        candidates: Sequence[UpdateSchedule],
-        *,
-        hides_in_backward: bool = False,
-        allows_tail: bool = False,
-    ) -> None:
+    def __init__(self, candidates: Sequence[UpdateSchedule], *, hides_in_backward: bool = False) -> None:
         self._candidates = list(candidates)
         self._in_backward = hides_in_backward
-        self._allows_tail = allows_tail
         self.schedule = first_schedule(self._candidates, hides_in_backward=hides_in_backward)
-        self.tail = 0.0
         self._waited = False  # in the last look
         self._taken_at = math.inf
         """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
 
-    def observe(self, load: float, stall: float, *, tail: float = 1.0) -> str | None:
-        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` or `tail` where that is due.
+    def observe(self, load: float, stall: float) -> str | None:
+        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` where that is due.
 
         Args:
             load: worker's time per step / device's time per step without stall.
             stall: share of the time spent waiting for the worker.
-            tail: share of all blocks that would be in the tail if every rank's tail took in the blocks that the rank waits for; 1 if the
-                device has no room for them.
 
         Returns:
             Reason of the change, for the log; None if there is none.
@@ -204,14 +166,10 @@ class SchedulePolicy:
             staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
             if present.publish_lag == 0 and hides:
                 staler = [c for c in staler if c.publish_lag > 0]
-            grows = self._allows_tail and present.publish_lag == 0 and self.tail < tail <= LARGEST_TAIL
-            if grows and (hides or not staler):
-                self.tail = tail
-            elif staler:
-                self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=self._in_backward)
-                self._taken_at = of_one
-            else:
+            if not staler:
                 return None
+            self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=self._in_backward)
+            self._taken_at = of_one
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
         if not self._waited and of_one <= _FALLEN * self._taken_at:
             for c in self._candidates:
@@ -220,10 +178,10 @@ class SchedulePolicy:
                     return f"the worker needs {load:.2f} of a step only"
         return None
 
-    def restore(self, schedule: UpdateSchedule, tail: float) -> None:
-        """Continues a run; ignores a schedule that is not a candidate, and a tail that is not allowed. Past looks are forgotten."""
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """Continues a run; ignores a schedule that is not a candidate. Past looks are forgotten."""
         if schedule in self._candidates:
-            self.schedule, self.tail = schedule, tail if self._allows_tail else 0.0
+            self.schedule = schedule
             self._waited, self._taken_at = False, math.inf
 
     def _cost(self, schedule: UpdateSchedule) -> float:

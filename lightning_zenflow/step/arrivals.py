@@ -31,7 +31,6 @@ class Arrivals:
 
     Attributes:
         trained: slices whose gradients are expected.
-        in_order: blocks in the order in which they were complete in the present or last step.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -42,7 +41,6 @@ class Arrivals:
                 self._slices_of_block[block].add(index)
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
         self._arrived: dict[int, None] = {}
-        self.in_order: list[int] = []
         self._new: set[int] = set()
         self._missing: list[set[int]] = []  # by block
 
@@ -60,7 +58,6 @@ class Arrivals:
         """Begins a step."""
         self._arrived.clear()
         self._new.clear()
-        self.in_order.clear()
         self._missing = [slices & self.trained for slices in self._slices_of_block]
 
     def slice_complete(self, index: int) -> list[int]:
@@ -76,7 +73,6 @@ class Arrivals:
             self._missing[block].discard(index)
             if not self._missing[block]:
                 complete.append(block)
-        self.in_order += complete
         return complete
 
     def take_new(self) -> Set[int]:

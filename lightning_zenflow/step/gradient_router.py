@@ -69,8 +69,7 @@ class GradientRouter:
             destinations = self._destinations(parts)
             late = []
             if may_be_late and tile.rows > 1:
-                pairs = zip((block for _, block, _ in parts), destinations, strict=True)
-                late = [pair for pair in pairs if self._is_late(context, pair[0])]
+                late = list(zip((block for _, block, _ in parts), destinations, strict=True))
             per_axis = column_norms is not None or bool(late)
             norms = self._rank.kernels.route(
                 matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
@@ -103,9 +102,6 @@ class GradientRouter:
         # The copies to the slots.
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
-
-    def _is_late(self, context: StepContext, block: int) -> bool:
-        return not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
 
     def _destinations(self, parts: Iterable[tuple[int, int, int]]) -> list[Destination]:
         return [

@@ -56,7 +56,7 @@ class CounterReader:
         """Present values; those of the device are from an earlier step."""
         self._n_skipped.copy(self._skipped)
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
-        jobs, schedule, tail = self._jobs.in_flight, self._jobs.schedule, self._jobs.staggered.tail
+        jobs, schedule = self._jobs.in_flight, self._jobs.schedule
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,
@@ -72,7 +72,6 @@ class CounterReader:
             factor_error=self._in_backward.factor_error.read(),
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
-            tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks),
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
             owned_norm_share=self.owned_norm_share.read() if self._ownership.numel else None,
             arena_bytes=self._rank.arena.reserved_bytes,

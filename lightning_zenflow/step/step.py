@@ -35,8 +35,7 @@ class ZenFlowStep:
        time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them. Blocks that the device owns entirely are left out. In place: in the next forward pass
-       (`await_weights`).
+       device-owned weights are written over them. In place: in the next forward pass (`await_weights`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
@@ -237,7 +236,6 @@ class ZenFlowStep:
                 beta1=mean_beta1(groups),
                 synchronous=plan.synchronous,
                 drain=self._ownership.waiting,
-                not_shown=self._ownership.owned_entirely,
                 as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
             )
             self._ownership.submitted(closed)
@@ -252,8 +250,7 @@ class ZenFlowStep:
             self._gather_weights()
 
         self._telemetry.stalls.steps += 1
-        if self._planner.end_step(number, plan):
-            self._own_tail()
+        self._planner.end_step(number, plan)
         if not copies_finite:
             self._counters.warn_of_skipped(number)
         self._end_micro_batches()
@@ -323,7 +320,6 @@ class ZenFlowStep:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
         self._planner.start_over(self.number, count)
         self._ownership.clear()
-        self._own_tail()
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
@@ -364,7 +360,7 @@ class ZenFlowStep:
             self._freezing.followed()
         self.start_over(count)
         self._planner.load_state_dict(saved["planner"])
-        self._ownership.load_state_dict(saved["ownership"], self._planner.tail)
+        self._ownership.load_state_dict(saved["ownership"])
         self._provisional.load_state_dict(saved["provisional"])
         self._fill.norms.load_state_dict(saved["in_backward"])
         return ""
@@ -417,11 +413,6 @@ class ZenFlowStep:
             self._state = StepState.OPEN
         assert self._context is not None
         return self._context
-
-    def _own_tail(self) -> None:
-        """Makes the tail's blocks change to device-owned weights with their next windows."""
-        if self._planner.tail:
-            self._ownership.own_entirely(self._planner.tail, self._freezing.of_slices())
 
     def _select(self, context: StepContext) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""

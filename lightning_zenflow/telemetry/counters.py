@@ -38,8 +38,6 @@ class Reading:
     """Mean relative error of a step's predicted clip factors; None until measured."""
     update_interval: int
     publish_lag: int
-    tail_share: float
-    """Share of the blocks that the device owns because they arrive last in backward, 0 to 1."""
     owned_share: float
     """Device-owned share of the weights, 0 to 1."""
     owned_norm_share: float | None

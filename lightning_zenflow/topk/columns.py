@@ -15,7 +15,7 @@ from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.topk.state_export import BlockStates, Columns, ExportRegion, OwnedTile
+from lightning_zenflow.topk.state_export import Columns, ExportRegion, OwnedTile
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -31,9 +31,7 @@ class DeviceColumns:
         write_weights: writes the entries into the model's weights, over published ones; after `step` or `load` only.
     """
 
-    def __init__(
-        self, rank: RankState, block: int, columns: Sequence[Columns | None], source: BlockStates | ExportRegion
-    ) -> None:
+    def __init__(self, rank: RankState, block: int, columns: Sequence[Columns | None], source: ExportRegion) -> None:
         partition = rank.partition
         self._rank = rank
         self._source = source

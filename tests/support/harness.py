@@ -80,7 +80,7 @@ class Case:
     checkpoint: str | None = None
     """Where a checkpoint is written, or, where `save_at` is 0, read."""
     schedules: tuple[Entry, ...] = ()
-    """(step, S, d), perhaps with a tail (`scripted_schedule.Entry`): what `auto` decides on; for it
+    """(step, S, d): what `auto` decides on; for it
     `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
     accelerator: Literal["cpu", "gpu"] = "cpu"

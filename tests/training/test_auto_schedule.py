@@ -35,7 +35,7 @@ CASE = Case(steps=60, max_norm=1.0, topk_ratio=0.3, schedules=SCHEDULES, strateg
 def test_no_older_weights_are_shown_after_a_change_to_no_lag() -> None:
     """A job of the former lag is in flight when a block's next weights could come up in backward."""
     exact = {"weight_prediction": 0, "provisional_scale": 0}
-    options = {**AUTO, **exact, "tail": "none"}
+    options = {**AUTO, **exact}
     case = replace(
         CASE, steps=12, max_norm=None, topk_ratio=0.0, schedules=((2, 1, 1), (7, 1, 0)), strategy_options=options
     )
@@ -91,9 +91,7 @@ def test_deterministic_runs_repeat_whatever_is_measured(
     for ours, theirs in zip([*first.shown, first.weights], [*second.shown, second.weights], strict=True):
         assert_same_tensors(ours, theirs)
     (said,) = {message for message in caplog.messages if "deterministic" in message}
-    assert (
-        "update_interval=1, publish_lag=0, no tail, and no measured time changes them. Steps wait for the CPU" in said
-    )
+    assert "update_interval=1, publish_lag=0, and no measured time changes them. Steps wait for the CPU" in said
     torch.use_deterministic_algorithms(False)
     _, (control,) = run(((3, 4, 1),))
     assert [schedule.update_interval for _, schedule in control.changes] == [4]
@@ -194,4 +192,4 @@ def test_schedules_without_memory_are_left_out(
     (message,) = left_out()
     every = {f"update_interval={1 << i}, publish_lag={d}" for i in range(5) for d in range(LARGEST_LAG + 1)}
     kept = {f"update_interval={s}, publish_lag=0" for s in (1, 2)}
-    assert set(message.partition(" for: ")[2].split("; ")) == every - kept | {"a tail"}
+    assert set(message.partition(" for: ")[2].split("; ")) == every - kept

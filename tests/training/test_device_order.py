@@ -67,7 +67,6 @@ CASES = {
     # As from layers that torch compiles.
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
     "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
-    "a tail": replace(NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
         model="LinearLossModule",

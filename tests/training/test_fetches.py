@@ -78,7 +78,6 @@ def fit(
         update_interval=1,
         publish_lag=0,
         topk_ratio=0,
-        tail="none",
         worker_cores=1,
         stall_monitor=False,
     )

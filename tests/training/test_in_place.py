@@ -45,7 +45,7 @@ CASE = Case(
     strategy_options={"in_place": True},
 )
 NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
-EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0, "tail": "none"}
+EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0}
 EXACT = {
     "no gradient in some steps": CASE,
     "a network": NETWORK,
@@ -269,7 +269,6 @@ def test_a_run_continues_in_place_or_elsewhere(tmp_path: Path) -> None:
     [
         ("update_interval", 2),
         ("publish_lag", 1),
-        ("tail", "device"),
     ],
 )
 def test_what_cannot_be_in_place_is_refused_by_name(key: str, value: Any) -> None:

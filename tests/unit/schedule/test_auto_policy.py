@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from lightning_zenflow.schedule.auto_policy import (
-    LARGEST_TAIL,
     SMALL_STALL,
     SchedulePolicy,
-    blocks_waited_for,
     candidates_of,
     load_and_stall,
     relative_cost,
@@ -22,8 +20,8 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedu
 
 INTERVALS, LAGS = [1, 2, 4, 8, 16], [0, 1]
 N_BLOCKS = 16
-Step = tuple[int, int, float, float]
-"""S, d, share of the tail, and seconds of waiting."""
+Step = tuple[int, int, float]
+"""S, d, and seconds of waiting."""
 
 
 def run(
@@ -35,7 +33,6 @@ def run(
     lags: list[int] = LAGS,
     backward: float = 0.0,
     last: float = 0.0,
-    allows_tail: bool = False,
 ) -> list[Step]:
     """Trains in steps of one second. The worker executes one job after the other.
 
@@ -45,39 +42,34 @@ def run(
         backward: last part of a step, in which gradients are submitted where d = 0; 0: all are submitted at its end.
         last: share of the blocks whose gradients arrive at the very end of the step, such as those of an embedding.
     """
-    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=backward > 0, allows_tail=allows_tail)
+    auto = SchedulePolicy(candidates_of(intervals, lags), hides_in_backward=backward > 0)
     steps: list[Step] = []
     measured: list[tuple[float, float, float]] = []
     opened, in_flight = [0] * N_BLOCKS, deque[tuple[int, float, float]]()  # due step, seconds, end
     now = free = 0.0
     left_out, length = 2, 16
     for step in range(1, n_steps + 1):
-        n_late = round(auto.tail * N_BLOCKS)
-        staggered = StaggeredSchedule.of(
-            auto.schedule, n_blocks=N_BLOCKS, tail=frozenset(range(N_BLOCKS - n_late, N_BLOCKS))
-        )
+        staggered = StaggeredSchedule.of(auto.schedule, n_blocks=N_BLOCKS)
         s, d = auto.schedule.update_interval, auto.schedule.publish_lag
         now += device_s(step)
         closing = staggered.closing_blocks(step)
         for number, block in enumerate(closing, start=1):
             n = step - opened[block]
-            arrived = 1.0 if block in staggered.tail else min(1.0, number / (len(closing) * (1 - last)))
+            arrived = min(1.0, number / (len(closing) * (1 - last)))
             cost = relative_cost(n, tentative=backward > 0 and d == 0) * n / N_BLOCKS * load(step)
             free = max(now - (backward * device_s(step) * (1 - arrived) if d == 0 else 0.0), free) + cost
-            in_flight.append((staggered.publish_step(step, block), cost, free))
+            in_flight.append((step + d, cost, free))
             opened[block] = step
         due = [job for job in in_flight if job[0] <= step]
         in_flight = deque(job for job in in_flight if job[0] > step)
         wait = max([end - now for _, _, end in due], default=0.0)
         now += max(0.0, wait)
-        steps.append((s, d, auto.tail, max(0.0, wait)))
+        steps.append((s, d, max(0.0, wait)))
         left_out -= 1
         if left_out < 0:
             measured.append((device_s(step), sum(seconds for _, seconds, _ in due), max(0.0, wait)))
         if len(measured) == length:
-            seen = load_and_stall(measured)
-            more = blocks_waited_for(*seen, n_blocks=N_BLOCKS, update_interval=s)
-            auto.observe(*seen, tail=min(1.0, (n_late + more) / N_BLOCKS))
+            auto.observe(*load_and_stall(measured))
             left_out, length = 1 + max(s, auto.schedule.update_interval) + d, max(16, auto.schedule.update_interval)
             measured.clear()
     return steps
@@ -89,7 +81,7 @@ def stall_share(steps: list[Step]) -> float:
 
 
 def changes(steps: list[Step]) -> int:
-    return sum(a[:3] != b[:3] for a, b in itertools.pairwise(steps))
+    return sum(a[:2] != b[:2] for a, b in itertools.pairwise(steps))
 
 
 def settled(steps: list[Step], n: int = 300) -> set[tuple[int, int]]:
@@ -137,37 +129,10 @@ def test_it_never_oscillates_whatever_the_speed(load: float, backward: float) ->
     assert changes(run(lambda step: load, backward=backward, n_steps=1000)[500:]) == 0
 
 
-@pytest.mark.parametrize("allows_tail", [False, True])
-def test_the_device_takes_what_arrives_last(allows_tail: bool) -> None:
-    """An embedding of 15 % of the weights is 2.4 of 16 blocks. Without a tail all weights would have to be late."""
-    steps = run(lambda step: 0.3, backward=0.6, last=0.15, allows_tail=allows_tail)
-    assert settled(steps) == {(1, 0 if allows_tail else 1)}
-    assert {step[2] for step in steps[-300:]} == ({3 / N_BLOCKS} if allows_tail else {0.0})
-
-
-def test_a_tail_is_never_most_of_the_weights() -> None:
-    steps = run(lambda step: 0.35, backward=0.6, last=0.6, allows_tail=True)
-    assert max(step[2] for step in steps) <= LARGEST_TAIL
-    assert settled(steps) == {(1, 1)}
-
-
-@pytest.mark.parametrize(
-    ("load", "blocks", "update_interval", "expected"),
-    [
-        (1.0, 0.3, 1, 0),  # tolerated
-        (1.0, 1.0, 1, 1),
-        (1.0, 1.2, 1, 1),  # and a little of the next one's
-        (1.0, 1.5, 1, 2),
-        (1.0, 4.0, 4, 4),  # one in each phase
-        (1.0, 40.0, 1, 16),  # more than all of them
-        (0.0, 1.0, 1, 0),
-    ],
-)
-def test_blocks_waited_for(load: float, blocks: float, update_interval: int, expected: int) -> None:
-    """The wait is the worker's time for some blocks."""
-    wait = blocks * 1.0 / N_BLOCKS
-    stall = wait / (1 + wait)
-    assert blocks_waited_for(load, stall, n_blocks=N_BLOCKS, update_interval=update_interval) == expected
+def test_a_lag_hides_what_arrives_last() -> None:
+    """An embedding of 15 % of the weights is 2.4 of 16 blocks."""
+    assert settled(run(lambda step: 0.3, backward=0.6, last=0.15)) == {(1, 1)}
+    assert settled(run(lambda step: 0.35, backward=0.6, last=0.6)) == {(1, 1)}
 
 
 def test_a_cpu_that_is_slow_for_some_time() -> None:
