@@ -73,14 +73,13 @@ def _twin(parameter: Any) -> Any:
     if (known := _twins.get(id(parameter))) is not None:
         return known
     whole = parameter.data
-    if is_divided(parameter):
-        if whole.numel() != parameter.ds_numel:
-            if dist.get_world_size(parameter.ds_process_group) > 1:
-                raise RuntimeError(
-                    "a parameter that stage 3 has divided can be pickled or copied where it is whole only: do it on all ranks within"
-                    " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
-                )
-            whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+    if is_divided(parameter) and whole.numel() != parameter.ds_numel:
+        if dist.get_world_size(parameter.ds_process_group) > 1:
+            raise RuntimeError(
+                "a parameter that stage 3 has divided can be pickled or copied where it is whole only: do it on all ranks within"
+                " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
+            )
+        whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
     # The memory that it is in belongs to others as well: a file would have all of it.
     whole = whole.clone()
     twin: Any = Tensor._make_subclass(type(parameter), whole, parameter.requires_grad)
