@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +24,7 @@ from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
 from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
+from lightning_zenflow.engine.written_weights import WrittenWeights
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -113,6 +114,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         )
         self._full_state = FullState(self, parameters, shapes)
         self._taken = TakenGradients(parameters)
+        names = {p: str(self.param_names[p]) for p in parameters}
+        self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for number, parameter in enumerate(parameters):
             added: Any = parameter
             # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
@@ -136,6 +139,21 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """Before a forward pass, and before a backward pass."""
         if self.marks_gradients:
             self._taken.clear()
+        if self._has_found_writes():
+            self.flush()
+            self._take_over_writes()
+
+    def _has_found_writes(self) -> bool:
+        schedule = self.parts.jobs.schedule
+        has_late = (schedule.update_interval, schedule.publish_lag) != (1, 0)
+        step = self.zenflow_step
+        return self._written.look(step.number, shows_exact=step.is_exact or not has_late)
+
+    def _take_over_writes(self) -> None:
+        self._written.take_over()
+        self._gather_weights()
+        self.zenflow_step.state_written()
+        self._written.note()
 
     def begin_backward(self, *, last: bool) -> None:
         """`ZenFlowStep.begin_backward`.
@@ -200,6 +218,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self._has_gradients():
             # As torch's, which skips parameters without a gradient.
             return
+        self._written.refuse()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -211,6 +230,9 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
+        if self._written.follows(self.zenflow_step.number):
+            self.flush()
+        self._written.note(self.zenflow_step.number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the ranks divide all parameters at set-up."""
@@ -246,6 +268,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
+        self._written.note()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
@@ -258,12 +281,18 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
+        overwrites = not self.zenflow_step.is_exact
+        has_written = overwrites and self._has_found_writes()
         try:
             self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
             raise
+        if has_written:
+            self._take_over_writes()
+        elif overwrites:
+            self._written.note()
 
     def close(self, *, keep_state: bool | None = None) -> None:
         """Ends the worker and releases the shared memory. May be called again.
@@ -348,9 +377,14 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         with self._host_state.saved_from(copy):
             yield
 
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         """Context in which a state is loaded, entered and left by all ranks together."""
-        return nullcontext()
+        try:
+            yield
+        finally:
+            # What has been loaded is not the user's write.
+            self._written.note()
 
     @property
     @abstractmethod

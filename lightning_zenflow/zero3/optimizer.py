@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -179,6 +179,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         was_open = not self.closed
         if self.offload_param and was_open and keep_state is None:
             # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
+            self._written.note()
             with suppress(RuntimeError):
                 self.flush()
         super().close(keep_state=keep_state)
@@ -312,10 +313,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             yield
 
     @override
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         # As DeepSpeed's engine: drops what is gathered.
         self.checkpoint_event_prologue()
-        return self._gathered_afterwards()
+        with super().loading(), self._gathered_afterwards():
+            yield
 
     @contextmanager
     def _gathered_afterwards(self) -> Iterator[None]:
