@@ -165,6 +165,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward()
+        if last:
+            self._written.begin_updates()
         self._in_backward = True
         self.zenflow_step.begin_backward(last=last)
 

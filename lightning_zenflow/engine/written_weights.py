@@ -1,6 +1,5 @@
 """Weights that the user writes in place between two steps: they become master weights, as under a torch optimizer."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +51,10 @@ class WrittenWeights:
         sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
         self._sums = self._sum() if sums else None
 
+    def begin_updates(self) -> None:
+        """Notes that a step's last backward pass begins, in which weights may change."""
+        self._sums = None
+
     def look(self, step: int, *, shows_exact: bool) -> bool:
         """Copies what the user has written since `note`, before a flush overwrites it.
 
@@ -67,7 +70,7 @@ class WrittenWeights:
         """
         found = self._counted()
         if self._sums is not None:
-            differs, self._sums = self._sum() != self._sums, None
+            differs = self._sum() != self._sums
             if self._n_ranks > 1:
                 dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
                 self._found |= bool(any_differs)
@@ -123,7 +126,9 @@ class WrittenWeights:
         parameters = list(self._names)
         missed = all(p.partition_numel() * (self._n_ranks - 1) >= p.ds_numel for p in (parameters[i] for i in kept))
         if lost := written - kept or (kept if missed else set()):
-            instead = "in `deepspeed.zero.GatheredParameters(..., modifier_rank=0)`, and some rank must not have padding only"
+            instead = (
+                "in `deepspeed.zero.GatheredParameters(..., modifier_rank=0)`, and some rank must not have padding only"
+            )
             self._refuse(lost, f"under stage=3 but {instead}, or with `deepspeed.utils.safe_set_full_fp32_param`")
         return kept
 

@@ -7,15 +7,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
-from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from between_steps import USES, WRITES, Act, At, Does, head
+from docs.between_steps import DOCUMENT, with_table
 from fabric_runs import set_up, train_step
-from harness import fit, snapshot
+from harness import Case, fit, snapshot
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.written_weights import WrittenWeights
 from models import OneGroup, TestModule
 from networks import SmallNet
+from rank_processes import run_each
 from side_by_side import NOTHING_LATE
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
@@ -31,13 +34,6 @@ HOW = {
     "stage 3": STAGE_3,
     "in host memory": IN_HOST_MEMORY,
 }
-
-
-class At(pl.Callback):
-    """Calls a function with the Trainer at one of Lightning's hooks."""
-
-    def __init__(self, hook: str, action: Callable[[pl.Trainer], object]) -> None:
-        setattr(self, hook, lambda trainer, *_: action(trainer))
 
 
 def both(
@@ -60,40 +56,53 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor], atol: float = 2e-6) ->
         torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-def head(module: nn.Module) -> list[Tensor]:
-    return list(list(module.children())[-1].parameters())
+def id_of(use: str, act: str, hook: str) -> str:
+    return f"{use.partition(' (')[0].replace('`', '')}, {act}, {hook}"
+
+
+CASES = {id_of(u, a, h): (use, act, h) for u, use in USES.items() for a, act in use.acts.items() for h in use.hooks}
+"""Each use in each of its ways and hooks."""
+
+
+def seen_in(act: Act, hook: str, strategy: Any) -> list[Tensor]:
+    """What the user's code has seen, and the weights at the end."""
+    seen: list[Tensor] = []
+    # Two epochs, in which each step does the same.
+    model = SmallNet(length=3)
+
+    def action(trainer: pl.Trainer) -> None:
+        result = act(trainer)
+        seen.extend([result] if isinstance(result, Tensor) else [])
+
+    fit(model, strategy, steps=6, callbacks=[At(hook, action)])
+    return [*seen, *snapshot(model)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uses(case: str) -> None:
+    """What `docs/reliability.md` has a table of."""
+    use, act, hook = CASES[case]
+    if use.refused:
+        with pytest.raises(MisconfigurationException, match=use.refused):
+            seen_in(act, hook, ZenFlowStrategy(**NOTHING_LATE))
+    else:
+        assert_same(seen_in(act, hook, ZenFlowStrategy(**NOTHING_LATE)), seen_in(act, hook, "auto"))
+
+
+def test_documented_table_is_what_is_tested() -> None:
+    text = DOCUMENT.read_text()
+    assert with_table(text) == text, "docs/reliability.md is out of date: run `python -m docs.between_steps`"
 
 
 class TestGradients:
     """They are not in `parameter.grad`."""
 
-    USES: ClassVar[dict[str, Callable[[pl.LightningModule], object]]] = {
-        "norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
-        "scaled": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
-        "through data": lambda m: [p.grad.data.zero_() for p in head(m) if p.grad is not None],
-        "clipped": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
-        "clipped by value": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
-        "Lightning's norms": lambda m: grad_norm(m, 2),
-        "set to zero": lambda m: m.zero_grad(set_to_none=False),
-    }
-    ASSIGNS: ClassVar[dict[str, Callable[[pl.LightningModule], object]]] = {
-        "removed": lambda m: [setattr(p, "grad", None) for p in head(m)],
-        "replaced": lambda m: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
-    }
-
-    @pytest.mark.parametrize("use", USES)
-    @pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
-    def test_used(self, hook: str, use: str) -> None:
-        callback = At(hook, lambda trainer: self.USES[use](trainer.lightning_module))
-        with pytest.raises(MisconfigurationException, match="must not be used between backward .*register_hook"):
-            fit(SmallNet(), ZenFlowStrategy(**NOTHING_LATE), callbacks=[callback], accumulate_grad_batches=2)
-
-    @pytest.mark.parametrize("how", HOW)
-    @pytest.mark.parametrize("assign", ASSIGNS)
-    def test_assigned(self, assign: str, how: str) -> None:
-        callback = At("on_after_backward", lambda trainer: self.ASSIGNS[assign](trainer.lightning_module))
-        with pytest.raises(MisconfigurationException, match=r"head.weight, .*head.bias: .*requires_grad_\(False\)"):
-            fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[callback])
+    @pytest.mark.parametrize("how", ["late", "stage 3", "in host memory"])
+    @pytest.mark.parametrize("name", ["read, change or clip gradients", "assign gradients (`p.grad = ...`)"])
+    def test_refused(self, name: str, how: str) -> None:
+        callback = At("on_after_backward", next(iter(USES[name].acts.values())))
+        with pytest.raises(MisconfigurationException, match=USES[name].refused):
+            fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[callback], accumulate_grad_batches=2)
 
     @pytest.mark.parametrize("how", HOW)
     def test_dropped(self, how: str) -> None:
@@ -188,23 +197,6 @@ class TestClipping:
             ends.append(snapshot(model))
         assert all(map(torch.equal, *ends))
 
-    def test_by_value(self) -> None:
-        def change(trainer: pl.Trainer) -> None:
-            trainer.gradient_clip_algorithm = "value"
-
-        with pytest.raises(MisconfigurationException, match="gradient_clip_algorithm must be 'norm'"):
-            fit(SmallNet(), gradient_clip_val=0.1, callbacks=[At("on_train_batch_start", change)])
-
-
-class Wrapper:
-    """Passes all on to an optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
 
 class StepsItself(SmallNet):
     """Runs the closure before the step, and leaves steps out.
@@ -229,15 +221,6 @@ class TestOptimizer:
             make = lambda: StepsItself(length=12)  # noqa: E731
             assert_same(*both(NOTHING_LATE, list, make, accumulate_grad_batches=accumulate))
 
-    def test_changed_hyperparameters(self) -> None:
-        def change(trainer: pl.Trainer) -> None:
-            for group in trainer.optimizers[0].param_groups:
-                step = trainer.global_step
-                group.update(lr=1e-3 * (1 + step), betas=(0.8, 0.9 + 0.01 * step), weight_decay=0.1 * step, eps=1e-6)
-
-        for hook in ("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"):
-            assert_same(*both(NOTHING_LATE, lambda hook=hook: [At(hook, change)]))
-
     def test_its_hooks_run(self) -> None:
         called: list[str] = []
         model = SmallNet()
@@ -247,24 +230,6 @@ class TestOptimizer:
         model.configure_optimizers = lambda: configured  # type: ignore[method-assign]
         fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=2)
         assert called == ["before", "after"] * 2
-
-    REFUSED = (
-        (
-            lambda trainer: setattr(trainer, "optimizers", [Wrapper(o) for o in trainer.optimizers]),
-            r"trainer.optimizers must be the strategy's own, got test_between_steps.Wrapper",
-        ),
-        (lambda trainer: trainer.optimizers[0].add_param_group({"params": []}), "add_param_group must not be called"),
-        (
-            lambda trainer: trainer.lightning_module.optimizers().add_param_group({"params": []}),
-            "add_param_group must not be called",
-        ),
-        (lambda trainer: trainer.strategy.setup_optimizers(trainer), "setup_optimizers must not be called in training"),
-    )
-
-    @pytest.mark.parametrize(("action", "message"), REFUSED)
-    def test_refused(self, action: Callable[[pl.Trainer], object], message: str) -> None:
-        with pytest.raises(MisconfigurationException, match=message):
-            fit(SmallNet(), callbacks=[At("on_train_batch_start", action)])
 
 
 class Adversarial(SmallNet):
@@ -284,9 +249,157 @@ def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int) -> N
         fit(Adversarial(), strategy)
 
 
-def test_moments_are_not_in_the_optimizers_state() -> None:
-    for of in (lambda trainer: trainer.optimizers[0], lambda trainer: trainer.lightning_module.optimizers()):
-        with pytest.raises(MisconfigurationException, match="safe_set_full_optimizer_state"):
-            fit(SmallNet(), callbacks=[At("on_train_batch_start", lambda t, of=of: of(t).state.clear())])
+def test_the_state_is_there_again_after_training() -> None:
     trainer = fit(SmallNet(), steps=1)
     assert trainer.optimizers == [] or trainer.optimizers[0].state is not None
+
+
+class TestWeights:
+    """What is written in place goes on from there; `test_uses` has the hooks."""
+
+    @pytest.mark.parametrize("how", ["in backward", "stage 3", "in host memory"])
+    @pytest.mark.parametrize("write", WRITES)
+    def test_anywhere(self, write: str, how: str) -> None:
+        assert_same(*both(HOW[how], lambda: [Does(write)], lambda: SmallNet(length=12), accumulate_grad_batches=2))
+
+    @pytest.mark.parametrize("write", ["clamped", "clamped through data", "initialised anew"])
+    @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+    def test_in_16_bits(self, precision: str, write: str) -> None:
+        model, plain = SmallNet(), SmallNet()
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=6, callbacks=[Does(write)], precision=precision)
+        # In 16 bits torch's AdamW has its state in them as well.
+        fit(plain, "auto", steps=6, callbacks=[Does(write)])
+        assert_same([p.float() for p in snapshot(model)], snapshot(plain), atol=0.02)
+        assert write == "initialised anew" or all(p.float().abs().max() < 0.1001 for p in head(model))
+
+    @pytest.mark.parametrize("stage", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}])
+    def test_on_two_ranks(self, stage: dict[str, Any]) -> None:
+        """As under plain Lightning on one, since both see the same data."""
+        names = [name for name in WRITES if not (stage and name == "clamped through data")]
+        cases = {
+            name: Case(
+                model="SmallNet",
+                model_options={"ranks_differ": False},
+                steps=6,
+                callbacks=(Does(name),),
+                topk_ratio=0,
+                update_interval=1,
+                publish_lag=0,
+                watched=False,
+                **stage,
+            )
+            for name in names
+        }
+        runs = run_each(cases, ranks=2)
+        for name in names:
+            plain = cases[name].make_model()
+            fit(plain, "auto", steps=6, callbacks=[Does(name)])
+            for run in runs[name]:
+                assert_same(run.weights, snapshot(plain))
+
+    @pytest.mark.parametrize("how", ["late", "in backward"])
+    @pytest.mark.parametrize("clip", [None, 0.01])
+    def test_after_a_flush_nothing_is_late(self, clip: float | None, how: str) -> None:
+        """A flush behind each step, after the first write."""
+
+        def act(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 1 and hasattr(trainer.strategy, "flush"):
+                trainer.strategy.flush()
+            WRITES["clamped"](trainer)
+
+        model, plain = SmallNet(), SmallNet()
+        for of, strategy in ((model, ZenFlowStrategy(**HOW[how])), (plain, "auto")):
+            fit(of, strategy, steps=6, callbacks=[At("on_train_batch_end", act)], gradient_clip_val=clip)
+        # Clip factors are predicted, and provisional updates are shown.
+        is_exact = how == "in backward" and clip is None
+        assert_same(snapshot(model), snapshot(plain), atol=2e-6 if is_exact else 0.05)
+        assert all(p.abs().max() <= 0.1 for p in head(model))
+
+    def test_what_was_not_written_keeps_its_precision(self) -> None:
+        model = OneGroup()
+        masters: list[Tensor] = []
+
+        def act(trainer: pl.Trainer) -> None:
+            optimizer = trainer.strategy.zenflow_optimizer
+            if trainer.global_step == 2:
+                masters.append(optimizer.full_state.read(0).clone())
+                with torch.no_grad():
+                    model.weights[0].data[:3] = 0.1
+
+        start = At(
+            "on_before_zero_grad", lambda t: masters.append(t.strategy.zenflow_optimizer.full_state.read(0).clone())
+        )
+        fit(
+            model,
+            ZenFlowStrategy(**NOTHING_LATE),
+            callbacks=[At("on_train_batch_end", act), start],
+            precision="bf16-true",
+        )
+        *_, before, after = masters
+        assert torch.equal(after[3:], before[3:])
+        assert not torch.equal(after[3:], after[3:].bfloat16().float())
+        assert torch.equal(after[:3], torch.tensor(0.1).bfloat16().float().expand_as(after[:3]))
+
+    def test_before_a_validation(self) -> None:
+        """Which makes weights exact, and sees them."""
+        seen: list[Tensor] = []
+        look = lambda trainer: seen.append(trainer.lightning_module.head.weight.abs().max())  # noqa: E731
+        options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        for write in ("clamped", "clamped through data"):
+            callbacks = lambda write=write: [Does(write), At("on_validation_start", look)]  # noqa: E731
+            assert_same(*both(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options))
+        assert max(seen) <= 0.1
+
+    def test_under_fabric(self) -> None:
+        ends = []
+        for zenflow in (True, False):
+            model = SmallNet()
+            if zenflow:
+                fabric, wrapped, optimizer, _ = set_up(model, **NOTHING_LATE)
+            else:
+                optimizer = model.configure_optimizers()["optimizer"]
+            for step in range(4):
+                if zenflow:
+                    train_step(fabric, wrapped, optimizer, step)
+                else:
+                    optimizer.zero_grad()
+                    model.loss(step, 0, 0).backward()
+                    optimizer.step()
+                for p in head(model):
+                    p.data.clamp_(-0.1, 0.1)
+            if zenflow:
+                fabric.strategy.flush()
+            ends.append(snapshot(model))
+        assert_same(*ends)
+        fabric.strategy.teardown()
+
+    @pytest.mark.parametrize("how", HOW)
+    def test_nothing_is_noticed_where_nothing_is_written(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[bool] = []
+        look = WrittenWeights.look
+        monkeypatch.setattr(WrittenWeights, "look", lambda *a, **k: found.append(look(*a, **k)) or found[-1])
+        options = {"limit_val_batches": 1, "val_check_interval": 5, "num_sanity_val_steps": 1}
+        model = SmallNet(length=40)
+        fit(model, ZenFlowStrategy(**HOW[how]), steps=40, gradient_clip_val=0.1, **options)
+        assert len(found) >= 80
+        assert not any(found)
+
+    REFUSED: ClassVar[dict[str, tuple[str, Act, str]]] = {
+        "late": ("late", WRITES["clamped"], "hidden.weight|head.weight must not be written in place while updates"),
+        "without the end of a gather": (
+            "stage 3",
+            lambda t: head(t.lightning_module)[0].detach().zero_(),
+            "head.weight must not be written under stage=3 but in `deepspeed.zero.GatheredParameters",
+        ),
+        "seldom, through data": (
+            "nothing late",
+            lambda t: t.global_step < 20 or t.lightning_module.head.weight.data.mul_(0.9),
+            "head.weight must not be written through `parameter.data`",
+        ),
+    }
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_refused(self, case: str) -> None:
+        how, act, message = self.REFUSED[case]
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(SmallNet(length=80), ZenFlowStrategy(**HOW[how]), steps=80, callbacks=[At("on_train_batch_end", act)])
