@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-from tabulate import tabulate
-
 DOCUMENT = Path(__file__).with_name("reliability.md")
 
 _BEGIN, _END = "<!-- between steps -->\n", "<!-- end -->\n"
@@ -16,15 +14,11 @@ def table() -> str:
     sys.path.append(str(DOCUMENT.parents[1] / "tests" / "support"))
     from between_steps import USES
 
-    rows = [
-        (
-            what,
-            ", ".join(f"`{hook}`" for hook in use.hooks),
-            f"refused; {use.instead}" if use.refused else "as under `auto`",
-        )
-        for what, use in USES.items()
-    ]
-    return tabulate(rows, headers=("what users do", "in", "what happens"), tablefmt="github").replace("-|-", "-|-")
+    lines = ["| what users do | in | what happens |", "| --- | --- | --- |"]
+    for what, use in USES.items():
+        hooks = ", ".join(f"`{hook}`" for hook in use.hooks)
+        lines.append(f"| {what} | {hooks} | {f'refused: {use.instead}' if use.refused else 'as under `auto`'} |")
+    return "\n".join(lines)
 
 
 def with_table(document: str) -> str:

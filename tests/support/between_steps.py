@@ -133,7 +133,7 @@ USES: dict[str, Use] = {
         refused="head.weight must keep its memory",
         instead="write them in place",
     ),
-    "read weights, with S = 1 and d = 0": Use(
+    "read weights": Use(
         acts={"read": lambda t: t.lightning_module.head.weight.detach().clone()}, hooks=("on_train_batch_end",)
     ),
     "freeze parameters (`p.requires_grad_(False)`)": Use(
@@ -152,7 +152,7 @@ USES: dict[str, Use] = {
         },
         hooks=BEFORE_STEP,
         refused="must not be used between backward .*register_hook",
-        instead="`safe_get_full_grad`, `p.register_hook`, `gradient_clip_val`",
+        instead="use `safe_get_full_grad`, `p.register_hook`, `gradient_clip_val`",
     ),
     "assign gradients (`p.grad = ...`)": Use(
         acts={
@@ -161,7 +161,7 @@ USES: dict[str, Use] = {
         },
         hooks=BEFORE_STEP,
         refused=r"head.weight, .*head.bias: .*requires_grad_\(False\)",
-        instead="`p.register_hook`, `p.requires_grad_(False)` before the forward pass",
+        instead="use `p.register_hook`, or `p.requires_grad_(False)` before the forward pass",
     ),
     "drop a step's gradients (`zero_grad()` of optimizer or module)": Use(acts={"drop": drop}, hooks=BEFORE_STEP),
     "write hyperparameters to `optimizer.param_groups`": Use(
@@ -190,13 +190,13 @@ USES: dict[str, Use] = {
         },
         hooks=("on_train_batch_start",),
         refused="safe_set_full_optimizer_state",
-        instead="`safe_get_full_optimizer_state`, `safe_set_full_optimizer_state`",
+        instead="use `safe_get_full_optimizer_state`, `safe_set_full_optimizer_state`",
     ),
     "wrap the optimizer (`trainer.optimizers = ...`)": Use(
         acts={"wrapped": lambda t: setattr(t, "optimizers", [Wrapper(o) for o in t.optimizers])},
         hooks=("on_train_batch_start",),
         refused=r"trainer.optimizers must be the strategy's own, got between_steps.Wrapper",
-        instead="a callback",
+        instead="use a callback",
     ),
     "`add_param_group`, `strategy.setup_optimizers`": Use(
         acts={
