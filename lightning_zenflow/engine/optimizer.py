@@ -141,19 +141,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             self._taken.clear()
         if self._has_found_writes():
             self.flush()
-            self._take_over_writes()
 
     def _has_found_writes(self) -> bool:
-        schedule = self.parts.jobs.schedule
-        has_late = (schedule.update_interval, schedule.publish_lag) != (1, 0)
-        step = self.zenflow_step
-        return self._written.look(step.number, shows_exact=step.is_exact or not has_late)
-
-    def _take_over_writes(self) -> None:
-        self._written.take_over()
-        self._gather_weights()
-        self.zenflow_step.state_written()
-        self._written.note()
+        step, schedule = self.zenflow_step, self.parts.jobs.schedule
+        nothing_late = (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        return self._written.look(step.number, shows_exact=step.is_exact or nothing_late)
 
     def begin_backward(self, *, last: bool) -> None:
         """`ZenFlowStep.begin_backward`.
@@ -283,17 +275,19 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
-        overwrites = not self.zenflow_step.is_exact
-        has_written = overwrites and self._has_found_writes()
+        # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
+        if changes := not self.zenflow_step.is_exact:
+            self._has_found_writes()
         try:
             self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
             raise
-        if has_written:
-            self._take_over_writes()
-        elif overwrites:
+        if has_written := self._written.take_over():
+            self._gather_weights()
+            self.zenflow_step.state_written()
+        if changes or has_written:
             self._written.note()
 
     def close(self, *, keep_state: bool | None = None) -> None:

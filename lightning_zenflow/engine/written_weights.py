@@ -32,7 +32,7 @@ class WrittenWeights:
 
     def __init__(self, rank: RankState, names: dict[Any, str], *, in_place: bool, group: dist.ProcessGroup) -> None:
         self._rank, self._names, self._in_place, self._group = rank, names, in_place, group
-        self._n_ranks = dist.get_world_size(group)
+        self._n_ranks, self._is_divided = dist.get_world_size(group), any(map(is_divided, names))
         self._slices = {s.parameter: s for s in rank.partition.slices}
         self._followed_until = 0
         self._found = False
@@ -97,16 +97,17 @@ class WrittenWeights:
         return self._found
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Makes what `look` has copied the model's and the master weights, right after a flush. What the user has left as it was keeps its
-        precision there.
+    def take_over(self) -> bool:
+        """Makes what `look` has copied the model's and the master weights, right after a flush; returns whether there was something, on any
+        rank. What the user has left as it was keeps its precision there.
         """
         for number, theirs in self._kept.items():
             s = self._slices[number]
             master = self._rank.arena.master.narrow(0, s.begin, s.numel)
             master.copy_(torch.where(theirs == master.to(theirs.dtype), master, theirs.to(master.dtype)))
             self._weights(number).copy_(theirs)
-        self._kept, self._found = {}, False
+        found, self._found, self._kept = self._found, False, {}
+        return found
 
     def refuse(self) -> None:
         """Refuses writes between backward and step, when updates are under way."""
@@ -135,7 +136,8 @@ class WrittenWeights:
     def _read_counters(self) -> tuple[list[int], list[int]]:
         # Private: torch's counter. Without the function of a piece in host memory, which would wait for the worker.
         with torch._C.DisableTorchFunctionSubclass():
-            return [p._version for p in self._names], [p.ds_tensor._version for p in self._names if is_divided(p)]
+            pieces = [p.ds_tensor._version for p in self._names] if self._is_divided else []
+            return [p._version for p in self._names], pieces
 
     def _refuse(self, numbers: set[int], how: str) -> None:
         name = list(self._names.values())[min(numbers)]
