@@ -18,7 +18,8 @@ Cause = Literal["publish_wait", "slot", "publish_buffer", "select", "flush", "re
 * "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
 * "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
-* "flush": all open windows are completed, and the state of the device-owned columns is exported;
+* "flush": all open windows are completed, and the state of the device-owned columns is exported; or it is looked for weights that the user
+  has written, before a flush;
 * "restart": a killed worker is replaced, found at a submission;
 * "reserve": slots and publish buffers for a longer window or lag are allocated and page-locked;
 * "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed.
