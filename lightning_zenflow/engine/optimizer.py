@@ -124,6 +124,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         runtime_of(parts.step.rank.device).forget_peak()
 
     def _read_inputs(self) -> StepInputs:
+        self._written.begin_updates()
         groups = read_hyperparameters(self.optimizer)
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
 
@@ -157,8 +158,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
             raise other_backward()
-        if last:
-            self._written.begin_updates()
         self._in_backward = True
         self.zenflow_step.begin_backward(last=last)
 
