@@ -110,7 +110,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             Freezing(self._rank.partition, parameters),
             self.dp_process_group,
             read_inputs=self._read_inputs,
-            gather_weights=self._gather_weights,
+            gather_weights=self._weights_change,
         )
         self._full_state = FullState(self, parameters, shapes)
         self._taken = TakenGradients(parameters)
@@ -127,6 +127,10 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._written.begin_updates()
         groups = read_hyperparameters(self.optimizer)
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
+
+    def _weights_change(self) -> None:
+        self._written.begin_updates()
+        self._gather_weights()
 
     @abstractmethod
     def _gather_weights(self) -> None:

@@ -51,7 +51,7 @@ class WrittenWeights:
         self._sums = self._sum() if sums else None
 
     def begin_updates(self) -> None:
-        """Notes that a step's inputs are read, from where on our own updates change weights."""
+        """Notes that our own updates change weights from here on, until `note`."""
         self._sums = None
 
     def look(self, step: int, *, shows_exact: bool) -> bool:

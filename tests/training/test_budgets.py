@@ -15,7 +15,6 @@ from harness import AUTO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import STATE_BYTES, column_count, row_length
 from lightning_zenflow.deferred import provisional_update
-from lightning_zenflow.engine import written_weights
 from lightning_zenflow.estimate import Cost, Setup, costs
 from lightning_zenflow.kernels.factored import NOISE_NUMEL
 from lightning_zenflow.schedule.staggered import UpdateSchedule, blocks_wanted, bucket_size
@@ -106,8 +105,6 @@ def test_a_settled_window(s: int, d: int, room: bool, monkeypatch: pytest.Monkey
     The package's allocations at their peak, in backward: state of owned entries, factored moments, kept gradients; nothing grows.
     """
     monkeypatch.setattr(provisional_update, "has_room", lambda *_: room)
-    # Writes through `parameter.data` are looked for in first steps only, and one in 32.
-    monkeypatch.setattr(written_weights, "FOLLOWED", 0)
     case = case_of(s, d)
     budgets, sizes, schedule = budgets_of(case), Sizes(case), UpdateSchedule(update_interval=s, publish_lag=d)
     cost = cost_of(case, sizes)
