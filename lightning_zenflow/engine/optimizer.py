@@ -129,8 +129,10 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
 
     def _weights_change(self) -> None:
-        self._written.begin_updates()
         self._gather_weights()
+        # The only parameter of a group may be DeepSpeed's flat buffer itself, and a gather then counts.
+        self._written.note()
+        self._written.begin_updates()
 
     @abstractmethod
     def _gather_weights(self) -> None:

@@ -43,8 +43,7 @@ class WrittenWeights:
 
     def note(self, step: int | None = None) -> None:
         """Takes what the model shows now for our own, behind a step or a flush (None)."""
-        if step is None:
-            self._counters = self._read_counters()
+        self._counters = self._read_counters()
         self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
         # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met.
         sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]

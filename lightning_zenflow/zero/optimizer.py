@@ -72,8 +72,9 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         parameters = parameters_in_order(self)
+        # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
         weights = [
-            partitions[dist.get_rank(group=group)].detach()
+            partitions[dist.get_rank(group=group)].data
             for partitions, group in zip(
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
