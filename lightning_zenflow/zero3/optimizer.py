@@ -357,8 +357,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def destroy(self) -> None:
+        # Once: the collection of an engine calls this again, when another training may be running.
+        is_first = not self._destroyed
         super().destroy()
-        restore_process()
+        if is_first:
+            restore_process()
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
