@@ -173,6 +173,29 @@ def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
     assert_same_run(run, run_here(replace(case, offload_parameters=False)))
 
 
+class FrozenPieces(pl.Callback):
+    """Sees after each step that what is frozen is fetched from page-locked memory."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self._device = device
+        self.pieces: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        frozen: list[Any] = [p for p in pl_module.parameters() if not p.requires_grad]
+        self.pieces = [p.ds_tensor.data for p in frozen]
+        assert len(frozen) == 6 and all(map(self._device.is_page_locked, self.pieces))
+
+
+def test_frozen_weights_in_host_memory_are_page_locked_until_the_end() -> None:
+    case = replace(ON_HOST, model="TiedNet", model_options={"frozen": (1,)}, precision="bf16-true", steps=4)
+    with recorded_device() as device:
+        frozen = FrozenPieces(device)
+        run_here(case, callbacks=[StepEnds(device), frozen])
+    assert not device.order.races
+    assert not any(map(device.is_page_locked, frozen.pieces))
+
+
 @pytest.fixture
 def late_fetches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Parameters whose gathers begin where they are needed, since the worker's answers are never seen before they are waited for."""
