@@ -297,6 +297,18 @@ def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
     assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
 
 
+LARGE = ("fixed gradients", "a network", "submitted in backward", "accumulated on the host")
+
+
+@pytest.mark.parametrize("name", marked(LARGE, fast=("a network",)))
+def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait: they have memory of their own, which is not used again before."""
+    case = replace(CASES[name], callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
+    assert not record(case).order.races
+    monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    assert record(case).order.races
+
+
 class Unordered(pl.Callback):
     """Trains without the order of stage 3's fetches behind what was published."""
 
