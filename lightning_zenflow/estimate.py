@@ -73,17 +73,12 @@ class Setup:
         return math.ceil(self.params / self.gpus)
 
     @property
-    def frozen_part(self) -> int:
-        """Frozen parameters of a rank's part, under stage 3."""
-        return math.ceil(self.frozen / self.gpus)
-
-    @property
     def weight_bytes(self) -> float:
         """Bytes of the weights on one GPU: all of them, or under stage 3 its part and those that are gathered."""
         numel = self.params + self.frozen
         if self.stage < 3:
             return self.dtype_bytes * numel
-        part = 0 if self.offload_parameters else self.partition_numel + self.frozen_part
+        part = 0 if self.offload_parameters else self.partition_numel + self.frozen / self.gpus
         is_gathered = self.gpus > 1 or self.offload_parameters
         return self.dtype_bytes * min(numel, part + is_gathered * _MAX_LIVE_PARAMETERS)
 
@@ -146,7 +141,7 @@ def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost
         device += b * partition * schedule.kept_share if config.compensation.updates_provisionally else 0
     # Where parameters are in host memory, forward and backward of each micro-batch fetch them.
     fetches = 2.0 * setup.accumulate_grad_batches if setup.offload_parameters else 1 / s
-    frozen_bytes = b * setup.frozen_part if setup.offload_parameters else 0
+    frozen_bytes = b * setup.frozen / setup.gpus if setup.offload_parameters else 0
     return Cost(
         device_bytes=device,
         host_bytes=_arena_bytes(setup, config, schedule, owned) + frozen_bytes,
