@@ -79,8 +79,8 @@ class Setup:
         if self.stage < 3:
             return self.dtype_bytes * numel
         part = 0 if self.offload_parameters else self.partition_numel + self.frozen / self.gpus
-        is_gathered = self.gpus > 1 or self.offload_parameters
-        return self.dtype_bytes * min(numel, part + is_gathered * _MAX_LIVE_PARAMETERS)
+        # One GPU's part is all of them.
+        return self.dtype_bytes * min(numel, part + _MAX_LIVE_PARAMETERS)
 
 
 @dataclass(frozen=True, kw_only=True)
