@@ -8,13 +8,12 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Stream, runtime_of, warn_of_pageable_memory
+from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
@@ -129,13 +128,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
 
     def _page_lock_frozen(self) -> None:
-        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own."""
+        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own.
+
+        One after the other, so that they take no more memory than before, when the host's free memory was checked.
+        """
         for parameter in self.module.parameters():
             if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
-                try:
-                    parameter.ds_tensor.data = get_accelerator().pin_memory(parameter.ds_tensor.data)
-                except RuntimeError as refusal:
-                    warn_of_pageable_memory(refusal)
+                parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
         """Makes whatever reads a piece wait for the worker's updates of it."""
