@@ -9,8 +9,10 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream, runtime_of
@@ -32,6 +34,15 @@ from lightning_zenflow.zero3.supported import (
 
 REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
+
+
+class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """DeepSpeed's division of a model whose first parameter has integers, the type of which DeepSpeed takes for that of the weights."""
+
+    @override
+    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
 
 
 def _without_memory(flat: Tensor) -> Tensor:
@@ -64,6 +75,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
         self._gathers_afterwards = False
         super().__init__(*args, ds_config=ds_config, **kwargs)
+
+    @override
+    def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:
+        return _Offload(**options)
 
     @override
     def _setup_for_real_optimizer(self) -> None:
