@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--params", type=_count, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
     add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
     add("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
+    add("--frozen", type=_count, help="number of parameters that are not trained, default 0")
     add("--gpus-per-host", type=int, help="default 8")
     add("--stage", type=int, choices=(1, 2, 3), help="of ZeRO, default 2")
     add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")

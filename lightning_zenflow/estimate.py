@@ -36,6 +36,8 @@ class Setup:
     """Number over all hosts."""
     cpu_bw: float
     """Memory bandwidth of one host (STREAM triad), shared by its ranks, in GB/s."""
+    frozen: float = 0.0
+    """Number of parameters that are not trained."""
     gpus_per_host: int = 8
     stage: int = 2
     """Of ZeRO: 2 (or 1), every GPU has all weights; 3, each has a part, and gathers a layer's before it runs."""
@@ -50,8 +52,9 @@ class Setup:
         """Validates all fields."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, bool) and not 0 < value < math.inf:
-                raise ValueError(f"{field.name} must be a finite number > 0, got {value!r}")
+            bound = ">= 0" if field.name == "frozen" else "> 0"
+            if not isinstance(value, bool) and not (0 < value < math.inf or (value == 0 and bound == ">= 0")):
+                raise ValueError(f"{field.name} must be a finite number {bound}, got {value!r}")
         if self.stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {self.stage!r}")
         if self.offload_parameters and self.stage != 3:
@@ -72,11 +75,12 @@ class Setup:
     @property
     def weight_bytes(self) -> float:
         """Bytes of the weights on one GPU: all of them, or under stage 3 its part and those that are gathered."""
+        numel = self.params + self.frozen
         if self.stage < 3:
-            return self.dtype_bytes * self.params
-        part = 0 if self.offload_parameters else self.partition_numel
-        is_gathered = self.gpus > 1 or self.offload_parameters
-        return self.dtype_bytes * min(self.params, part + is_gathered * _MAX_LIVE_PARAMETERS)
+            return self.dtype_bytes * numel
+        part = 0 if self.offload_parameters else self.partition_numel + self.frozen / self.gpus
+        # One GPU's part is all of them.
+        return self.dtype_bytes * min(numel, part + _MAX_LIVE_PARAMETERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +141,12 @@ def _cost(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule) -> Cost
         device += b * partition * schedule.kept_share if config.compensation.updates_provisionally else 0
     # Where parameters are in host memory, forward and backward of each micro-batch fetch them.
     fetches = 2.0 * setup.accumulate_grad_batches if setup.offload_parameters else 1 / s
+    frozen_bytes = b * setup.frozen / setup.gpus if setup.offload_parameters else 0
     return Cost(
         device_bytes=device,
-        host_bytes=_arena_bytes(setup, config, schedule, owned),
+        host_bytes=_arena_bytes(setup, config, schedule, owned) + frozen_bytes,
         d2h_bytes=b * partition,
-        h2d_bytes=b * partition * fetches,
+        h2d_bytes=(b * partition + frozen_bytes) * fetches,
         cpu_s=partition * _job_bytes(b, config, schedule) * setup.ranks_per_host / (setup.cpu_bw * 1e9) / s,
     )
 

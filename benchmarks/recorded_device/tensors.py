@@ -12,6 +12,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
@@ -133,6 +134,8 @@ def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None
         return made if device is None else made.to(device)
 
     stack.enter_context(patch.object(torch, "tensor", tensor))
+    # Private: what DeepSpeed puts in the place of `torch.tensor` behind the division of a model.
+    stack.enter_context(patch.object(partition_parameters, "_orig_torch_tensor", tensor))
     stack.enter_context(patch.object(Tensor, "device", property(device), create=True))
     for replacement in (to, cpu, tolist, numpy):
         stack.enter_context(patch.object(Tensor, replacement.__name__, replacement))

@@ -92,7 +92,9 @@ def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
             Exception
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # torch's file writer raises RuntimeError, without a reason.
-            cause = reason if isinstance(reason, OSError) or isinstance(content, str) else write_error(content)
+            cause = (
+                reason if isinstance(reason, OSError) else None if isinstance(content, str) else write_error(content)
+            )
             # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
             for error in (reason, reason.__context__):
                 if error is not None:

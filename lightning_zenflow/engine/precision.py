@@ -22,13 +22,19 @@ class PlainPrecision(_LightningsPrecision):  # type: ignore[misc]
 
     @override
     def convert_module(self, module: Module) -> Module:
-        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are."""
+        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
+        so do those with a fraction that are in one module with them.
+        """
         if self.precision != "32-true":
             converted: Module = super().convert_module(module)
             return converted
         others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
-        for _, parameter in others:
-            parameter.data = parameter.data.float()
+        trained = {parameter for _, parameter in others}
+        for part in module.modules():
+            own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
+            if not trained.isdisjoint(own):
+                for parameter in own:
+                    parameter.data = parameter.data.float()
         if others:
             rank_zero_info(
                 f"ZenFlow: {len(others)} trained parameters become float32 with precision='32-true', {others[0][0]} the first; freeze them"

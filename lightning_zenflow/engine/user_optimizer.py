@@ -37,8 +37,12 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._is_given_back = False
-        # What the other side has in the groups, and as the state: nothing is left for the user.
-        self._other = [list(group["params"]) for group in optimizer.param_groups], defaultdict[Tensor, Any](dict)
+        # What the other side has as groups, in them, and as the state: nothing is left for the user.
+        self._other = (
+            list(optimizer.param_groups),
+            [list(group["params"]) for group in optimizer.param_groups],
+            defaultdict[Tensor, Any](dict),
+        )
 
     def give_back(self) -> None:
         """Ends the training. May be called again."""
@@ -58,8 +62,10 @@ class UsersOptimizer:
                 self._exchange()
 
     def _exchange(self) -> None:
-        groups, (of_groups, state) = self._optimizer.param_groups, self._other
-        self._other = [group["params"] for group in groups], self._optimizer.state
+        ours, (groups, of_groups, state) = self._optimizer.param_groups, self._other
+        self._other = list(ours), [group["params"] for group in ours], self._optimizer.state
+        # DeepSpeed's own optimizer removes groups of which nothing is trained.
+        ours[:] = groups
         for group, params in zip(groups, of_groups, strict=True):
             group["params"] = params
         self._optimizer.state = state

@@ -181,6 +181,7 @@ class Arena:
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
         self._page_locked: list[int] = []  # addresses
+        self._copies: list[Tensor] = []  # page-locked, so they must not be freed before `close`
 
     @property
     def reserved_bytes(self) -> int:
@@ -221,13 +222,31 @@ class Arena:
             # Slots and publish buffers of a section are rows; every block is divided among all threads.
             n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
             touch(begin, n_rows, (end - begin) // n_rows)
+        self._page_lock_at(self._address() + begin, end - begin)
+
+    def _page_lock_at(self, address: int, n_bytes: int) -> None:
         try:
             with running_on(self._cores):
-                self._runtime.page_lock(self._address() + begin, end - begin)
+                self._runtime.page_lock(address, n_bytes)
         except RuntimeError as refusal:
             warn_of_pageable_memory(refusal)
         else:
-            self._page_locked.append(self._address() + begin)
+            self._page_locked.append(address)
+
+    def page_locked_copy(self, values: Tensor) -> Tensor:
+        """Copies values of the host to memory of their own, which is page-locked until `close` if the system does not refuse it; where the
+        device does not run behind, returns `values`. The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
+        """
+        if not self._runtime.runs_behind or values.numel() == 0:
+            return values
+        n_bytes = _round_up(values.nbytes, PAGE_BYTES)
+        memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        # Whole memory pages, which no other range shares.
+        pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
+        copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        self._page_lock_at(pages.data_ptr(), n_bytes)
+        self._copies.append(copy)
+        return copy
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
         """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
@@ -339,6 +358,7 @@ class Arena:
                 except RuntimeError as fault:
                     # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
                     _log.warning("at the end of training the device reports: %s", fault)
+            self._copies.clear()
             if take_weights is not None:
                 self._free(self._header.slots_offset, self._header.publish_offset // mmap.PAGESIZE * mmap.PAGESIZE)
                 take_weights()

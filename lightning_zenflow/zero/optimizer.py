@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,21 +118,16 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
         """Reduces a bucket, and orders what fills it again, on whatever stream, behind the copies of its gradients to the host.
 
-        A gradient that is too large for a bucket has memory of its own. The next reduction waits for its copy, which bounds that memory.
+        A gradient that is too large for a bucket has memory of its own, which its copies keep.
         """
         runtime, d2h = runtime_of(self._rank.device), self._rank.d2h
         if self.overlap_comm and self.reduction_stream is not None:
             # DeepSpeed waits for the bucket's gradients only. Compiled layers give several at once: the training stream may since have been
             # given reads of memory that was allocated on the reduction's stream (provisional updates) and is free for it to use again.
             self.reduction_stream.wait_stream(runtime.current_stream())
-        # Private: gradients that are too large, by type.
-        is_too_large = bool(self.extra_large_param_to_reduce)
         if all(bucket.buffer for bucket in self.ipg_buckets.values()):
             # DeepSpeed makes the buffers at a backward pass' first gradient; without any there is nothing to reduce.
             super().reduce_ipg_grads(comm_dtype)
-        if is_too_large:
-            with runtime.on(self.reduction_stream) if self.overlap_comm and self.reduction_stream else nullcontext():
-                d2h.join()
         for bucket in self.ipg_buckets.values():
             # Private: DeepSpeed's producers of gradients wait for this event only, which it has recorded before the copies.
             if (reduced := bucket.reuse_events.get(bucket.index)) is not None:

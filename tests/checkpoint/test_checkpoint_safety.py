@@ -62,7 +62,9 @@ class SaveOnFullDisk(pl.Callback):
         full, elsewhere = self.folder / "full.ckpt", self.folder / "elsewhere.ckpt"
         before = sorted(self.folder.rglob("*"))
         limit = full_disk() if trainer.global_rank in self.ranks else nullcontext()
-        message = "full.ckpt could not be saved: .*File too large; training can continue.*save to another path"
+        message = (
+            "full.ckpt could not be saved: .*File too large; training can continue.*ulimit -f.*save to another path"
+        )
         with leaves_no_file_open(), limit, pytest.raises(OSError, match=message) as caught:
             trainer.save_checkpoint(full)
         if trainer.global_rank not in self.ranks:

@@ -1,5 +1,6 @@
 """Where checkpoints may go: what else is there stays; a store by its URL; a plugin of the user's."""
 
+import threading
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,23 @@ def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer.strategy.teardown()
     rest, _ = fit(8, resume=f"file://{tmp_path}/own.ckpt")
     assert_same(rest, whole)
+
+
+class Unpicklable(SmallNet):
+    """Gives checkpoints what no file can hold."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lock"] = threading.Lock()
+
+
+def test_what_cannot_be_pickled_is_named_for_a_store_too() -> None:
+    trainer = make_trainer(ZenFlowStrategy(**LIMIT), max_steps=2)
+    trainer.fit(Unpicklable(length=2))
+    with pytest.raises(
+        OSError, match=r"could not be saved: cannot pickle '_thread.lock' object; training can continue\.$"
+    ):
+        trainer.save_checkpoint("memory://bucket/lock.ckpt")
 
 
 def test_folders_for_a_store_or_a_plugin_are_refused_before_training(tmp_path: Path) -> None:

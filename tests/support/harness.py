@@ -27,6 +27,7 @@ import networks
 from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.topology import allowed_cores
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -165,11 +166,14 @@ class Case:
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
         module = self.make_model()
-        if not self.precision.endswith("mixed"):
+        if self.precision == "32-true":
+            ZenFlowPrecision(self.precision).convert_module(module)
+        elif not self.precision.endswith("mixed"):
             module.to(self.dtype)
         # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels, as do strides of one element.
         for p in module.parameters():
-            p.data = torch.empty(p.shape, dtype=self.dtype).copy_(p.data)
+            dtype = p.dtype if self.precision == "32-true" else self.dtype
+            p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
         return ReferenceZenFlow(

@@ -173,6 +173,29 @@ def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
     assert_same_run(run, run_here(replace(case, offload_parameters=False)))
 
 
+class FrozenPieces(pl.Callback):
+    """Sees after each step that what is frozen is fetched from page-locked memory."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self._device = device
+        self.pieces: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        frozen: list[Any] = [p for p in pl_module.parameters() if not p.requires_grad]
+        self.pieces = [p.ds_tensor.data for p in frozen]
+        assert len(frozen) == 6 and all(map(self._device.is_page_locked, self.pieces))
+
+
+def test_frozen_weights_in_host_memory_are_page_locked_until_the_end() -> None:
+    case = replace(ON_HOST, model="TiedNet", model_options={"frozen": (1,)}, precision="bf16-true", steps=4)
+    with recorded_device() as device:
+        frozen = FrozenPieces(device)
+        run_here(case, callbacks=[StepEnds(device), frozen])
+    assert not device.order.races
+    assert not any(map(device.is_page_locked, frozen.pieces))
+
+
 @pytest.fixture
 def late_fetches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Parameters whose gathers begin where they are needed, since the worker's answers are never seen before they are waited for."""
@@ -272,6 +295,18 @@ class SecondProducer(pl.Callback):
 def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
     """Also from a stream that does not wait for the one of the reduction."""
     assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
+
+
+LARGE = ("fixed gradients", "a network", "submitted in backward", "accumulated on the host")
+
+
+@pytest.mark.parametrize("name", marked(LARGE, fast=("a network",)))
+def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait: they have memory of their own, which is not used again before."""
+    case = replace(CASES[name], callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
+    assert not record(case).order.races
+    monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    assert record(case).order.races
 
 
 class Unordered(pl.Callback):

@@ -203,10 +203,17 @@ def test_several_trainers(by_name: bool) -> None:
     assert in_bf16.strategy.config["bf16"]["enabled"]  # type: ignore[attr-defined]
 
 
+class UsersPrecision(DeepSpeedPrecision):
+    """A plugin of the user's."""
+
+
 def test_what_the_strategy_was_given_itself_is_kept() -> None:
     with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator"):
         make_trainer(ZenFlowStrategy(accelerator=CPUAccelerator()))
-    plugin = DeepSpeedPrecision("bf16-true")
-    strategy = ZenFlowStrategy(precision_plugin=plugin)
-    for _ in range(2):
-        assert make_trainer(strategy).precision_plugin is plugin
+    own = UsersPrecision("bf16-true")
+    for plugin in (DeepSpeedPrecision("bf16-true"), own):
+        strategy = ZenFlowStrategy(precision_plugin=plugin)
+        for _ in range(2):
+            used = make_trainer(strategy).precision_plugin
+            # Lightning's own class only says which precision it is.
+            assert used is own if plugin is own else used.precision == "bf16-true"

@@ -41,6 +41,19 @@ def test_by_hand() -> None:
     assert cost(EXACT).device_bytes == pytest.approx(WEIGHTS + BUCKETS)
 
 
+def test_frozen_weights() -> None:
+    """Without state or gradients: on the device, or in host memory and fetched from there."""
+    plain, frozen = cost(), cost(frozen=8e9)
+    assert frozen == dataclasses.replace(plain, device_bytes=plain.device_bytes + 2 * 8e9)
+    in_stage_3 = cost(stage=3, frozen=8e9).device_bytes - cost(stage=3).device_bytes
+    assert in_stage_3 == pytest.approx(2 * 8e9 / 4)
+    plain, frozen = (cost(EXACT, stage=3, offload_parameters=True, frozen=n) for n in (0, 8e9))
+    n_bytes = 2 * 8e9 / 4
+    assert frozen.host_bytes == pytest.approx(plain.host_bytes + n_bytes)
+    assert frozen.h2d_bytes == pytest.approx(plain.h2d_bytes + 2 * n_bytes)
+    assert (frozen.device_bytes, frozen.d2h_bytes) == (plain.device_bytes, plain.d2h_bytes)
+
+
 def test_cost_of_a_job() -> None:
     # One behind: a committed gradient and a tentative one; and the copies.
     for moments, n_bytes in (("float32", 30 + 4), ("bfloat16", 22 + 4), ("int8", 18.125 + 4)):
