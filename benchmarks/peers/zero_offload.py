@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import Module
@@ -33,6 +34,8 @@ class ZeroOffload(ZenFlowStrategy):
         super_offload: DeepSpeed's SuperOffload; under stage 3.
         **options: of Lightning's `DeepSpeedStrategy`.
     """
+
+    precision_class = DeepSpeedPrecision  # Lightning's own
 
     def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
         super().__init__(**options)

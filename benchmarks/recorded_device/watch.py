@@ -90,7 +90,9 @@ class Watch(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             tensors = [t for t in tree_iter(value) if isinstance(t, Tensor)]
-            written = (argument.alias_info is not None and argument.alias_info.is_write) or func.namespace == "c10d"
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            # The schemas of collectives do not say what is written.
+            written |= func.namespace == "c10d" and not argument.name.startswith("input")
             (writes if written else reads).extend(tensors)
         new = [t for t in tree_iter(out) if isinstance(t, Tensor) and all(t is not w for w in writes)]
         # Not for another device that is named beside an argument of the device: autograd names it without index.

@@ -283,6 +283,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
         if changes := not self.zenflow_step.is_exact:
             self._has_found_writes()
+            self._written.begin_updates()
         try:
             self.zenflow_step.flush()
         except WorkerError:

@@ -54,9 +54,10 @@ class TakenGradients:
     def clear(self) -> None:
         """Removes them, before a backward pass and before the parameters are given back."""
         if self._marks:
-            self._marks = []
             for p in self._parameters:
                 p.grad = None
+            # Last: who is interrupted before does it again.
+            self._marks = []
 
 
 def refuse_replaced(names: Sequence[str]) -> None:
