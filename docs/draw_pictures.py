@@ -138,10 +138,9 @@ def windows() -> Figure:
             begin = opened[block]
             if step >= 4:  # the first windows are shorter; start where the pattern has settled
                 bar(axes, block, begin, step + 1 - begin, LIGHT, f"gradients {begin} to {step}", 0.5)
-                bar(axes, block + 0.36, step + 1, schedule.publish_step(step, block) - step, HOST, "replay", 0.22)
-                axes.plot(
-                    [schedule.publish_step(step, block) + 1], [block + 0.36], marker="^", color=STEP, markersize=7
-                )
+                lag = schedule.publish_lag
+                bar(axes, block + 0.36, step + 1, lag, HOST, "replay", 0.22)
+                axes.plot([step + lag + 1], [block + 0.36], marker="^", color=STEP, markersize=7)
             opened[block] = step + 1
     axes.set_yticks(range(4), [f"block {block}" for block in range(4)])
     axes.set_ylim(3.7, -0.5)

@@ -1,14 +1,13 @@
 """ZenFlow for PyTorch Lightning: train a model that does not fit its GPU's memory, without waiting for the CPU.
 
 The import makes the names "zenflow" and "zenflow_adamw" known to the Trainer and to Fabric. Each public name is imported when it is used
-first: DeepSpeed takes seconds more.
+first: DeepSpeed takes seconds more. The command `lightning-zenflow` imports no Lightning where it needs none.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
 if TYPE_CHECKING:
     from lightning_zenflow.config import ZenFlowConfig
@@ -45,5 +44,18 @@ def register(registry: Any, module: str) -> None:
     registry.register("zenflow_adamw", make, "ZenFlow with AdamW's own weights in every step", override=True, **adamw)
 
 
-register(StrategyRegistry, "lightning_zenflow.strategy")
-register(STRATEGY_REGISTRY, "lightning_zenflow.fabric")
+def _register_names() -> None:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_zenflow.core.errors import raise_also_as
+
+    raise_also_as(MisconfigurationException)
+    register(StrategyRegistry, "lightning_zenflow.strategy")
+    register(STRATEGY_REGISTRY, "lightning_zenflow.fabric")
+
+
+# The command's script, which uses no names.
+if Path(sys.argv[0] if sys.argv else "").name != "lightning-zenflow":
+    _register_names()

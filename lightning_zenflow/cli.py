@@ -10,13 +10,11 @@ from omegaconf import OmegaConf
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.doctor.report import examine
-from lightning_zenflow.estimate.cost import estimate
-from lightning_zenflow.estimate.report import as_text
-from lightning_zenflow.estimate.setup import Setup
-from lightning_zenflow.estimate.shapes import shapes_of_count
+from lightning_zenflow.estimate import Setup, as_text, costs
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,18 +29,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(arguments))
     try:
-        text = examine() if options.pop("command") == "doctor" else _estimate(options)
+        text = _doctor() if options.pop("command") == "doctor" else _estimate(options)
     except (ValueError, MisconfigurationException) as error:
         parser.error(str(error))
     sys.stdout.write(text + "\n")
     return 0
 
 
+def _doctor() -> str:
+    # Here, because it imports torch, which takes seconds.
+    from lightning_zenflow.doctor import examine
+
+    return examine()
+
+
 def _estimate(options: dict[str, Any]) -> str:
     keys = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(options.pop("keys"))))
     given = {name: value for name, value in options.items() if value is not None}
-    model, dtype_bytes = shapes_of_count(given.pop("params")), _DTYPE_BYTES[given.pop("dtype")]
-    return as_text(estimate(Setup(model=model, dtype_bytes=dtype_bytes, **given), ZenFlowConfig(**keys)))
+    setup = Setup(dtype_bytes=_DTYPE_BYTES[given.pop("dtype")], **given)
+    return as_text(setup, costs(setup, ZenFlowConfig(**keys)))
+
+
+def _count(text: str) -> float:
+    """A number of parameters: 7e9, or 7B, 1.5b, 350M."""
+    unit = _UNITS.get(text[-1:].upper(), 1.0)
+    return unit * float(text if unit == 1.0 else text[:-1])
+
+
+# What argparse calls a wrong value.
+_count.__name__ = "number of parameters"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,20 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-zenflow')}")
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    summary = "show what this machine has, measure it, and say what to expect; for issues too"
+    summary = "show what this machine has and how fast the worker is on it; for issues too"
     commands.add_parser("doctor", help=summary, description=f"{summary}.", allow_abbrev=False)
-    summary = "memory, traffic and CPU time of a step on a machine that is not at hand"
+    summary = "memory, copies and CPU time of a step, by formula"
     add = commands.add_parser("estimate", help=summary, description=f"{summary}.", allow_abbrev=False).add_argument
-    add("--params", type=float, required=True, help="number of trained parameters, such as 7e9")
+    add("--params", type=_count, required=True, help="number of trained parameters, such as 7B, 350M or 7e9")
     add("--gpus", type=int, required=True, help="number of GPUs, over all hosts")
-    add("--gpu-mem", type=float, required=True, help="memory of one GPU, GB")
-    add("--pcie", type=float, required=True, help="pinned copies of one GPU, GB/s in each direction")
-    add("--link", type=float, help="copies between GPUs (NVLink), GB/s in each direction; default: over PCIe")
     add("--cpu-bw", type=float, required=True, help="memory bandwidth of one host, GB/s")
-    add("--cpu-cores", type=int, help="physical cores of one host; default: so many that memory limits the worker")
+    add("--frozen", type=_count, help="number of parameters that are not trained, default 0")
     add("--gpus-per-host", type=int, help="default 8")
-    add("--host-mem", type=float, help="memory of one host, GB; default: not checked")
-    add("--step-ms", type=float, required=True, help="duration of an optimizer step without offload, ms")
     add("--stage", type=int, choices=(1, 2, 3), help="of ZeRO, default 2")
     add("--offload-parameters", action="store_true", help="weights are in host memory, under stage 3")
     add("--dtype", choices=tuple(_DTYPE_BYTES), default="bf16", help="dtype of the model, default %(default)s")

@@ -8,8 +8,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -17,6 +16,7 @@ from lightning_zenflow.schedule.auto_policy import LARGEST_LAG, candidates_of, f
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 
 _LARGEST_INTERVAL = 1024
+_OF_LATE_WEIGHTS = ("topk_ratio", "weight_prediction", "provisional_scale")
 """Steps. Each of them is a gradient in host memory, two bytes a parameter at least."""
 
 
@@ -29,6 +29,9 @@ def _without_effect(value: Any, info: ValidationInfo) -> Any:
     """The default of a key, whatever its value."""
     key = KEYS[str(info.field_name)]
     if value != key["default"]:
+        # Here, because Lightning takes seconds, which `lightning-zenflow estimate` does not need.
+        from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
         rank_zero_info(f"ZenFlow ignores {info.field_name}={value!r}. {key['description']}")
     return key["default"]
 
@@ -42,14 +45,6 @@ _Interval: TypeAlias = Annotated[int, Field(ge=1, le=_LARGEST_INTERVAL)]
 _Cores: TypeAlias = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     Field(strict=False, min_length=1, json_schema_extra={"text": "a list of integers >= 0"}),
-]
-_Steps: TypeAlias = Annotated[
-    tuple[Annotated[int, Field(ge=2)], Annotated[int, Field(ge=2)]],
-    Field(strict=False, json_schema_extra={"text": "a list of two integers >= 2"}),
-    AfterValidator(lambda steps: (min(steps), max(steps))),
-]
-_JsonPath: TypeAlias = Annotated[
-    str, BeforeValidator(str), Field(pattern=r"\.json$", json_schema_extra={"text": "a path that ends in '.json'"})
 ]
 
 
@@ -99,11 +94,6 @@ class ZenFlowConfig(BaseModel):
     forward pass too, those with another factor than the true one are published again. "auto" is false with parameters in host memory,
     otherwise true."""
 
-    tail: Literal["auto", "none", "device"] = _key("auto")
-    """Where d = 0, the blocks whose gradients arrive last in backward (usually an embedding's) have nothing left to hide behind. "device"
-    lets the device own as many of them as a step waits for (14 bytes a weight in bf16), so that nothing is late. "auto" does so where the
-    device has room, if publish_lag is "auto"."""
-
     full_warm_up_rounds: int = _key(0, ge=0, unit="steps")
     """Synchronous steps at the start, in which the worker updates every weight before columns are selected."""
 
@@ -124,7 +114,8 @@ class ZenFlowConfig(BaseModel):
 
     moments_dtype: Literal["float32", "bfloat16", "int8"] = _key("float32")
     """Element type of AdamW's moments in host memory. "bfloat16" takes 8 bytes a parameter for the optimizer states instead of 12, "int8"
-    6.1; the second moment is rounded stochastically, once a window. Checkpoints hold float32; runs with any of them read all."""
+    6.1; they are rounded once a window, stochastically (bfloat16's first moment to nearest if beta1 <= 0.996). Checkpoints hold float32;
+    runs with any of them read all."""
 
     offload: Annotated[bool, AfterValidator(_without_effect)] = _key(False, changes_numbers=False)
     """A key of DeepSpeed's ZenFlow without effect: the states of device-owned columns stay on the device."""
@@ -138,12 +129,14 @@ class ZenFlowConfig(BaseModel):
     )
     """Cores of the worker process: how many, or a list of which. "auto" leaves pt_reserved_cores_perc of them to the trainer."""
 
-    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of physical cores", changes_numbers=False)
+    pt_reserved_cores_perc: _Share = _key(0.5, unit="fraction of cores", changes_numbers=False)
     """Cores left to the trainer by `worker_cores: auto` (DeepSpeed's name)."""
 
     # System calls count their timeouts in milliseconds, in 32 bits.
     worker_timeout: float = _key(600.0, ge=0.001, le=1e6, unit="seconds", changes_numbers=False)
-    """Longest wait for the worker, its start included, before training stops with an error."""
+    """Longest wait for the worker, its start included, before training stops with an error. Time in which the worker itself waits for the
+    device or for other ranks does not count: that wait is limited by the same number, with several ranks by the strategy's `timeout` if it
+    is longer."""
 
     max_worker_restarts: int = _key(3, ge=0, unit="restarts in ten minutes", changes_numbers=False)
     """Times that a killed worker is restarted before training stops with an error."""
@@ -160,12 +153,6 @@ class ZenFlowConfig(BaseModel):
     stall_monitor: bool = _key(True, changes_numbers=False)
     """Logs stall metrics, and a summary at the end of a fit of 50 steps or more (`lightning_zenflow.StallMonitor`)."""
 
-    timeline: _JsonPath | None = _key(None, changes_numbers=False)
-    """File for a timeline of a few steps in the Chrome trace format, for Perfetto (ui.perfetto.dev)."""
-
-    timeline_steps: _Steps = _key((5, 9), unit="steps of the fit, from 1", changes_numbers=False)
-    """First and last step of the timeline."""
-
     def __init__(self, **keys: Any) -> None:
         check_keys(keys, KEYS, "ZenFlowConfig")
         try:
@@ -178,43 +165,45 @@ class ZenFlowConfig(BaseModel):
             ) from None
 
     def without_measurements(self) -> Self:
-        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end, and there is no tail, since
-        measured times decide which blocks are in it.
-        """
+        """This configuration where runs must repeat: S and d are those that "auto" begins with, to the end."""
         candidates = candidates_of(self.update_intervals, self.publish_lags)
         first = first_schedule(candidates, hides_in_backward=self.submits_in_backward)
-        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag, "tail": "none"}
+        fixed = {"update_interval": first.update_interval, "publish_lag": first.publish_lag}
         return self.model_copy(update=fixed)
+
+    @property
+    def without_effect_on_host(self) -> list[str]:
+        """Given keys that only act where weights are late, and so never where they are in host memory."""
+        return [
+            name
+            for name in _OF_LATE_WEIGHTS
+            if name in self.model_fields_set and getattr(self, name) not in (0, "auto")
+        ]
 
     def with_weights_on_host(self) -> Self:
         """This configuration where the weights are in host memory and the worker writes them in place: S = 1, d = 0.
 
-        What is late would need weights on the device, for columns or blocks that it owns and for provisional updates, or a second copy.
+        What is late would need weights on the device, for columns that it owns and for provisional updates, or a second copy.
 
         Raises:
-            ValueError: a key is set to something else.
+            ValueError: a key asks for late weights.
         """
-        not_late = {
-            "update_interval": 1,
-            "publish_lag": 0,
-            "tail": "none",
-            "topk_ratio": 0,
-            "weight_prediction": 0,
-            "provisional_scale": 0,
-        }
+        not_late: dict[str, Any] = {"update_interval": 1, "publish_lag": 0}
         for name, value in not_late.items():
             given = getattr(self, name)
             if name in self.model_fields_set and given not in (value, "auto"):
-                auto = "" if name == "topk_ratio" else " or 'auto'"
                 raise ValueError(
-                    f"ZenFlowConfig: {name} must be {value!r}{auto} where parameters are in host memory, got {given!r}; leave it out: every"
-                    " step then ends with AdamW's weights, and nothing is approximated"
+                    f"ZenFlowConfig: {name} must be {value!r} or 'auto' where parameters are in host memory, got {given!r}; leave it out:"
+                    " every step then ends with AdamW's weights, and nothing is approximated"
                 )
+        not_late |= dict.fromkeys(_OF_LATE_WEIGHTS, 0)
         return self.model_copy(update={**not_late, "clip_prediction": self.clip_prediction is True})
 
     def numeric_values(self) -> dict[str, Any]:
-        """The values that losses and weights depend on; a run continues bit for bit only with the same ones."""
-        return {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
+        """The values that losses and weights depend on, and not how they were said; a run continues bit for bit only with the same ones."""
+        said = {name: getattr(self, name) for name, key in KEYS.items() if key["changes_numbers"]}
+        by_epoch = self.select_strategy == "epoch"
+        return {**said, "clip_prediction": self.predicts_clipping, "select_strategy": "epoch" if by_epoch else "step"}
 
     @property
     def update_intervals(self) -> list[int]:
@@ -232,8 +221,8 @@ class ZenFlowConfig(BaseModel):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0, no tail): nothing is approximated."""
-        return self.update_intervals == [1] and self.publish_lags == [0] and not self.allows_tail
+        """Whether every step ends with weights that have all of its gradients (S = 1, d = 0): nothing is approximated."""
+        return self.update_intervals == [1] and self.publish_lags == [0]
 
     @property
     def predicts_clipping(self) -> bool:
@@ -251,21 +240,9 @@ class ZenFlowConfig(BaseModel):
         return self.optimizer_in_backward and self.overlap_step and 0 in self.publish_lags
 
     @property
-    def requires_tail(self) -> bool:
-        """Whether the device may own the last blocks, whatever room it has."""
-        return self.allows_tail and self.tail != "auto"
-
-    @property
-    def allows_tail(self) -> bool:
-        """Whether the device may own the last blocks."""
-        return self.submits_in_backward and (
-            self.tail == "device" or (self.tail == "auto" and self.publish_lag == "auto")
-        )
-
-    @property
     def measures(self) -> bool:
-        """Whether measured times decide on anything that changes numbers: S, d or the tail."""
-        return len(self.update_intervals) * len(self.publish_lags) > 1 or self.allows_tail
+        """Whether measured times decide on anything that changes numbers: S or d."""
+        return len(self.update_intervals) * len(self.publish_lags) > 1
 
     @property
     def compensation(self) -> StalenessCompensation:
@@ -301,6 +278,15 @@ def given_keys(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {key: keywords[key] for key in KEYS if keywords.get(key) is not None}
 
 
+_REMOVED = {
+    **dict.fromkeys(
+        ("timeline", "timeline_steps"), "Trainer(profiler='pytorch'), or torch.profiler, shows the phases of a step"
+    ),
+    "tail": "publish_lag='auto', or a fixed publish_lag of 1, hides the blocks that arrive last behind the next step",
+}
+"""What to use instead of keys that were there once."""
+
+
 def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> None:
     """Refuses unknown keys.
 
@@ -310,6 +296,8 @@ def check_keys(keys: Iterable[object], known: Collection[str], where: str) -> No
     for key in keys:
         if key in known:
             continue
+        if key in _REMOVED:
+            raise MisconfigurationException(f"{where}: key {key!r} was removed: {_REMOVED[str(key)]}")
         near = difflib.get_close_matches(str(key), known, n=1)
         suggestion = f" (did you mean {near[0]!r}?)" if near else ""
         raise MisconfigurationException(f"{where}: unknown key {key!r}{suggestion}; keys are {', '.join(known)}")

@@ -10,12 +10,14 @@ from typing import ClassVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.plugins import DeepSpeedPrecision
 from pytorch_lightning.strategies import DeepSpeedStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_zenflow import register
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.errors import raise_also_as
+from lightning_zenflow.engine.precision import TrainerPrecision
 from lightning_zenflow.monitor.callbacks import StallMonitoring
 from lightning_zenflow.strategy import TrainerStrategy
 
@@ -29,12 +31,17 @@ class StallMonitor(StallMonitoring, pl.Callback):  # type: ignore[misc]
     tensorboard_logger = TensorBoardLogger
 
 
+class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]
+    """`TrainerPrecision`, which says all of it, for the Trainer of `pytorch_lightning`."""
+
+
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):  # type: ignore[misc]
     """`TrainerStrategy`, which says all of it, for the Trainer of `pytorch_lightning`."""
 
     deepspeed_strategy = DeepSpeedStrategy
     lightning: ClassVar[ModuleType] = pl
     stall_monitor = StallMonitor
+    precision_class = ZenFlowPrecision
 
 
 raise_also_as(MisconfigurationException)

@@ -3,25 +3,34 @@
 import inspect
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_file_together, load_together, save_together
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.collective import (
+    is_file_together,
+    load_file_together,
+    load_together,
+    read_file_together,
+    save_together,
+)
+from lightning_zenflow.checkpoint.files import place_of, read
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
+from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.config import (
     offloads_parameters,
@@ -32,12 +41,11 @@ from lightning_zenflow.engine.config import (
 )
 from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
-from lightning_zenflow.engine.lost_ranks import LostRanks
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
-from lightning_zenflow.telemetry.tracing import Lane
+from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -52,7 +60,13 @@ class FromTrainer:
 
     Lightning keeps both in one place. A strategy that has been in one Trainer would then be refused by the next one, for having an
     accelerator "through both strategy class and accelerator flag", and would go on with the first one's precision.
+
+    Args:
+        ours: name of the strategy's attribute with a subclass of Lightning's precision, of which an object takes the place of Lightning's.
     """
+
+    def __init__(self, ours: str | None = None) -> None:
+        self._ours = ours
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
@@ -63,6 +77,8 @@ class FromTrainer:
         return vars(strategy).get(self._name) or getattr(super(self._owner, strategy), self._name)
 
     def __set__(self, strategy: Any, value: Any) -> None:
+        if self._ours is not None and type(value) in (ours := getattr(strategy, self._ours)).__bases__:
+            value = ours(value.precision)
         vars(strategy)[self._name] = value
 
 
@@ -104,18 +120,24 @@ class Session(RankEnvironment):
         self.zenflow_config, self._users_config = resolve_config(config, given)
         refuse_options(options, has_config=self._users_config is not None)
         self.zenflow_optimizer = None
+        self._plugin: CheckpointIO | None = None
         self._chooses_buckets = "reduce_bucket_size" not in options and not says_bucket_size(self._users_config)
         self._frozen_at_setup: dict[str, Tensor] = {}
         # Names of the parameters of each group of the user's optimizer.
         self._optimized: list[list[str]] = []
-        self._lost_ranks: LostRanks | None = None
-        # Of a training that has ended, for saves after it.
+        # DeepSpeed's, of the present or last training; and what is needed for saves when that has ended.
+        self._trained: Any = None
         self._released: list[Released] = []
+        self._users_optimizer: UsersOptimizer | None = None
         # What must end with the training; refers to no strategy.
         self._ending = ExitStack()
         super().__init__(config=self._users_config, **options)
         self.config = prepare_deepspeed_config(self.config)
         if offloads_parameters(self.config):
+            if unused := self.zenflow_config.without_effect_on_host:
+                rank_zero_info(
+                    f"ZenFlow: {', '.join(unused)} has no effect where parameters are in host memory: no weight is ever late"
+                )
             self.zenflow_config = self.zenflow_config.with_weights_on_host()
         self._given_config = self.zenflow_config
 
@@ -138,19 +160,29 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
-        self._released = []
+        # What a training before has left is as large as what this one needs.
+        self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = _repeatable(self._given_config)
-        self._lost_ranks = LostRanks(self.node_rank)
-        resources = rank_resources(self.zenflow_config, self.root_device, ranks_on_host=self.num_processes)
+        resources = rank_resources(
+            self.zenflow_config,
+            self.root_device,
+            ranks_on_host=self.num_processes,
+            world_size=self.world_size,
+            timeout=self._timeout,
+        )
         if self.root_device.type == "cpu":
             threads = torch.get_num_threads()
             self._ending.callback(torch.set_num_threads, threads)
             torch.set_num_threads(min(resources.cores.trainer_threads, threads))
+        self._users_optimizer = None if optimizer is None else UsersOptimizer(optimizer)
         if optimizer is not None:
             named = {id(p): (name, p) for name, p in model.named_parameters()}
             optimized = [[named[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             self._frozen_at_setup = {name: p for of_group in optimized for name, p in of_group if not p.requires_grad}
             self._optimized = [[name for name, _ in of_group] for of_group in optimized]
+            for group in optimizer.param_groups:
+                # DeepSpeed takes the type of the first one for that of the training, and drops frozen ones, such as quantised weights.
+                group["params"].sort(key=lambda p: not p.requires_grad)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
         settings: dict[str, Any] = {"zenflow": self.zenflow_config, "resources": resources}
@@ -162,10 +194,12 @@ class Session(RankEnvironment):
         with entry as optimizers:
             built = initialize()
         (self.zenflow_optimizer,) = optimizers
+        self._trained = built[0]
         if optimizer is None:
             self._optimized = [list(of_group) for of_group in self.zenflow_optimizer.shapes_by_name]
         # More than `close`: DeepSpeed's engine outlives the training, and its hooks would keep the arena alive.
         self._ending.callback(self.zenflow_optimizer.destroy)
+        self._ending.enter_context(pickled_as_before([*model.modules(), *model.parameters()]))
         return built
 
     def _begin_micro_batch(self) -> None:
@@ -178,6 +212,7 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is None:
             return
         step = self.zenflow_optimizer.zenflow_step
+        self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
             self.flush()
         if step.micro_batches == 0:
@@ -196,66 +231,114 @@ class Session(RankEnvironment):
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Backward pass without DeepSpeed's division by the number of micro-batches, which Lightning or the loop has done."""
         if (optimizer := self.zenflow_optimizer) is not None:
-            optimizer.zenflow_step.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
-        with self._explained(), self._span("backward"):
-            return super().backward(*args, scale_wrt_gas=False, **kwargs)
-
-    def _span(self, lane: Lane) -> AbstractContextManager[None]:
-        """Context that the timeline shows."""
-        return nullcontext() if self.zenflow_optimizer is None else self.zenflow_optimizer.telemetry.tracer.span(lane)
+            optimizer.begin_backward(last=optimizer.is_gradient_accumulation_boundary())
+        return super().backward(*args, scale_wrt_gas=False, **kwargs)
 
     def flush(self) -> None:
         """Makes weights and optimizer states exact. After a training that ended with an exception, weights stay as they are."""
         if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
-            with self._explained():
-                self.zenflow_optimizer.flush()
+            self.zenflow_optimizer.flush()
 
     def _saves_file(self, *, weights_only: bool = False) -> bool:
         """Whether a checkpoint is one file (`checkpoint_format`)."""
         format_ = self.zenflow_config.checkpoint_format
         return weights_only or format_ == "lightning" or (format_ == "auto" and self.world_size == 1)
 
-    def _save_file(self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]]) -> None:
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or Lightning's own, which no further Trainer takes for one of the user's."""
+        if any(kind.__name__ == "_WrappingCheckpointIO" for kind in type(self._plugin).__mro__):
+            # As Lightning's getter: what a plugin without a base wraps. The class is private, and there are two of it.
+            self._plugin.checkpoint_io = TorchCheckpointIO()  # type: ignore[union-attr]
+        return self._plugin or TorchCheckpointIO()
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, plugin: CheckpointIO | None) -> None:
+        self._plugin = plugin
+
+    def _io_of(self, place: Path | str) -> CheckpointIO | None:
+        """What writes, reads and removes a file: a plugin of the user's, or Lightning's own in a store; None: this package, as folders."""
+        is_ours = isinstance(place, Path) and (self._plugin is None or place.is_dir())
+        return None if is_ours else self.checkpoint_io
+
+    def _save_file(
+        self, path: Any, state: WholeState, content: Callable[[], Mapping[str, Any]], storage_options: Any
+    ) -> None:
         """Saves one file; as `_save`.
 
         Args:
             path: path of the file.
             state: what is put together.
             content: what is written of it, on rank 0.
+            storage_options: for a plugin of the user's; None for all others.
         """
+        io = self._io_of(place_of(path))
+        if io is None and storage_options is not None:
+            raise TypeError(f"storage_options must be None without a plugin that reads them, got {storage_options!r}")
 
-        def write(file: Path) -> None:
-            if self.is_global_zero:
-                ours = {} if state.run_state is None else {CHECKPOINT_KEY: state.run_state}
-                torch.save({**content(), **ours}, file)
+        def write(file: Path | str) -> None:
+            if not self.is_global_zero:
+                return
+            whole = {**content(), **({} if state.run_state is None else {FILE_KEY: state.run_state})}
+            if io is None:
+                torch.save(whole, file)
+            else:
+                io.save_checkpoint(whole, path, storage_options=storage_options)
 
         self._save(path, write, state)
 
-    def _save(self, path: Any, write: Callable[[Path], None], state: WholeState | None = None) -> None:
+    def _refuse_folder(self, path: Any) -> None:
+        """Raises MisconfigurationException if a checkpoint that is a folder cannot be written here."""
+        if self._plugin is not None or isinstance(place_of(path), str):
+            raise MisconfigurationException(
+                f"checkpoint_format must be 'lightning', one file, for checkpoints in {path} by {type(self.checkpoint_io).__name__}, got"
+                f" {self.zenflow_config.checkpoint_format!r}: folders, the default on several ranks, need a local path and no plugin"
+            )
+
+    def _save(self, path: Any, write: Callable[[Any], None], state: WholeState | None = None) -> None:
         """Saves the exact state after the last step, atomically; as `save_together`, by default of the optimizer.
 
         Raises:
             WorkerError: the exact state is lost, or an exception has interrupted the ranks in different steps.
         """
-        # Without a trailing slash, as the name of a file.
-        path = Path(self.broadcast(os.path.normpath(path)))
-        with self._explained():
-            if self.zenflow_optimizer is not None:
-                self.zenflow_optimizer.flush()
-                if not in_common([self.zenflow_optimizer.zenflow_step.number]):
-                    raise WorkerError(
-                        "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
-                        " the last checkpoint"
-                    )
-            # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
-            with nullcontext() if state is not None else as_in_training(self._released):
-                save_together(
-                    path,
-                    write,
-                    state or self.zenflow_optimizer,
-                    is_global_zero=self.is_global_zero,
-                    sync=self.zenflow_config.sync_checkpoints,
+        if state is None:
+            self._refuse_folder(path)
+        place = place_of(path)
+        place = self.broadcast(str(path) if self._io_of(place) is not None else place)
+        if self.zenflow_optimizer is not None:
+            self.zenflow_optimizer.flush()
+            if not in_common([self.zenflow_optimizer.zenflow_step.number]):
+                raise WorkerError(
+                    "an exception has interrupted the ranks in different steps: there is no exact state of all of them; continue from"
+                    " the last checkpoint"
                 )
+        # A file has the parameters as they are after training, DeepSpeed's code needs its own attributes of them.
+        with (
+            pickled_as_before(p for of_module in self._released for p in of_module),
+            nullcontext() if state is not None else as_in_training(self._released),
+            self._optimizer_in_training(),
+        ):
+            save_together(
+                place,
+                write,
+                state or self.zenflow_optimizer,
+                is_global_zero=self.is_global_zero,
+                sync=self.zenflow_config.sync_checkpoints,
+            )
+
+    def _open_file(self, path: Any, *, weights_only: bool | None) -> SavedFile | None:
+        """Reads a checkpoint that is one file; None: it is a folder, or none (`is_file_together`)."""
+        place = place_of(path)
+        if (io := self._io_of(place)) is not None:
+            return read_file_together(place, partial(io.load_checkpoint, path, weights_only=weights_only))
+        assert isinstance(place, Path)
+        if not is_file_together(place):
+            return None
+        return read_file_together(place, partial(read, place, weights_only=weights_only))
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
 
     def _load_file(
         self,
@@ -267,28 +350,16 @@ class Session(RankEnvironment):
         strict: bool,
     ) -> None:
         """Loads model and optimizer from one file; as `load_file_together`."""
-        with self._explained():
-            # Before weights are loaded, which updates in flight would overwrite.
-            self.flush()
-            load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
+        # Before weights are loaded, which updates in flight would overwrite.
+        self.flush()
+        load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
 
     def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
         """Loads model and optimizer; as `load_together`."""
         assert self.zenflow_optimizer is not None
         # Before the engine loads weights, which updates in flight would overwrite.
-        with self._explained():
-            self.zenflow_optimizer.flush()
-            return load_together(engine, Path(path), strict=strict, optimizer_states=optimizer_states)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Context that adds to an error of the communication between ranks which ones are lost."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._lost_ranks is not None:
-                self._lost_ranks.explain(error)
-            raise
+        self.zenflow_optimizer.flush()
+        return load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=optimizer_states)
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:
@@ -301,7 +372,12 @@ class Session(RankEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now."""
+        """Ends the worker, releases the shared memory and makes the modules what they were before, with their weights as they are now; the
+        optimizer has their parameters again, and no state.
+        """
+        if self.zenflow_optimizer is not None and self.zenflow_optimizer.is_elsewhere:
+            # Behind `sys.exit` in a child that a hook has forked.
+            return
         self._ending.close()
         models = self._in_engines()
         for model in models:
@@ -309,7 +385,12 @@ class Session(RankEnvironment):
         try:
             super().teardown()
         finally:
-            self._released = [release(model) for model in models]
+            released = [release(model) for model in models]
+            # An evaluation after a training releases nothing of it.
+            if any(model is self._trained for model in models):
+                self._released = released
+            if self._users_optimizer is not None:
+                self._users_optimizer.give_back()
 
 
 def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
@@ -323,7 +404,7 @@ def _repeatable(config: ZenFlowConfig) -> ZenFlowConfig:
     fixed = config.without_measurements()
     rank_zero_info(
         f"ZenFlow: torch's deterministic algorithms are on, so that runs must repeat: update_interval={fixed.update_interval},"
-        f" publish_lag={fixed.publish_lag}, no tail, and no measured time changes them. Steps wait for the CPU where its work does not hide"
+        f" publish_lag={fixed.publish_lag}, and no measured time changes them. Steps wait for the CPU where its work does not hide"
         " behind training; then set update_interval and publish_lag to larger values"
     )
     return fixed

@@ -1,15 +1,19 @@
 """The Lightning strategy: configuration, life cycle, and the hooks at which weights must be exact."""
 
 import copy
+import math
 import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -20,14 +24,17 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
 from lightning_zenflow.checkpoint.client_state import AVERAGED, CURRENT, as_lightning_saved, to_save
-from lightning_zenflow.checkpoint.collective import is_file_together, load_weights_together, read_file_together
+from lightning_zenflow.checkpoint.collective import load_weights_together
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import prepare_deepspeed_config
 from lightning_zenflow.engine.inference import inference_engine
-from lightning_zenflow.engine.pieces import load_whole
+from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
+from lightning_zenflow.engine.precision import TrainerPrecision
 from lightning_zenflow.engine.supported import (
     refuse_missing_loss,
     refuse_unsupported_callbacks,
@@ -36,8 +43,14 @@ from lightning_zenflow.engine.supported import (
     several_devices_in_notebook,
 )
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
-from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, TimelineWriter, insert_first
+from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer, Session
+
+_BETWEEN_BACKWARD_AND_STEP = (
+    *("on_after_backward", "on_before_optimizer_step"),
+    *("configure_gradient_clipping", "optimizer_step"),
+)
+"""Hooks of modules and callbacks in which gradients may be looked at."""
 
 
 class TrainerStrategy(Session):
@@ -55,7 +68,7 @@ class TrainerStrategy(Session):
     Args:
         config: source of the keys that are not given as keywords: a `ZenFlowConfig`, an OmegaConf YAML file or DictConfig, or a DeepSpeed
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
-        topk_ratio: this and all keywords up to `timeline_steps` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
+        topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
         **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `stage`, `reduce_bucket_size` or `timeout`. With ``stage=3`` the ranks
             share the weights as well; with ``offload_parameters=True`` beside it these are in host memory.
@@ -70,7 +83,9 @@ class TrainerStrategy(Session):
     """The package whose Trainer it is for."""
     stall_monitor: ClassVar[type[StallMonitoring]]
     """The callback for that Trainer."""
-    precision_plugin = FromTrainer()
+    precision_class: ClassVar[type[TrainerPrecision]]
+    """The plugin for that Trainer."""
+    precision_plugin = FromTrainer("precision_class")
 
     def __init__(
         self,
@@ -84,7 +99,6 @@ class TrainerStrategy(Session):
         publish_lag: int | Literal["auto"] | None = None,
         optimizer_in_backward: bool | None = None,
         clip_prediction: bool | Literal["auto"] | None = None,
-        tail: Literal["auto", "none", "device"] | None = None,
         full_warm_up_rounds: int | None = None,
         overlap_step: bool | None = None,
         weight_prediction: float | Literal["auto"] | None = None,
@@ -100,8 +114,6 @@ class TrainerStrategy(Session):
         checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
-        timeline: str | Path | None = None,
-        timeline_steps: Sequence[int] | None = None,
         **deepspeed_options: Any,
     ) -> None:
         super().__init__(config, given_keys(locals()), deepspeed_options)
@@ -109,7 +121,18 @@ class TrainerStrategy(Session):
         self._precision_plugin = deepspeed_options.get("precision_plugin")
         self._over = False
         self._file: SavedFile | None = None
+        self._saves = PutOffSaves(self._save_again)
+        # What the hooks of the present save were given under stage 3.
+        self._handed: Mapping[str, Any] = {}
+        self._trainers_plugin: CheckpointIO | None = None
         self._config_without_trainer: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: configuration and module. What a training has left, DeepSpeed's and the arena, belongs to this process."""
+        nothing: dict[str, Any] = dict.fromkeys(("zenflow_optimizer", "_users_optimizer", "_trained", "_file"))
+        # Private: Lightning's engine and optimizers, which are DeepSpeed's and ours.
+        emptied = {name: list[Any]() for name in ("_released", "_optimizers", "_lightning_optimizers")}
+        return {**vars(self), **nothing, **emptied, "_model": self._lightning_module, "_ending": ExitStack()}
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -123,28 +146,33 @@ class TrainerStrategy(Session):
             # A monitor of the user's own is kept instead.
             if self.zenflow_config.stall_monitor and not any(isinstance(c, StallMonitoring) for c in callbacks):
                 insert_first(callbacks, self.stall_monitor(summary_from=50))
-            if self.zenflow_config.timeline is not None:
-                insert_first(callbacks, self._timeline)
-
-    @cached_property
-    def _timeline(self) -> pl.Callback:
-        """Writes the timeline."""
-        first, last = self.zenflow_config.timeline_steps
-        writer = TimelineWriter(Path(str(self.zenflow_config.timeline)), first=first, last=last)
-        return self._callback(on_train_start=writer.start, on_train_batch_end=writer.end_step, on_fit_end=writer.close)
+            # Private: a strategy keeps the plugin of the Trainer that was made last.
+            theirs = model.trainer._accelerator_connector.checkpoint_io
+            if theirs is not None or self._plugin is self._trainers_plugin:
+                self._plugin = theirs
+            self._trainers_plugin = theirs
 
     @cached_property
     def _exact_weights(self) -> pl.Callback:
-        """Makes weights exact before the user's callbacks read them.
+        """Makes weights exact, and saves that were put off, before the user's callbacks read them.
 
         Lightning calls the strategy's hooks after those of all callbacks, so this callback is the first of the trainer's. Callbacks that
         replace the weights at the end of training (`WeightAveraging`) or export them then work on the result of all steps.
         """
-        return self._callback(on_validation_start=lambda *_: self.flush(), on_train_end=lambda *_: self.flush())
-
-    def _callback(self, **hooks: Callable[..., None]) -> pl.Callback:
-        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(**hooks)
+        callback: pl.Callback = self.lightning.callbacks.LambdaCallback(
+            on_validation_start=self._flush_before,
+            on_train_batch_end=self._save_after,
+            # After a batch that a user's hook has left out.
+            on_train_epoch_end=self._save_after,
+            on_train_end=self._flush_before,
+        )
         return callback
+
+    def _flush_before(self, *_: Any) -> None:
+        self.flush()
+
+    def _save_after(self, *_: Any) -> None:
+        self._saves.end_batch()
 
     # The private names that follow are Lightning's. `Session` refuses a version that lacks one of them.
 
@@ -152,24 +180,34 @@ class TrainerStrategy(Session):
     def _configure_launcher(self) -> None:
         # Private: the last call before other ranks are started. Lightning recognises a notebook or Python's prompt so, too.
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        if is_interactive and self.num_nodes * self.num_processes > 1:
+        if is_interactive and not self.is_alone:
             raise several_devices_in_notebook(self.num_nodes * self.num_processes)
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         # The first hook that sees the model's own callbacks, and before theirs.
-        callbacks = self.lightning_module.trainer.callbacks
-        refuse_unsupported_callbacks(callbacks, self.lightning, in_pieces=self.zero_stage_3)
+        trainer = self.lightning_module.trainer
+        refuse_unsupported_callbacks(trainer.callbacks, self.lightning, in_pieces=self.zero_stage_3)
+        if self.is_alone:
+            # Private: the Trainer's option. Lightning takes every `DeepSpeedStrategy` for distributed, and asks none for its ranks.
+            trainer._accelerator_connector.use_distributed_sampler = False
         super().setup_environment()
 
     @override
+    @undisturbed
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         self._over = False
         refuse_unsupported_module(self.lightning_module)
         refuse_unsupported_training(self.lightning_module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set where mypy does not see it
+        if trainer.state.fn == TrainerFn.FITTING and not self._saves_file():
+            whole = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+            for folder in [getattr(c, "dirpath", "") for c in whole] + [trainer.default_root_dir] * (
+                self._plugin is not None
+            ):
+                self._refuse_folder(folder)
         insert_first(callbacks, self._exact_weights)
         super().setup(trainer)
 
@@ -222,13 +260,64 @@ class TrainerStrategy(Session):
         return optimizer, scheduler
 
     @override
+    def init_deepspeed(self) -> None:
+        with warnings.catch_warnings():
+            # A module's `configure_gradient_clipping` does clip here (`TrainerPrecision`).
+            warnings.filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            super().init_deepspeed()
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if self.zenflow_optimizer is not None and not self.zenflow_optimizer.closed:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: setup_optimizers must not be called in training; change the values of `optimizer.param_groups`, or end"
+                " `fit` and call it again with the checkpoint"
+            )
+        super().setup_optimizers(trainer)
+
+    @override
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> tuple[Any, Optimizer]:
+        # Those of a fit before, which would keep its state in memory.
+        self.optimizers: list[Optimizer] = []
         # Private: calls `deepspeed.initialize`, during which ZenFlow's optimizer takes the place of DeepSpeed's.
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
+        assert self.lightning_module is not None and self.zenflow_optimizer is not None
+        observers = [self.lightning_module, *self.lightning_module.trainer.callbacks]
+        overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
+        self.zenflow_optimizer.marks_gradients = any(
+            hasattr(o, hook) and overridden(hook, o) for o in observers for hook in _BETWEEN_BACKWARD_AND_STEP
+        )
+        if self.lightning_module.trainer.gradient_clip_val is None and isinstance(
+            self.precision_plugin, TrainerPrecision
+        ):
+            self.precision_plugin.max_norm = self.zenflow_optimizer.clip_grad
+        self._clips_itself = overridden("configure_gradient_clipping", self.lightning_module)
         return engine
+
+    def _save_again(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.trainer.save_checkpoint(path, weights_only, storage_options)
+
+    def _save_before_step(self) -> None:
+        """Saves what was put off since the batch began, with the state after the last step; the present step goes on as without a save."""
+        assert self.zenflow_optimizer is not None
+        self.zenflow_optimizer.before_step = None
+        with self.zenflow_optimizer.zenflow_step.gradients_set_aside():
+            self._saves.end_batch()
+            self._saves.in_batch = True
+
+    @override
+    @undisturbed
+    def flush(self) -> None:
+        super().flush()
+
+    @override
+    @undisturbed
+    def teardown(self) -> None:
+        super().teardown()
 
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
@@ -252,8 +341,7 @@ class TrainerStrategy(Session):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._span("forward"):
-            output: STEP_OUTPUT = super().training_step(*args, **kwargs)
+        output: STEP_OUTPUT = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
         return output
 
@@ -267,9 +355,31 @@ class TrainerStrategy(Session):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.deepspeed_engine.set_gradient_accumulation_boundary(False)
         assert self.lightning_module is not None
+        self._saves.in_batch = True
+        plugin, optimizer = self.precision_plugin, self.zenflow_optimizer
+        if isinstance(plugin, TrainerPrecision) and optimizer is not None:
+            # What the backward pass predicts clip factors from.
+            if self._clips_itself:
+                optimizer.clip_grad = optimizer.clip_grad or math.inf
+            else:
+                optimizer.clip_grad = self.lightning_module.trainer.gradient_clip_val or plugin.max_norm
         self._begin_micro_batch()
         self.start_epoch(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's, exact unless the save must wait. The first call of a save: what hooks see after it is what is written."""
+        if not self._saves.must_wait:
+            try:
+                self.flush()
+            except RuntimeError:
+                # `save_checkpoint` will say so.
+                if not self._ends_with_error:
+                    raise
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        self._handed = dict(state) if self.zero_stage_3 else {}
+        return state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -280,11 +390,22 @@ class TrainerStrategy(Session):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves the exact state after the last step, atomically, as one file or as DeepSpeed's folder (`checkpoint_format`).
 
+        In the middle of a batch, or of what must not be disturbed, the save is made up for before the step or right afterwards.
+
         Raises:
-            TypeError: there are `storage_options`, which nothing reads.
+            TypeError: there are `storage_options`, and no plugin that reads them.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
             MisconfigurationException: there has been no training.
         """
+        if self._saves.must_wait:
+            self._saves.put_off(filepath, "optimizer_states" not in checkpoint, storage_options)
+            if self.zenflow_optimizer is not None:
+                self.zenflow_optimizer.before_step = self._save_before_step
+            return
+        with self._saves.undisturbed():
+            self._save_now(checkpoint, filepath, storage_options)
+
+    def _save_now(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         if self.model is self.lightning_module:
             raise MisconfigurationException(
                 f"save_checkpoint({str(filepath)!r}) must come after `fit` has set up the model: DeepSpeed saves weights and states"
@@ -294,7 +415,18 @@ class TrainerStrategy(Session):
                 self._save_as_file(checkpoint, filepath, storage_options)
                 return
             client_state = to_save(checkpoint, self.deepspeed_engine)
-            self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+            evaluated = self.model
+            if self._trained is not None and self._trained.module is self.lightning_module:
+                # An evaluation after the training has another engine, without optimizer.
+                self.model = self._trained
+            try:
+                if self.model is not evaluated and is_in_pieces(self.lightning_module):
+                    raise MisconfigurationException(
+                        f"save_checkpoint({str(filepath)!r}) must come before or after the evaluation under stage 3: the pieces are its own"
+                    )
+                self._save(filepath, partial(super().save_checkpoint, client_state, storage_options=storage_options))
+            finally:
+                self.model = evaluated
         except Exception as error:
             if not self._ends_with_error:
                 raise
@@ -302,11 +434,10 @@ class TrainerStrategy(Session):
             rank_zero_warn(f"no checkpoint at {filepath} of the training that ends with an error: {error}")
 
     def _save_as_file(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        if storage_options is not None:
-            raise TypeError(f"storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
         has_states = bool(checkpoint.get("optimizer_states"))
         # The averaged weights are elsewhere then (`WeightAveraging`).
         weights = checkpoint.get(CURRENT, checkpoint.get("state_dict", {}))
+        handed, self._handed = self._handed, {}
         state = WholeState(
             self.deepspeed_engine,
             # Also after an evaluation, for which Lightning makes another engine.
@@ -315,12 +446,17 @@ class TrainerStrategy(Session):
             weights,
             moments=has_states,
             without_frozen=self.exclude_frozen_parameters,
+            handed=handed,
         )
         self._save_file(
-            path, state, lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})}
+            path,
+            state,
+            lambda: {**checkpoint, **({"optimizer_states": [state.optimizer_state]} if has_states else {})},
+            storage_options,
         )
 
     @override
+    @undisturbed
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, saved by any number of ranks: one file, of this strategy or one for a single device; or a folder, of this
         strategy or of DeepSpeed's ZeRO, of stage 1, 2 or 3.
@@ -334,10 +470,10 @@ class TrainerStrategy(Session):
             CheckpointError: the checkpoint is incomplete, or of another model.
         """
         assert self.lightning_module is not None
-        module, path = self.lightning_module, Path(checkpoint_path)
-        if is_file_together(path):
+        module, path = self.lightning_module, Path(place_of(checkpoint_path))
+        self._file = self._open_file(checkpoint_path, weights_only=bool(weights_only))
+        if self._file is not None:
             # Loaded by `load_model_state_dict`, when the module's `on_load_checkpoint` has seen it.
-            self._file = read_file_together(path, weights_only=bool(weights_only))
             self._file.unmap_others(("state_dict", CURRENT, "optimizer_states"))
             return self._file.content
         if self.zenflow_optimizer is None or module.trainer.state.fn != TrainerFn.FITTING:
@@ -353,6 +489,7 @@ class TrainerStrategy(Session):
         return as_lightning_saved(client_state, module)
 
     @override
+    @undisturbed
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads model and optimizer from the content of a file; a folder's have been loaded by `load_checkpoint`."""
         saved, self._file = self._file, None
@@ -372,9 +509,8 @@ class TrainerStrategy(Session):
     @override
     def on_exception(self, exception: BaseException) -> None:
         # Called after the callbacks' own.
+        self._saves.end_batch()
         self._over = True
-        if self._lost_ranks is not None:
-            self._lost_ranks.explain(exception)
         super().on_exception(exception)
 
     @override
@@ -396,12 +532,25 @@ class TrainerStrategy(Session):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            remove(Path(filepath))
+            place = place_of(filepath)
+            try:
+                if (io := self._io_of(place)) is not None:
+                    io.remove_checkpoint(filepath)
+                else:
+                    remove(Path(place))
+            except IsADirectoryError as error:
+                # `ModelCheckpoint` goes on without it, and so do the other ranks.
+                rank_zero_warn(f"nothing was removed: {error}")
+
+
+class ZenFlowPrecision(TrainerPrecision, DeepSpeedPrecision):  # type: ignore[misc]  # nor do Lightning's agree
+    """`TrainerPrecision`, which says all of it, for the Trainer of `lightning.pytorch`."""
 
 
 class ZenFlowStrategy(TrainerStrategy, DeepSpeedStrategy):
     """`TrainerStrategy`, which says all of it, for the Trainer of `lightning.pytorch`."""
 
+    precision_class = ZenFlowPrecision
     deepspeed_strategy = DeepSpeedStrategy
     lightning: ClassVar[ModuleType] = pl
     stall_monitor = StallMonitor

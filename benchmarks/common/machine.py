@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from lightning_zenflow.doctor.speed import measure_pcie
+from lightning_zenflow.core.device import runtime_of
 
 _GPU_FIELDS = (
     *("name", "driver_version", "memory.total"),
     *(f"pcie.link.{what}" for what in ("gen.current", "gen.max", "width.current")),
 )
+
+
+_COPY_BYTES, _COPIES = 256 * 2**20, 8
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def machine(device: str) -> dict[str, Any]:
         answer = _output("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
         values = answer.partition("\n")[0].split(", ")
         found |= {"gpu": dict(zip(_GPU_FIELDS, values, strict=False)), "topology": _output("nvidia-smi", "topo", "-m")}
-        found["pcie_gb_s"] = round(measure_pcie(0), 1)
+        found["pcie_gb_s"] = round(_measure_pcie(0), 1)
     return found
 
 
@@ -42,6 +46,29 @@ def summary(found: Mapping[str, Any]) -> str:
         link = f"PCIe {gpu.get('pcie.link.gen.current')}.0 x{gpu.get('pcie.link.width.current')}"
         words.append(f"driver {gpu.get('driver_version')}, {link} ({found['pcie_gb_s']:g} GB/s each way)")
     return "; ".join(words)
+
+
+def _measure_pcie(index: int) -> float:
+    """GB/s between page-locked host memory and a GPU in each direction while both copy: the slower one, by the GPU's own clock.
+
+    Args:
+        index: of the CUDA device.
+    """
+    device = torch.device("cuda", index)
+    runtime = runtime_of(device)
+    with torch.cuda.device(device):
+        on_host = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        on_device = [torch.empty_like(memory, device=device) for memory in on_host]
+        times = []
+        for target, source in ((on_host[0], on_device[0]), (on_device[1], on_host[1])):
+            with runtime.on(runtime.new_stream()):
+                target.copy_(source, non_blocking=True)  # the first is not timed
+                begin = runtime.record_event(timing=True)
+                for _ in range(_COPIES):
+                    target.copy_(source, non_blocking=True)
+                times.append((begin, runtime.record_event(timing=True)))
+        runtime.synchronize()
+    return min(_COPIES * _COPY_BYTES / (1e6 * begin.elapsed_time(end)) for begin, end in times)
 
 
 def _cpu_model() -> str:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.nn import Module
@@ -19,7 +20,7 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.engine.config import set_bucket_size
-from lightning_zenflow.worker.moments import CodedMoment, first_scales
+from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 
@@ -33,6 +34,8 @@ class ZeroOffload(ZenFlowStrategy):
         super_offload: DeepSpeed's SuperOffload; under stage 3.
         **options: of Lightning's `DeepSpeedStrategy`.
     """
+
+    precision_class = DeepSpeedPrecision  # Lightning's own
 
     def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
         super().__init__(**options)
@@ -75,12 +78,15 @@ class RoundedMoments(ZeroOffload):
         output = super().optimizer_step(*args, **kwargs)
         # DeepSpeed's optimizer around the module's, whose state holds one flat partition for each parameter group.
         for state in self.deepspeed_engine.optimizer.optimizer.state.values():
-            for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-                n = state[name].numel()
-                tile = Tile(slice=0, begin=0, rows=1, first_column=0, width=n)
-                coded = CodedMoment(torch.empty(n, dtype=dtype), torch.empty(first_scales([tile])[-1]), [tile])
-                coded.write(0, state[name])
-                state[name].copy_(coded.read(0, n))
+            n = state["exp_avg"].numel()
+            tile = Tile(slice=0, begin=0, rows=1, first_column=0, width=n)
+            codes = torch.zeros(n, dtype=torch.int8), torch.zeros(n, dtype=torch.uint8)
+            moments = CodedMoments(*codes, torch.zeros(first_scales([tile])[-1], 2), [tile])
+            of_names = {name: CodedMoment(moments, is_first=name == "exp_avg") for name in ("exp_avg_sq", "exp_avg")}
+            for name, moment in of_names.items():
+                moment.write(0, state[name])
+            for name, moment in of_names.items():
+                state[name].copy_(moment.read(0, n))
         return output
 
 

@@ -229,6 +229,16 @@ class RecordedAccelerator(CpuAccelerator):
 
     @property
     @override
+    def FloatTensor(self) -> Any:
+        return lambda values: torch.tensor(values, dtype=torch.float32, device=DEVICE)
+
+    @property
+    @override
+    def ByteTensor(self) -> Any:
+        return lambda values: torch.tensor(values, dtype=torch.uint8, device=DEVICE)
+
+    @property
+    @override
     def Stream(self) -> Any:
         return lambda *args, **kwargs: self._recorded.new_stream()
 

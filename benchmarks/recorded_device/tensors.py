@@ -12,6 +12,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from torch import Tensor
 
 DEVICE, CPU = torch.device("cpu", 0), torch.device("cpu")
@@ -87,7 +88,7 @@ class Transfer:
 
 
 _device = Tensor.device.__get__  # a descriptor
-_to, _numpy, _tolist = Tensor.to, Tensor.numpy, Tensor.tolist
+_to, _numpy, _tolist, _tensor = Tensor.to, Tensor.numpy, Tensor.tolist, torch.tensor
 
 
 def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None:
@@ -127,6 +128,14 @@ def tell_apart(is_on_device: Callable[[Tensor], bool], stack: ExitStack) -> None
             raise TypeError("can't convert a tensor of the recorded device to numpy: copy it to the host before")
         return _numpy(tensor, **kwargs)
 
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        # torch makes it in host memory, and copies it where the device is another.
+        made = _tensor(data, **kwargs)
+        return made if device is None else made.to(device)
+
+    stack.enter_context(patch.object(torch, "tensor", tensor))
+    # Private: what DeepSpeed puts in the place of `torch.tensor` behind the division of a model.
+    stack.enter_context(patch.object(partition_parameters, "_orig_torch_tensor", tensor))
     stack.enter_context(patch.object(Tensor, "device", property(device), create=True))
     for replacement in (to, cpu, tolist, numpy):
         stack.enter_context(patch.object(Tensor, replacement.__name__, replacement))

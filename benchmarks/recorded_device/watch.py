@@ -10,9 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from typing_extensions import override
@@ -25,7 +27,7 @@ from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
-from lightning_zenflow.engine import build
+from lightning_zenflow.engine import build, written_weights
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
@@ -77,8 +79,10 @@ class Watch(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         packet = func.overloadpacket.__name__
+        if func.namespace == "c10d" and packet != "barrier":
+            self._refuse_of_host(packet, [t for t in tree_iter(args) if isinstance(t, Tensor)])
+        out = func(*args, **kwargs)
         if packet in _VIEWS:
             return out
         reads: list[Tensor] = []
@@ -86,7 +90,9 @@ class Watch(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             tensors = [t for t in tree_iter(value) if isinstance(t, Tensor)]
-            written = (argument.alias_info is not None and argument.alias_info.is_write) or func.namespace == "c10d"
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            # The schemas of collectives do not say what is written.
+            written |= func.namespace == "c10d" and not argument.name.startswith("input")
             (writes if written else reads).extend(tensors)
         new = [t for t in tree_iter(out) if isinstance(t, Tensor) and all(t is not w for w in writes)]
         # Not for another device that is named beside an argument of the device: autograd names it without index.
@@ -100,6 +106,11 @@ class Watch(TorchDispatchMode):
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking")
         self._add(packet, reads, writes, new, non_blocking=non_blocking is True)
         return out
+
+    def _refuse_of_host(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Raises RuntimeError for a collective of the host's tensors, as a process group does that has NCCL alone."""
+        if not all(map(self.is_on_device, tensors)):
+            raise RuntimeError(f"No backend type associated with device type cpu: {name} in {place()}")
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the memory of the recorded device; see `tensors`."""
@@ -288,11 +299,24 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         set_accelerator(RecordedAccelerator(device))
         stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
+        # In first steps the host waits for the device to look for the user's writes, which would order everything.
+        stack.enter_context(patch.object(written_weights, "FOLLOWED", 0))
+        # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
+        stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
 
         def record_stream(tensor: Tensor, stream: Any) -> None:
             device.order.keep_for(tensor.untyped_storage().data_ptr(), stream.name)
 
         stack.enter_context(patch.object(Tensor, "record_stream", record_stream))
+
+        work_wait = dist.Work.wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            # gloo copies some results from memory of its own there, where NCCL would order the current stream.
+            with torch._C._DisableTorchDispatch():
+                return work_wait(work, *args, **kwargs)
+
+        stack.enter_context(patch.object(dist.Work, "wait", wait))
 
         def batch_to_device(_: Any, batch: Any, *__: Any, **___: Any) -> Any:
             return apply_to_collection(batch, Tensor, device.from_page_locked)

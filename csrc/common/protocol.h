@@ -8,7 +8,8 @@
 //
 // Ownership. A *job* updates one block and publishes its weights.
 //
-//   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight
+//   header, tables       trainer, before the worker starts; from `resolved_step` on: worker, while a job is in flight, but that
+//                        the export section's place is the trainer's
 //   step records         trainer, before the first job that names the step, each set of hyperparameters before the first job
 //                        that uses it, the committed step's before the copy of `word` too; `word`: one device copy, which may
 //                        come later
@@ -94,11 +95,12 @@
 namespace zenflow {
 
 constexpr uint64_t kMagic = 0x574f4c464e455a31ull;  // "1ZENFLOW" in memory order
-constexpr uint64_t kVersion = 13;
+constexpr uint64_t kVersion = 14;
 constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kMaxMessageBytes = 16384;
 constexpr size_t kTileElements = 128;  // updated together by the replay kernel
 constexpr size_t kJournalEntryBytes = 4096;
+constexpr uint32_t kNoBlock = UINT32_MAX;
 
 enum class DataType : uint32_t {
     kFloat32 = 0,
@@ -157,6 +159,15 @@ struct ArenaHeader {
 
     uint64_t export_offset;  // export section: lists of entries, and their state; the trainer arranges it, see Export
     uint64_t export_bytes;
+
+    // While a word is missing, the worker notes one that it waits for, and counts its looks at it, at least one every few
+    // milliseconds. The trainer reads this at any time: its limit for the worker does not count the time in which `n_looks`
+    // grows, because the word may depend on other ranks, and a worker that hangs does not look. Nothing else depends on these
+    // fields.
+    int64_t awaited_step;    // 0: all words that it needs have arrived
+    uint32_t awaited_block;  // kNoBlock: the step's word
+    uint32_t reserved_of_word;
+    uint64_t n_looks;
 };
 static_assert(sizeof(ArenaHeader) <= kHeaderBytes, "the header must fit into its reserved bytes");
 
@@ -170,7 +181,7 @@ struct Range {
     uint32_t first_scale;
 };
 
-// Largest magnitudes of a tile's moments, at least 2^-100.
+// Of a tile: its largest exp_avg / sqrt(exp_avg_sq), rounded, and its largest exp_avg_sq (moments_in_8_bits.h).
 struct MomentScales {
     float exp_avg;
     float exp_avg_sq;

@@ -21,9 +21,9 @@
 // is. One step and a tentative one move 30 bytes per parameter.
 //
 // Moments may be stored as bfloat16, or in 8 bits with two scales for each tile (moments_in_8_bits.h): they are rounded once a
-// call, exp_avg to nearest and exp_avg_sq stochastically (stochastic_rounding.h). All steps but the first of a call, the
-// tentative one included, start from what the one before computed, unrounded. One step and a tentative one move 22 bytes per
-// parameter, or 18 in 8 bits.
+// call, stochastically (stochastic_rounding.h), but bfloat16's exp_avg to nearest unless beta1 is above 1 - 2^-8. All steps but
+// the first of a call, the tentative one included, start from what the one before computed, unrounded. One step and a tentative
+// one move 22 bytes per parameter, or 18 in 8 bits.
 //
 // Results have the same bits for every instruction set and number of threads, and however elements and, with float moments, steps
 // are divided among calls; moments in 8 bits only if calls begin at tiles. (NaN payloads may differ.)
@@ -92,8 +92,9 @@ struct StateOf<int8_t> {
 
 // What the noise of stochastic rounding is a function of; without effect on float moments.
 struct Noise {
-    uint32_t seed = 0;           // noise_seed(last committed step of the window)
-    uint32_t first_element = 0;  // index of the first element in the partition, modulo 2^32
+    uint32_t seed = 0;             // noise_seed(last committed step of the window)
+    uint32_t first_element = 0;    // index of the first element in the partition, modulo 2^32
+    bool of_slow_exp_avg = false;  // whether bfloat16's exp_avg is rounded stochastically as well
 };
 
 // The steps to apply. Not owned: both arrays have an entry for each of the n_steps, and one for the tentative step if there is

@@ -21,6 +21,9 @@ constexpr size_t kTile = kTileElements;
 // In elements. The hardware's prefetchers stop at each page of 4 KiB, and follow a limited number of streams.
 constexpr size_t kPrefetchDistance = 512;
 
+// Of 1 - beta1: a step changes exp_avg by less than half of bfloat16's spacing.
+constexpr float kSlow = 0x1p-8f;
+
 // Of an update's weights. The last update of a window publishes in the same pass, which saves a second square root and division.
 enum class Publish { kNothing, kExact, kPredicted };
 
@@ -56,9 +59,10 @@ void decode(const StateOf<Moment>& from, const AdamState& to, size_t n) {
 
 void decode(const StateOf<int8_t>& from, const AdamState& to, size_t n) {
     const MomentScales scales = *from.scales;
+    const float root_scale = __builtin_sqrtf(scales.exp_avg_sq);
 #pragma omp simd
     for (size_t i = 0; i < n; ++i) {
-        to.exp_avg[i] = decode_exp_avg(from.exp_avg[i], scales.exp_avg);
+        to.exp_avg[i] = decode_exp_avg(from.exp_avg[i], scales.exp_avg, decode_root(from.exp_avg_sq[i], root_scale));
         to.exp_avg_sq[i] = decode_exp_avg_sq(from.exp_avg_sq[i], scales.exp_avg_sq);
     }
 }
@@ -81,6 +85,13 @@ void encode(const AdamState& from, const StateOf<BFloat16>& to, const Noise& noi
         to.exp_avg_sq[i] = round_stochastically(from.exp_avg_sq[i], noise_of(counter));
         counter += kNoiseStride;
     }
+    if (!noise.of_slow_exp_avg) return;
+    counter = noise_counter(noise.seed, noise.first_element);
+#pragma omp simd linear(counter : kNoiseStride)
+    for (size_t i = 0; i < n; ++i) {
+        to.exp_avg[i] = round_signed_stochastically(from.exp_avg[i], other_noise_of(counter));
+        counter += kNoiseStride;
+    }
 }
 
 void encode(const AdamState& from, const StateOf<int8_t>& to, const Noise& noise, size_t n) {
@@ -88,24 +99,31 @@ void encode(const AdamState& from, const StateOf<int8_t>& to, const Noise& noise
     const float *const m_from = from.exp_avg, *const v_from = from.exp_avg_sq;
     int8_t* const m_to = to.exp_avg;
     uint8_t* const v_to = to.exp_avg_sq;
-    uint32_t largest_m = 0, largest_v = 0;
-#pragma omp simd reduction(max : largest_m, largest_v)
+    uint32_t largest_v = 0, largest_ratio = 0;
+#pragma omp simd reduction(max : largest_v)
     for (size_t i = 0; i < n; ++i) {
-        const uint32_t m = float_bits(m_from[i]) & 0x7fffffffu, v = float_bits(v_from[i]);
-        largest_m = m > largest_m ? m : largest_m;
+        const uint32_t v = float_bits(v_from[i]);
         largest_v = v > largest_v ? v : largest_v;
     }
-    const MomentScales scales{scale_of(largest_m), scale_of(largest_v)};
-    const float inverse_m = 1.0f / scales.exp_avg, inverse_v = 1.0f / scales.exp_avg_sq;
-#pragma omp simd
-    for (size_t i = 0; i < n; ++i) m_to[i] = static_cast<int8_t>(encode_exp_avg(m_from[i], inverse_m));
+    const float scale_v = scale_of(largest_v), inverse_v = 1.0f / scale_v, root_scale = __builtin_sqrtf(scale_v);
+    alignas(64) float shares[kTile], ratios[kTile];
+#pragma omp simd reduction(max : largest_ratio)
+    for (size_t i = 0; i < n; ++i) {
+        const float m = m_from[i], v = v_from[i], share = root_share(v, inverse_v);
+        shares[i] = (m == 0.0f) & (v == 0.0f) ? 0.0f : share;
+        ratios[i] = m / (share * root_scale);
+        const uint32_t ratio = float_bits(ratios[i]) & 0x7fffffffu;
+        largest_ratio = ratio > largest_ratio ? ratio : largest_ratio;
+    }
+    const float ratio = bounded_ratio(largest_ratio), inverse_ratio = 127.0f * 127.0f / ratio;
     uint32_t counter = noise_counter(noise.seed, noise.first_element);
 #pragma omp simd linear(counter : kNoiseStride)
     for (size_t i = 0; i < n; ++i) {
-        v_to[i] = static_cast<uint8_t>(encode_exp_avg_sq(v_from[i], inverse_v, noise_of(counter)));
+        m_to[i] = static_cast<int8_t>(encode_exp_avg(ratios[i], inverse_ratio, other_noise_of(counter)));
+        v_to[i] = static_cast<uint8_t>(encode_exp_avg_sq(shares[i], noise_of(counter)));
         counter += kNoiseStride;
     }
-    *to.scales = scales;
+    *to.scales = {scale_of_ratio(ratio), scale_v};
 }
 
 void copy_master(const float* from, float* to, size_t n) {
@@ -267,7 +285,8 @@ void replay(const AnyState& any_state, size_t n, const WindowView& window, void*
         prefetch(tile.exp_avg);
         prefetch(tile.exp_avg_sq);
         if (window.n_steps > 0) {
-            const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin)};
+            const bool is_slow = window.coefficients[window.n_steps - 1].one_minus_beta1 < kSlow;
+            const Noise noise{window.noise.seed, window.noise.first_element + static_cast<uint32_t>(begin), is_slow};
             update_tile(tile, noise, window.n_steps, window.has_tentative, size, journal, update_of);
         } else if (window.has_tentative) {
             show_tile(tile, update_of(0));

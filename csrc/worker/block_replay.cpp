@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "common/error.h"
 #include "common/parallel.h"
@@ -15,6 +16,14 @@ namespace {
 // Large enough to amortize the call of the kernel, small enough to balance the threads.
 constexpr uint64_t kSegmentElements = 16384;
 constexpr float kMaxPredictionSteps = 1e6f;
+
+// The trainer asserts the same before it writes them. False for NaN.
+bool is_valid(const Hyperparameters& h) {
+    const auto below = [](double value, double end) { return value >= 0.0 && value < end; };
+    constexpr double kEnd = std::numeric_limits<double>::infinity();
+    return below(h.lr, kEnd) && below(h.beta1, 1.0) && below(h.beta2, 1.0) && below(h.eps, kEnd) && below(h.weight_decay, kEnd) &&
+           h.decoupled <= 1;
+}
 
 }  // namespace
 
@@ -119,7 +128,11 @@ void BlockReplay::collect_coefficients(const UpdateJob& job, const uint32_t* slo
         slots_.push_back(arena_.slot(slots[i]));
         for (uint32_t group = 0; group < coefficients_.size(); ++group) {
             const Hyperparameters& hyperparameters = (arena_.*hyperparameters_of)(job.first_step + i, group);
-            coefficients_[group].push_back(step_coefficients(hyperparameters, step.count, step.clip));
+            const auto& h = hyperparameters;
+            require(is_valid(h), "job: hyperparameters must be finite, at least 0 and the betas below 1, got lr = ", h.lr,
+                    ", betas = ", h.beta1, " and ", h.beta2, ", eps = ", h.eps, ", weight_decay = ", h.weight_decay,
+                    ", decoupled = ", h.decoupled, " in step ", job.first_step + i, ", group ", group);
+            coefficients_[group].push_back(step_coefficients(h, step.count, step.clip));
         }
     };
     for (uint32_t i = 0; i < job.n_committed; ++i) {

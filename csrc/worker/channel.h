@@ -41,6 +41,7 @@ class Channel {
     // Sends a structure. Returns false if the trainer is gone. Throws Error if the socket fails.
     template <typename T>
     bool send(const T& message) {
+        static_assert(sizeof(T) <= kMaxMessageBytes, "the trainer reads no more");
         return send_bytes({reinterpret_cast<const char*>(&message), sizeof(message)});
     }
 

@@ -30,10 +30,13 @@ Inbox::Inbox(const Arena& arena, Channel& channel, const StepRecords& records, c
     : arena_(arena), channel_(channel), records_(records), replay_(replay), word_timeout_(word_timeout) {}
 
 std::optional<Inbox::Received> Inbox::next() {
+    if (!receive()) return std::nullopt;
+    // Not before: the wait for a first message has no limit.
     const auto deadline = steady_clock::now() + word_timeout_;
     microseconds sleep = kShortestSleep;
-    while (receive()) {
+    do {
         if (const auto index = choose()) {
+            records_.nothing_missing();
             Received message = std::move(waiting_[*index]);
             waiting_.erase(waiting_.begin() + static_cast<ptrdiff_t>(*index));
             return message;
@@ -41,7 +44,7 @@ std::optional<Inbox::Received> Inbox::next() {
         require(steady_clock::now() < deadline, "jobs: no clip coefficient arrived within ", word_timeout_.count(), " ms");
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
-    }
+    } while (receive());
     return std::nullopt;
 }
 
@@ -53,6 +56,10 @@ bool Inbox::receive() {
         const auto message = channel_.receive();
         if (!message) return false;
         waiting_.push_back(parsed(*message));
+        if (!is_job(waiting_.back())) continue;
+        const int64_t job_id = waiting_.back().job.job_id;
+        require(job_id > last_job_id_, "job: job_id must be above ", last_job_id_, ", that of the job before, got ", job_id);
+        last_job_id_ = job_id;
     }
     return true;
 }

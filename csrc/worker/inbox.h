@@ -30,7 +30,7 @@ class Inbox {
         std::vector<uint32_t> slots;  // one for each of its steps
     };
 
-    // `word_timeout` limits the wait while none of the words that jobs wait for arrives.
+    // `word_timeout` limits the wait while messages are there and none of the words that their jobs wait for arrives.
     Inbox(const Arena& arena, Channel& channel, const StepRecords& records, const BlockReplay& replay,
           std::chrono::milliseconds word_timeout);
 
@@ -49,6 +49,7 @@ class Inbox {
     const StepRecords& records_;
     const BlockReplay& replay_;
     const std::chrono::milliseconds word_timeout_;
+    int64_t last_job_id_ = 0;
     std::deque<Received> waiting_;              // in the order of their receipt
     std::vector<std::optional<size_t>> first_;  // a member so that its memory is reused: each block's first job of `waiting_`
 };

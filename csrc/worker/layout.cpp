@@ -20,7 +20,7 @@ struct Line {
 // clang-format off
 constexpr Line kLines[] = {
     CONSTANT(kMagic), CONSTANT(kVersion), CONSTANT(kHeaderBytes), CONSTANT(kMaxMessageBytes), CONSTANT(kTileElements),
-    CONSTANT(kJournalEntryBytes),
+    CONSTANT(kJournalEntryBytes), CONSTANT(kNoBlock),
 
     SIZE(ArenaHeader), FIELD(ArenaHeader, magic), FIELD(ArenaHeader, version), FIELD(ArenaHeader, total_bytes),
     FIELD(ArenaHeader, gradient_dtype), FIELD(ArenaHeader, weight_dtype), FIELD(ArenaHeader, numel),
@@ -35,7 +35,8 @@ constexpr Line kLines[] = {
     FIELD(ArenaHeader, journal_offset), FIELD(ArenaHeader, block_words_offset), FIELD(ArenaHeader, block_jobs_offset),
     FIELD(ArenaHeader, block_shown_offset), FIELD(ArenaHeader, resolved_step),
     FIELD(ArenaHeader, begun_job), FIELD(ArenaHeader, completed_job), FIELD(ArenaHeader, n_shares),
-    FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes),
+    FIELD(ArenaHeader, export_offset), FIELD(ArenaHeader, export_bytes), FIELD(ArenaHeader, awaited_step),
+    FIELD(ArenaHeader, awaited_block), FIELD(ArenaHeader, reserved_of_word), FIELD(ArenaHeader, n_looks),
 
     SIZE(Range), FIELD(Range, begin), FIELD(Range, end), FIELD(Range, param_group), FIELD(Range, first_scale),
     SIZE(Block), FIELD(Block, begin), FIELD(Block, end),

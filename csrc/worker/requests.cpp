@@ -122,7 +122,11 @@ void export_entries(const Arena& arena, const Export& request) {
             const auto* const exp_avg = static_cast<const int8_t*>(state.exp_avg);
             const auto* const exp_avg_sq = static_cast<const uint8_t*>(state.exp_avg_sq);
             const MomentScales* const scales = state.scales;
-            copy(1, [=](uint64_t i) { return decode_exp_avg(exp_avg[i], scales[i / kTileElements].exp_avg); });
+            copy(1, [=](uint64_t i) {
+                const MomentScales& of_tile = scales[i / kTileElements];
+                const float root = decode_root(exp_avg_sq[i], __builtin_sqrtf(of_tile.exp_avg_sq));
+                return decode_exp_avg(exp_avg[i], of_tile.exp_avg, root);
+            });
             copy(2, [=](uint64_t i) { return decode_exp_avg_sq(exp_avg_sq[i], scales[i / kTileElements].exp_avg_sq); });
         } else if (arena.moments_dtype() == DataType::kBFloat16) {
             copy_floats(1, static_cast<const BFloat16*>(state.exp_avg));

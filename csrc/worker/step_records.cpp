@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
 #include <thread>
 
 #include "common/error.h"
@@ -57,11 +58,15 @@ void StepRecords::check(const UpdateJob& job) const {
 }
 
 bool StepRecords::resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const {
-    return resolve_with(job, [&](const StepWord& word, int64_t step) { return wait_for_word(word, step, trainer_gone); });
+    return resolve_with(job, [&](const Awaited& awaited) { return wait_for_word(awaited, trainer_gone); });
 }
 
 bool StepRecords::resolve_arrived(const UpdateJob& job) const {
-    return resolve_with(job, [&](const StepWord& word, int64_t step) { return arrived(word, step); });
+    return resolve_with(job, [&](const Awaited& awaited) {
+        const auto clip = arrived(awaited.word, awaited.step);
+        if (!clip) note_missing(awaited);
+        return clip;
+    });
 }
 
 bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
@@ -74,7 +79,7 @@ bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
                 "'s count must be at least 0, got ", count_before);
         ++step;
         StepRecord& record = arena_.step_record(step);
-        const std::optional<float> clip = take(record.word, step);
+        const std::optional<float> clip = take({record.word, step, kNoBlock});
         if (!clip) return false;
         record.count = count_before + (std::isfinite(*clip) ? 1 : 0);
         // Makes the step resolved: no earlier store may come after this one. A worker that restarts before it counts the step
@@ -82,7 +87,7 @@ bool StepRecords::resolve_with(const UpdateJob& job, const Take& take) const {
         __atomic_store_n(&arena_.resolved_step(), step, __ATOMIC_RELEASE);
     }
     if (job.tentative == Tentative::kNone || job.tentative == Tentative::kTrue) return true;
-    return take(arena_.block_word(job.block), tentative_step).has_value();
+    return take({arena_.block_word(job.block), tentative_step, job.block}).has_value();
 }
 
 StepRecords::Step StepRecords::committed_step(const UpdateJob& job, uint32_t index) const {
@@ -107,8 +112,19 @@ StepRecords::Step StepRecords::tentative_step(const UpdateJob& job, const BlockS
     return {std::isfinite(shown.factor), shown.factor, arena_.step_record(step_before).count + 1};
 }
 
-std::optional<float> StepRecords::wait_for_word(const StepWord& word, int64_t step,
-                                                const std::function<bool()>& trainer_gone) const {
+void StepRecords::note_missing(const Awaited& awaited) const {
+    ArenaHeader& header = *arena_.at<ArenaHeader>(0);
+    __atomic_store_n(&header.awaited_block, awaited.block, __ATOMIC_RELAXED);
+    __atomic_store_n(&header.awaited_step, awaited.step, __ATOMIC_RELAXED);
+    __atomic_store_n(&header.n_looks, header.n_looks + 1, __ATOMIC_RELAXED);
+}
+
+void StepRecords::nothing_missing() const {
+    __atomic_store_n(&arena_.at<ArenaHeader>(0)->awaited_step, int64_t{0}, __ATOMIC_RELAXED);
+}
+
+std::optional<float> StepRecords::wait_for_word(const Awaited& awaited, const std::function<bool()>& trainer_gone) const {
+    const auto& [word, step, block] = awaited;
     for (int spin = 0; spin < kSpins; ++spin) {
         if (const auto clip = arrived(word, step)) return clip;
         pause_briefly();
@@ -117,13 +133,18 @@ std::optional<float> StepRecords::wait_for_word(const StepWord& word, int64_t st
     auto next_trainer_check = steady_clock::now();
     microseconds sleep = kShortestSleep;
     while (true) {
-        if (const auto clip = arrived(word, step)) return clip;
+        if (const auto clip = arrived(word, step)) {
+            nothing_missing();
+            return clip;
+        }
+        note_missing(awaited);
         const auto now = steady_clock::now();
         if (now >= next_trainer_check) {
             if (trainer_gone()) return std::nullopt;
             next_trainer_check = now + kTrainerCheckInterval;
         }
-        require(now < deadline, "step ", step, "'s clip coefficient did not arrive within ", word_timeout_.count(), " ms");
+        require(now < deadline, "step ", step, "'s clip coefficient did not arrive within ", word_timeout_.count(), " ms",
+                block == kNoBlock ? "" : ", for block " + std::to_string(block));
         std::this_thread::sleep_for(sleep);
         sleep = std::min(2 * sleep, kLongestSleep);
     }

@@ -30,8 +30,11 @@ class StepRecords {
     // time, a later step has overwritten the record, or a count is invalid.
     bool resolve(const UpdateJob& job, const std::function<bool()>& trainer_gone) const;
 
-    // As `resolve`, of what has arrived. Returns whether that is all; never waits.
+    // As `resolve`, of what has arrived. Returns whether that is all, and if not, notes the missing word; never waits.
     bool resolve_arrived(const UpdateJob& job) const;
+
+    // Notes in the header that no word is missing.
+    void nothing_missing() const;
 
     struct Step {
         bool applied;  // false: the factor is not finite and the step is left out
@@ -48,11 +51,18 @@ class StepRecords {
     Step tentative_step(const UpdateJob& job, const BlockShown& shown) const;
 
   private:
-    // `take` returns the factor of a step's word, or nothing, which ends the loop.
-    using Take = std::function<std::optional<float>(const StepWord& word, int64_t step)>;
+    struct Awaited {
+        const StepWord& word;
+        int64_t step;
+        uint32_t block;  // kNoBlock: the word is the step's
+    };
+    // `take` returns the factor of a word, or nothing, which ends the loop.
+    using Take = std::function<std::optional<float>(const Awaited& awaited)>;
     bool resolve_with(const UpdateJob& job, const Take& take) const;
     // The word's factor once the whole word has arrived; nothing if the trainer is gone, or if it has not arrived yet.
-    std::optional<float> wait_for_word(const StepWord& word, int64_t step, const std::function<bool()>& trainer_gone) const;
+    std::optional<float> wait_for_word(const Awaited& awaited, const std::function<bool()>& trainer_gone) const;
+    // Notes a look at a missing word in the header.
+    void note_missing(const Awaited& awaited) const;
     std::optional<float> arrived(const StepWord& word, int64_t step) const;
 
     const Arena& arena_;

@@ -35,7 +35,7 @@ constexpr std::string_view kUsage =
     "  --arena-fd          inherited memfd that holds the arena\n"
     "  --socket-fd         inherited end of a SOCK_SEQPACKET socket pair with the trainer\n"
     "  --cores             logical cores, one thread pinned to each\n"
-    "  --word-timeout-ms   limit of the wait for a step's clip coefficient, in milliseconds\n"
+    "  --word-timeout-ms   limit of the wait for a word of a step or a block, in milliseconds\n"
     "  --bench             measure the kernel: windows of 1, 2, 4, ... steps on one block\n"
     "  --layout            print sizes and offsets of the shared structures\n"
     "  --version           print the protocol's version and the kernel's instruction set\n";
@@ -140,6 +140,7 @@ void serve(const Options& options, Channel& channel) {
     const Arena arena(options.arena_fd);
     pin_threads(options.cores);
     const StepRecords records(arena, options.word_timeout);
+    records.nothing_missing();  // an earlier worker may have been killed while it waited
     BlockReplay replay(arena, records);
     // Before the trainer, which waits for Ready, writes there. After a restart the memory is already allocated.
     if (arena.begun_job() == 0) replay.touch_states();

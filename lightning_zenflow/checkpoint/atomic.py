@@ -14,6 +14,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
+import resource
 import secrets
 import shutil
 import tempfile
@@ -21,6 +23,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PROBE_BYTES = 2**20
+
+_OF_DEEPSPEED = re.compile(r"latest|zero_to_\w+\.py|[^/]+/[^/]+_states\.pt")
+"""Files of a checkpoint; a folder in it has those of the ranks."""
 
 _SAVING, _LOCK, _REMOVED, _REPLACED = (f".zenflow-{what}" for what in ("saving", "lock", "removed", "replaced"))
 
@@ -38,10 +43,12 @@ class StagedSave:
             be written in it.
 
     Raises:
+        IsADirectoryError: a folder has the path that is no checkpoint.
         OSError: the directory cannot be created.
     """
 
     def __init__(self, path: Path, *, sync: bool, is_file: bool = False) -> None:
+        refuse_folder(path)
         self._path = path
         self._sync = sync
         created = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
@@ -56,7 +63,8 @@ class StagedSave:
         # Without a lock no process can tell that this one has ended, and none deletes its files.
         self._lock_fd = _lock(self._lock_file, wait=True)
         self._folder = self._lock_file.with_suffix(_SAVING)
-        self.content = self._folder / path.name if is_file else self._folder
+        # Not the checkpoint's own name: torch refuses some, such as ".hidden".
+        self.content = self._folder / "file" if is_file else self._folder
         try:
             self._folder.mkdir()
         except BaseException:
@@ -113,8 +121,35 @@ def recover(path: Path) -> None:
         replaced.rename(path)
 
 
+def refuse_folder(path: Path) -> None:
+    """Refuses a folder that has more in it than a checkpoint of DeepSpeed's; an empty folder, and all that is none, may be replaced.
+
+    Raises:
+        IsADirectoryError: names the folder, and what is in it.
+    """
+    if not path.is_dir():
+        return
+    entries = [*path.glob("*"), *path.glob("*/*")]
+    folders = sorted({entry.parent for entry in entries} - {path})
+    names = {entry: str(entry.relative_to(path)) for entry in entries if entry not in folders}
+    # Of several folders, a user's own code has saved all but one.
+    others = [
+        entry for entry, name in names.items() if not (entry.is_file() and _OF_DEEPSPEED.fullmatch(name))
+    ] + folders[1:]
+    if others:
+        raise IsADirectoryError(
+            f"{path} must be a checkpoint, an empty folder or a new name, got a folder with {others[0].name!r}, which"
+            " ZenFlow does not delete: choose another path, or delete the folder if nobody needs it"
+        )
+
+
 def remove(path: Path) -> None:
-    """Deletes a checkpoint; a kill on the way leaves nothing under its name."""
+    """Deletes a checkpoint; a kill on the way leaves nothing under its name.
+
+    Raises:
+        IsADirectoryError: the path is of a folder that is no checkpoint.
+    """
+    refuse_folder(path)
     # First what a killed save was replacing: alone, it would be taken for the checkpoint.
     _discard(_replaced_path(path))
     _discard(path)
@@ -150,6 +185,9 @@ def write_error(path: Path) -> OSError | None:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:
         return error
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and any(file.stat().st_size >= limit for file in folder.rglob("*")):
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     return None
 
 

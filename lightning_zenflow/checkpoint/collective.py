@@ -1,5 +1,6 @@
 """Collective saving and loading of checkpoints: either all ranks succeed, or all ranks raise an error."""
 
+import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,10 +16,11 @@ from lightning_zenflow.checkpoint.atomic import StagedSave, recover, sync_all, w
 from lightning_zenflow.checkpoint.engine_content import EngineContent
 from lightning_zenflow.checkpoint.files import CheckpointError, verify
 from lightning_zenflow.checkpoint.reader import SavedCheckpoint, is_part
-from lightning_zenflow.checkpoint.single_file import SavedFile
+from lightning_zenflow.checkpoint.single_file import SavedFile, as_loaded
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
+from lightning_zenflow.engine.on_disk import free_disk
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
@@ -28,8 +30,8 @@ from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 
 
 def save_together(
-    path: Path,
-    write: Callable[[Path], None],
+    path: Path | str,
+    write: Callable[[Path | str], None],
     states: ZenFlowOptimizer | WholeState | None,
     *,
     is_global_zero: bool,
@@ -38,21 +40,22 @@ def save_together(
     """Saves a checkpoint atomically, after all ranks have written their files. A collective: all ranks must call it.
 
     Args:
-        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced.
+        path: path of the checkpoint, the same on every rank; an existing checkpoint is replaced. A string: `write` does all of it.
         write: writes this rank's files into an existing directory, by DeepSpeed's `save_checkpoint`; or the one file.
         states: what is saved besides the model: the optimizer's; `WholeState` for a checkpoint that is one file.
         is_global_zero: whether this rank creates, renames and deletes directories.
         sync: whether the checkpoint must survive a failure of power.
 
     Raises:
-        OSError: a rank could not write its files; `path` is unchanged, and nothing of the new checkpoint remains.
+        OSError: a rank could not write its files, or the path is of a folder that is no checkpoint; `path` is unchanged, and nothing of the
+            new checkpoint remains.
     """
     staged: StagedSave | None = None
     try:
         with _saving(path, path):
-            if is_global_zero:
+            if is_global_zero and isinstance(path, Path):
                 staged = StagedSave(path, sync=sync, is_file=isinstance(states, WholeState))
-        contents = [path if staged is None else staged.content]
+        contents: list[Any] = [path if staged is None else staged.content]
         dist.broadcast_object_list(contents, src=0)
         (content,) = contents
         with _saving(path, content):
@@ -63,7 +66,7 @@ def save_together(
         ):
             with _without_collectives():
                 write(content)
-            if sync:
+            if sync and isinstance(content, Path):
                 # Each rank its own, since network storage keeps what has been written with the host that wrote it.
                 sync_all(content.glob(f"*/*zero_pp_rank_{dist.get_rank()}_mp_rank_*"))
         with _saving(path, content):
@@ -73,27 +76,39 @@ def save_together(
         if staged is not None:
             staged.abandon()
         raise
+    finally:
+        free_disk()
 
 
 @contextmanager
-def _saving(path: Path, content: Path) -> Iterator[None]:
+def _saving(path: Path | str, content: Path | str) -> Iterator[None]:
     """Context of a part of a save to `content`, whose error is raised on all ranks, with its cause and what to do about it."""
     with raising_together(OSError):
         try:
             yield
+        except IsADirectoryError:
+            raise
         except (
             Exception
         ) as reason:  # of any kind: the client state has the user's objects, which may refuse to be pickled
             # torch's file writer raises RuntimeError, without a reason.
-            cause = reason if isinstance(reason, OSError) else write_error(content)
+            cause = (
+                reason if isinstance(reason, OSError) else None if isinstance(content, str) else write_error(content)
+            )
             # Their frames refer to the writer's open file, which would take room on the disk when it has been deleted.
             for error in (reason, reason.__context__):
                 if error is not None:
                     traceback.clear_frames(error.__traceback__)
-            advice = " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+            advice = ""
+            if cause is not None and cause.errno == errno.EFBIG:
+                advice = " Raise the limit of a file's size (`ulimit -f`), or save to another path"
+            elif cause is not None:
+                advice = (
+                    " Delete files there, or save to another path; while a checkpoint is saved, those before it stay: keep fewer with"
+                    " `ModelCheckpoint(save_top_k=...)`"
+                )
             raise OSError(
-                f"checkpoint {path} could not be saved: {cause or reason}; training can continue."
-                + (f"{advice} `ModelCheckpoint(save_top_k=...)`" if cause else "")
+                f"checkpoint {path} could not be saved: {cause or reason}; training can continue.{advice}"
             ) from reason
 
 
@@ -115,7 +130,7 @@ def _without_collectives() -> Iterator[None]:
 
 
 @contextmanager
-def _loading(path: Path) -> Iterator[None]:
+def _loading(path: Path | str) -> Iterator[None]:
     """Context of a part of a load, whose error is raised on all ranks.
 
     Raises:
@@ -155,15 +170,15 @@ def is_file_together(path: Path) -> bool:
 
 
 def one_engine(items: Iterable[Any]) -> DeepSpeedEngine:
-    """The one of DeepSpeed's engines among what is loaded.
+    """The one of DeepSpeed's engines among what is saved or loaded.
 
     Raises:
-        MisconfigurationException: there is none, or there are several.
+        MisconfigurationException: there is none, or there are several, or one has two names.
     """
     engines = [item for item in items if isinstance(item, DeepSpeedEngine)]
     if len(engines) != 1:
         raise MisconfigurationException(
-            f"a checkpoint is loaded into one model that was set up, got {len(engines)}: load each model by itself"
+            f"a checkpoint must have one model that was set up, under one name, got {len(engines)}: save or load each model by itself"
         )
     return engines[0]
 
@@ -236,18 +251,18 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     return client_state
 
 
-def read_file_together(path: Path, *, weights_only: bool | None) -> SavedFile:
+def read_file_together(path: Path | str, load: Callable[[], Any]) -> SavedFile:
     """Reads a checkpoint that is one file, after `is_file_together`. A collective: all ranks must call it.
 
     Args:
         path: path of the file.
-        weights_only: see `torch.load`; None is its default.
+        load: gives its content.
 
     Raises:
         CheckpointError: a rank cannot read it.
     """
     with _loading(path):
-        return SavedFile(path, weights_only=weights_only)
+        return SavedFile(path, load())
 
 
 def load_file_together(
@@ -279,7 +294,7 @@ def load_file_together(
         return
     state = None
     with _loading(saved.path):
-        masters = saved.weights_for(optimizer, weights)
+        masters = saved.masters_for(optimizer, weights)
         if states is not None:
             saved.refuse_other_version()
             state = saved.state_for(optimizer, order, states)
@@ -287,6 +302,6 @@ def load_file_together(
         state[CHECKPOINT_KEY] = saved.run_state_for(optimizer)
     with optimizer.loading(), _loading(saved.path):
         load_whole(engine.module, weights, strict=strict)
-        optimizer.load_full_state(masters, state)
+        optimizer.load_full_state(as_loaded(masters, optimizer), state)
         if state is not None:
             saved.restore_engine(engine)

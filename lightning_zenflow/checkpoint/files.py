@@ -1,5 +1,6 @@
 """Files of a checkpoint as torch writes them: reading, comparison with their checksums, and errors that name them."""
 
+import os
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -14,11 +15,20 @@ from lightning_zenflow.engine.saved_float32 import WithoutConversion
 _CHUNK_BYTES = 2**20
 
 
+def place_of(path: Any) -> Path | str:
+    """A path of the local file system; or a store's URL, which fsspec knows, as it is."""
+    scheme, separator, name = str(path).partition("://")
+    if separator and scheme not in ("file", "local"):
+        return str(path)
+    # Without a trailing slash, as the name of a file.
+    return Path(os.path.normpath(name if separator else scheme))
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or does not fit the model; the message names the checkpoint or the file."""
 
 
-def refusal(path: Path, message: str) -> CheckpointError:
+def refusal(path: Path | str, message: str) -> CheckpointError:
     """The error of a checkpoint or one of its files."""
     return CheckpointError(f"checkpoint {path}: {message}")
 

@@ -349,7 +349,8 @@ class SavedCheckpoint:
 
         targets = cut(world_size, names)
         pieces = [
-            torch.zeros(target.partition_numel, dtype=module[n].dtype) for n, target in zip(names, targets, strict=True)
+            torch.zeros(target.partition_numel, dtype=module[n].dtype, device="cpu")
+            for n, target in zip(names, targets, strict=True)
         ]
         to = [[piece] for piece in pieces]
         if self.is_stage_3:

@@ -104,7 +104,10 @@ def repartition(
     Returns:
         AdamW's state in DeepSpeed's terms, copied, float32; 0 in padding.
     """
-    states = [[torch.zeros(target.partition_numel) for _ in range(1 + len(MOMENTS))] for target in targets]
+    states = [
+        [torch.zeros(target.partition_numel, dtype=torch.float32, device="cpu") for _ in range(1 + len(MOMENTS))]
+        for target in targets
+    ]
 
     def parts(source_rank: int) -> list[list[Tensor]]:
         state = read(source_rank)

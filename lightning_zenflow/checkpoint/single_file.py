@@ -4,12 +4,14 @@ Under the Trainer::
 
     state_dict            float32 master weights of what is trained, by the module's names; buffers and frozen weights in their own type
     optimizer_states      [state_dict of torch.optim.AdamW], the parameters in the order of the user's optimizer
-    zenflow               what else continues the run bit for bit
+    lightning_zenflow.run_state
+                          what else continues the run bit for bit; "zenflow" in files of before, a name that users take
         ranks             [rank] `ZenFlowStep.state_dict`
         loss_scaler       attributes of DeepSpeed's
         clip_grad         largest gradient norm
         counts            of DeepSpeed's engine
         entries           in the state dict, of parameters whose entries have other names
+        masters           by name, where the model is in 16 bits and a hook has made something else of the entry
     ...                   what Lightning saves besides
 
 Under Fabric weights and state have the names that the loop gives them. A file with weights only has the weights only. All of it but the
@@ -21,16 +23,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from torch import Tensor
 
 from lightning_zenflow.checkpoint.engine_content import restore_counts
-from lightning_zenflow.checkpoint.files import read, refusal
+from lightning_zenflow.checkpoint.files import refusal
 from lightning_zenflow.core.distributed import all_agree
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pieces import is_divided
 from lightning_zenflow.engine.user_optimizer import REQUIRED_OPTIONS
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
+
+FILE_KEY = "lightning_zenflow.run_state"
+"""Entry of ours in a file, beside those of users."""
 
 
 class SavedFile:
@@ -38,22 +46,24 @@ class SavedFile:
 
     Args:
         path: the file.
-        weights_only: see `torch.load`; None is its default.
+        content: what was read of it.
 
     Attributes:
         path: the file.
         content: what is in it; weights and optimizer's states may be mapped.
 
     Raises:
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: it is no checkpoint.
     """
 
-    def __init__(self, path: Path, *, weights_only: bool | None) -> None:
+    def __init__(self, path: Path | str, content: Any) -> None:
         self.path = path
-        self.content: dict[str, Any] = read(path, weights_only=weights_only)
-        if not isinstance(self.content, dict):
-            raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(self.content).__name__}")
-        self._run_state = self.content.pop(CHECKPOINT_KEY, None)
+        if not isinstance(content, dict):
+            raise refusal(path, f"the file must be a checkpoint of Lightning, got a {type(content).__name__}")
+        self.content: dict[str, Any] = dict(content)
+        former = self.content.get(CHECKPOINT_KEY)
+        is_former = isinstance(former, dict) and {"ranks", "loss_scaler", "counts"} <= former.keys()
+        self._run_state = self.content.pop(CHECKPOINT_KEY if is_former else FILE_KEY, None)
 
     def entry(self, name: str) -> Any:
         """An entry of the content.
@@ -82,20 +92,22 @@ class SavedFile:
         """Copies what is in the content, but for the entries `mapped`, so that who keeps it does not hold the file."""
         self.content = {k: v if k in mapped else copy.deepcopy(v) for k, v in self.content.items()}
 
-    def weights_for(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The weights of the optimizer's parameters, by their names.
+    def masters_for(self, optimizer: ZenFlowOptimizer, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The master weights of the optimizer's parameters, by their names, before the module loads its weights (see `as_loaded`).
 
         Raises:
-            CheckpointError: the file has others.
+            CheckpointError: a module in pieces must have the file's, and the file has others.
         """
-        entries, masters = {} if self._run_state is None else self._run_state["entries"], {}
+        run_state = self._run_state or {}
+        entries, masters = run_state.get("entries", {}), dict(run_state.get("masters", {}))
         for name, shape in optimizer.full_state.shapes.items():
             # The module's `load_state_dict` or `on_load_checkpoint` renames them.
             weight = weights.get(name, weights.get(entries.get(name, name)))
-            if weight is None or weight.shape != shape:
+            if isinstance(weight, Tensor) and weight.shape == shape:
+                masters.setdefault(name, weight)
+            elif is_divided(optimizer.full_state.parameters[name]):
                 found = "none" if weight is None else f"one of {list(weight.shape)}"
                 raise refusal(self.path, f"the model must be the saved one: {name} must be {list(shape)}, got {found}")
-            masters[name] = weight
         return masters
 
     def state_for(
@@ -119,6 +131,13 @@ class SavedFile:
         names = dict(zip((i for g in groups for i in g["params"]), (n for ns in order for n in ns), strict=True))
         shapes, states = optimizer.full_state.shapes, {names[i]: of_one for i, of_one in saved["state"].items()}
         for index, group in enumerate(groups):
+            # torch's SGD has no betas, and its NAdam and RAdam have neither of the others.
+            if "betas" not in group or not {"amsgrad", "bias_correction"} & group.keys():
+                raise refusal(
+                    self.path,
+                    f"parameter group {index} must be one of AdamW or Adam, got the options {', '.join(map(str, group))}: take the weights"
+                    " only, `model = Module.load_from_checkpoint(path)`",
+                )
             for option, required in REQUIRED_OPTIONS.items():
                 if bool(group.get(option, required)) != required:
                     raise refusal(
@@ -186,3 +205,16 @@ class SavedFile:
         scaler, saved = vars(engine.optimizer.loss_scaler), self._run_state["loss_scaler"]
         if scaler.keys() == saved.keys():
             scaler.update(saved)
+
+
+def as_loaded(masters: Mapping[str, Tensor], optimizer: ZenFlowOptimizer) -> dict[str, Tensor]:
+    """The master weights where the module shows them after loading; otherwise those that its loader has made of the file's, or left."""
+    loaded = {}
+    for name, p in optimizer.full_state.parameters.items():
+        master = masters.get(name)
+        if is_divided(p) or (master is not None and torch.equal(p.detach().cpu(), master.cpu().to(p.dtype))):
+            assert master is not None
+            loaded[name] = master
+        else:
+            loaded[name] = p.detach().to("cpu", torch.float32)
+    return loaded

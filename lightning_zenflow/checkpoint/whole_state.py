@@ -1,5 +1,6 @@
 """What a checkpoint that is one file is made of, put together from all ranks; `single_file` has its layout."""
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_zenflow.checkpoint.client_state import further_names
 from lightning_zenflow.checkpoint.engine_content import counts_of
+from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.on_disk import on_disk, with_own_storage
@@ -30,14 +32,16 @@ class WholeState:
         engine: DeepSpeed's, of the model.
         optimizer: the one that trains or has trained the model, if any.
         order: names of the parameters of each group of the user's optimizer.
-        weights: the module's state dict.
+        weights: the module's state dict, as hooks have left it.
         moments: whether the optimizer's state is saved.
+        handed: the state dict that hooks were given; empty where there are none.
         without_frozen: whether weights are left out that are not trained at present.
 
     Attributes:
-        weights: the same dict, and after `saved_as` has been entered, on rank 0, with whole master weights.
-        optimizer_state: then the state in torch's layout.
-        run_state: then the entry "zenflow", None where there is no optimizer's state.
+        weights: the same dict, and in `saved_as`, on rank 0, with whole master weights where the module shows these
+            and an entry is what the module shows. All else is the user's: averaged weights, or what a hook has made of a weight.
+        optimizer_state: there the state in torch's layout.
+        run_state: there and later the entry of ours, None where there is no optimizer's state.
     """
 
     def __init__(
@@ -49,18 +53,24 @@ class WholeState:
         *,
         moments: bool,
         without_frozen: bool = False,
+        handed: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine, self._optimizer, self._order = engine, optimizer, order
         self._firsts = further_names(engine.module)
         named: Any = engine.module.named_parameters()
-        self._parameters: dict[str, Any] = dict(named)
-        self._addresses = {(p.data_ptr(), p.shape): name for name, p in self._parameters.items() if p.numel() > 0}
+        trained = {} if optimizer is None else optimizer.full_state.parameters
+        # A user may have replaced parameters since training ended.
+        self._parameters: dict[str, Any] = {**dict(named), **trained}
+        self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
         self.weights = weights
         if without_frozen:
             for entry in [e for e in weights if (p := self._parameter(e)) is not None and not p.requires_grad]:
                 del weights[entry]
-        self._refuse_renamed_pieces()
-        self._shapes = {} if self._optimizer is None else self._optimizer.full_state.shapes
+        self._refuse_changed_pieces(handed or {})
+        self._shapes = {} if optimizer is None else optimizer.full_state.shapes
+        if optimizer is not None:
+            optimizer.flush()
+        self._exact = frozenset(() if optimizer is None else in_common(optimizer.full_state.shown()))
         self._keys: list[str | None] = [None, *(MOMENTS if moments and self._optimizer is not None else ())]
         self.optimizer_state: dict[str, Any] = {}
         self.run_state: dict[str, Any] | None = None
@@ -70,33 +80,35 @@ class WholeState:
         name, shown = self._firsts.get(entry, entry), self.weights[entry]
         if name in self._parameters or not isinstance(shown, Tensor):
             return name
-        return self._addresses.get((shown.data_ptr(), shown.shape), name)
+        return self._places.get(_place(shown), name)
 
     def _parameter(self, entry: str) -> Any:
         return self._parameters.get(self._name_of(entry))
 
-    def _refuse_renamed_pieces(self) -> None:
-        """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of."""
+    def _refuse_changed_pieces(self, handed: Mapping[str, Any]) -> None:
+        """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of, or that a hook has changed."""
         module = self._engine.module
         if not is_in_pieces(module):
             return
         known = self._parameters.keys() | self._firsts.keys() | dict(module.named_buffers()).keys()
         for entry, shown in self.weights.items():
-            if entry not in known and isinstance(shown, Tensor) and shown.numel() == 0:
+            is_handed = entry in known and (not handed or shown is handed.get(entry))
+            if not is_handed and isinstance(shown, Tensor) and shown.numel() == 0:
                 raise MisconfigurationException(
-                    f"under stage 3 the entries of the module's state dict must have the parameters' names, got {entry!r}: rename them"
-                    ' after loading, or save folders, `checkpoint_format="deepspeed"`'
+                    "under stage 3 the entries of the module's state dict must have the parameters' names and be as they are, without"
+                    f" elements, got {entry!r}, which was renamed or changed: do so after loading, or save folders,"
+                    ' `checkpoint_format="deepspeed"`'
                 )
 
     @property
     def _in_pieces(self) -> dict[str, Any]:
-        """Parameters that the optimizer does not have and of which each rank has a piece."""
+        """Parameters of which each rank has a piece, and which the optimizer does not have as the module shows them."""
         if not is_in_pieces(self._engine.module):
             return {}
-        wanted = {self._name_of(entry) for entry in self.weights}
-        return {n: p for n, p in self._parameters.items() if n in wanted and n not in self._shapes}
+        wanted = {self._name_of(entry) for entry in self.weights} - self._exact
+        return {n: p for n, p in self._parameters.items() if n in wanted and is_divided(p)}
 
-    def copy_for_save(self, path: Path) -> dict[str | None, dict[str, Tensor]]:
+    def copy_for_save(self, path: Path | str) -> dict[str | None, dict[str, Tensor]]:
         """Memory for the whole states, on rank 0: by key and name; key None is of weights. Where the arena has them, they are there.
 
         Raises:
@@ -105,17 +117,17 @@ class WholeState:
         if dist.get_rank() != 0:
             return {}
         copies: dict[str | None, dict[str, Tensor]] = {}
+        # Of a store the files for the time of the save are where all such files are.
+        folder = path.parent if isinstance(path, Path) else Path(tempfile.gettempdir())
         for key in self._keys:
             found = {name: self._in_arena(number, key) for number, name in enumerate(self._shapes)}
             missing = {name: self._shapes[name] for name, there in found.items() if there is None}
-            flat, begin = on_disk(path.parent, sum(shape.numel() for shape in missing.values())), 0
+            flat, begin = on_disk(folder, sum(shape.numel() for shape in missing.values())), 0
             for name, shape in missing.items():
-                found[name] = with_own_storage(flat, begin, shape)
+                found[name] = with_own_storage(flat.narrow(0, begin, shape.numel()).view(shape))
                 begin += shape.numel()
             copies[key] = {name: state for name, state in found.items() if state is not None}
-        copies[None] |= {
-            n: on_disk(path.parent, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()
-        }
+        copies[None] |= {n: on_disk(folder, p.ds_numel, p.dtype).view(p.ds_shape) for n, p in self._in_pieces.items()}
         return copies
 
     def _in_arena(self, number: int, key: str | None) -> Tensor | None:
@@ -126,7 +138,8 @@ class WholeState:
 
     @contextmanager
     def saved_as(self, copies: dict[str | None, dict[str, Tensor]]) -> Iterator[None]:
-        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together.
+        """Context in which rank 0 writes the attributes; all ranks enter it together, and put the states together. At its end
+        `weights` is as it was.
 
         Args:
             copies: result of `copy_for_save`.
@@ -141,9 +154,14 @@ class WholeState:
         self._gather(copies.get(None, {}))
         if len(self._keys) > 1:
             self._add_run_state()
-        if copies:
-            self._fill(copies)
-        yield
+        shown = dict(self.weights)
+        try:
+            if copies:
+                self._fill(copies)
+            yield
+        finally:
+            self.weights.update(shown)
+            self.optimizer_state = {}
 
     @torch.no_grad()
     def _gather(self, weights: Mapping[str, Tensor]) -> None:
@@ -175,20 +193,21 @@ class WholeState:
         masters, entries = copies[None], dict[str, str]()
         for entry, shown in self.weights.items():
             name = self._name_of(entry)
-            master = masters.get(name)
-            if master is not None and not self._is_users(entry, shown, master):
-                self.weights[entry] = master
-            if name in self._shapes:
+            if name in masters and self._is_as_shown(name, shown):
+                self.weights[entry] = masters[name]
                 entries.setdefault(name, entry)
         if len(self._keys) == 1:
             return
         assert self._optimizer is not None and self.run_state is not None
         self.run_state["entries"] = {name: entry for name, entry in entries.items() if entry != name}
+        # Of which hooks have made something else. A float32 weight that is loaded from that is the master.
+        rounded = [n for n in self._exact - entries.keys() if self._parameters[n].dtype != torch.float32]
+        self.run_state["masters"] = {name: masters[name] for name in sorted(rounded)}
         numbers = {name: i for i, name in enumerate(n for of_group in self._order for n in of_group)}
-        step = float(self._optimizer.zenflow_step.count)
+        step = torch.tensor(float(self._optimizer.zenflow_step.count), dtype=torch.float32, device="cpu")
         self.optimizer_state = {
             "state": {
-                numbers[name]: {"step": torch.tensor(step), **{key: copies[key][name] for key in MOMENTS}}
+                numbers[name]: {"step": step.clone(), **{key: copies[key][name] for key in MOMENTS}}
                 for name in sorted(self._shapes, key=numbers.__getitem__)
             },
             "param_groups": [
@@ -197,8 +216,19 @@ class WholeState:
             ],
         }
 
-    def _is_users(self, entry: str, shown: Tensor, master: Tensor) -> bool:
-        """Whether the module's weight has been replaced since training ended, as by averaged weights or those of another checkpoint."""
-        if self._optimizer is None or not self._optimizer.closed or is_divided(self._parameter(entry)):
+    def _is_as_shown(self, name: str, shown: Any) -> bool:
+        """Whether an entry is a weight as the module shows it, by its place or its values, and that is the master weight."""
+        p = self._parameters[name]
+        if not isinstance(shown, Tensor) or (is_divided(p) and shown.numel() == 0):
+            return isinstance(shown, Tensor)
+        if name not in self._exact or _layout(shown) != _layout(p):
             return False
-        return not torch.equal(shown.detach().cpu(), master.to(shown.dtype))
+        return _place(shown) == _place(p) or torch.equal(shown.detach().to(p.device), p.detach())
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), *_layout(tensor)

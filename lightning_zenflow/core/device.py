@@ -123,10 +123,10 @@ class HostRuntime:
         """Uninitialised host memory, page-locked where the device runs behind and the system does not refuse it."""
         if self.runs_behind:
             try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as refusal:
                 warn_of_pageable_memory(refusal)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class CudaRuntime(HostRuntime):
@@ -170,7 +170,7 @@ class CudaRuntime(HostRuntime):
         except RuntimeError:
             # The runtime keeps the error for the next launch, which raises it again and thereby forgets it.
             with suppress(RuntimeError):
-                torch.ones(1, device=self.device)
+                torch.ones(1, dtype=torch.uint8, device=self.device)
             raise
 
     @override

@@ -1,17 +1,44 @@
 """The exception for what a user has set wrongly, which both of Lightning's packages know."""
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException as LightningsException
+from typing import Any
+
+from typing_extensions import Self, override
 
 
-class MisconfigurationException(LightningsException):
+class MisconfigurationException(Exception):
     """A setting, a model or a call is not supported; the message says what must be, what it is, and what to do.
 
-    `lightning` and `pytorch_lightning` each have a class of this name, and a program catches that of the package it imports. This is one
-    of Lightning's, and `raise_also_as` makes it one of the other package's.
+    `lightning` and `pytorch_lightning` each have a class of this name, and a program catches that of the package it imports. An instance is
+    one of each whose strategy's names are registered (`raise_also_as`); neither is imported here, since that takes seconds.
     """
+
+    def __new__(cls, *args: Any) -> Self:
+        """An instance of the packages' classes, too."""
+        error: Self = super().__new__(_of_all.get(cls, cls), *args)
+        return error
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MisconfigurationException, self.args
+
+
+_others: list[type[Exception]] = []
+_of_all: dict[type, Any] = {}
+"""The class of the instances, where a package has been registered."""
 
 
 def raise_also_as(other: type[Exception]) -> None:
-    """Makes every `MisconfigurationException` of this package an instance of a further class as well."""
-    if not issubclass(MisconfigurationException, other):
-        MisconfigurationException.__bases__ = (*MisconfigurationException.__bases__, other)
+    """Makes every later `MisconfigurationException` of this package an instance of a further class as well."""
+    if other not in _others:
+        _others.append(other)
+        bases: tuple[type, ...] = (MisconfigurationException, *_others)
+        _of_all[MisconfigurationException] = type("MisconfigurationException", bases, {"__module__": __name__})
+
+
+def other_backward() -> MisconfigurationException:
+    """The error for gradients of a backward pass that is the user's own."""
+    return MisconfigurationException(
+        "ZenFlowStrategy: gradients of the weights must come from the loss that `training_step` returns, or that `fabric.backward` gets,"
+        " got some of another `backward()`: for the gradient of an input, call `torch.autograd.grad(loss, input)`, which leaves weights"
+        " alone"
+    )

@@ -22,6 +22,11 @@ from itertools import pairwise
 from typing_extensions import Self
 
 
+def column_count(columns: int, topk_ratio: float) -> int:
+    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
+    return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
+
+
 def row_length(shape: Sequence[int]) -> int:
     """Elements in a row of a parameter's [out, rest] view; 0 for fewer than two dimensions, or without elements."""
     return math.prod(shape[1:]) if len(shape) > 1 and shape[0] > 0 else 0

@@ -1,13 +1,13 @@
 """Update jobs, from the end of a window until its weights are in the model."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.memory import EXPOSED_COPIES, Publisher, SlotPool
+from lightning_zenflow.deferred.memory import Publisher, SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.telemetry.stalls import Cause
 from lightning_zenflow.worker.process import JobMessage
@@ -105,6 +105,7 @@ class JobsInFlight:
         self._of_block: list[deque[Job]] = [deque() for _ in rank.partition.blocks]
         self._job_ids = itertools.count(1)
         self._published: dict[int, int] = {}
+        worker.diagnosis = self._diagnosis
 
     def __len__(self) -> int:
         """Jobs that are not published yet."""
@@ -223,8 +224,7 @@ class JobsInFlight:
         """Waits for the answer to one of the jobs; in backward. False if the worker has none."""
         if not self._unanswered:
             return False
-        with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(*(job.submission for job in self._unanswered))
+        self._wait_for(self._unanswered, cause)
         for job in self._take_newer_answers() or [self._take_answer(self._unanswered[0])]:
             self._publish_in_backward(job)
         return True
@@ -259,10 +259,11 @@ class JobsInFlight:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
         if job.state is JobState.SUBMITTED:
             self.n_late += self._is_shown_tentatively(job) and not self._worker.has_answered(job.submission)
-            self._await(job, cause)
+            self._wait_for([job], cause)
+            self._take_answer(job)
         copied = None
         if job.buffer is not None:
-            self._copy_overwritable(job, job.buffer, EXPOSED_COPIES)
+            self._copy_overwritable(job, job.buffer)
             joins = job.state is JobState.PARTLY_PUBLISHED
             self._publisher.finish(job.block, job.buffer, job.read, joins=joins)
             copied = runtime_of(self._rank.device).record_event() if job.holds_buffer else None
@@ -277,8 +278,6 @@ class JobsInFlight:
                 self._published[job.block] = job.window.last_step
                 if copied is not None:
                     self._free_buffers[job.buffer] = copied
-        assert job.submission.completion is not None
-        self._rank.telemetry.stalls.add_job(job.block, job.submission.completion)
         self.n_in_backward += in_backward
 
     def forget_overwritable(self) -> None:
@@ -291,11 +290,20 @@ class JobsInFlight:
         """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
         return job.tentative is not Tentative.NONE and self._of_block[job.block][-1] is job
 
-    def _await(self, job: Job, cause: Cause) -> Job:
-        """Waits for the worker's answer."""
+    def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
+        """Waits for the worker's answer to one of the jobs."""
         with self._rank.telemetry.stalls.measure(cause):
-            self._worker.wait_for(job.submission)
-        return self._take_answer(job)
+            self._worker.wait_for(*(job.submission for job in jobs))
+
+    def _diagnosis(self) -> str:
+        """All that a wait for the worker may depend on."""
+        states = Counter(job.state for job in self._jobs)
+        jobs = ", ".join(f"{n} jobs {state.name.lower()}" for state, n in states.items())
+        oldest = next((f"; the oldest: {job.submission.message}" for job in self._unanswered), "")
+        return (
+            f"{jobs}; {self._slots.n_free} of {self._slots.n_slots} slots and {len(self._free_buffers)} of {self._n_buffers}"
+            f" publish buffers free{oldest}"
+        )
 
     def _take_newer_answers(self) -> list[Job]:
         """Takes answers that have been read while an older job has none: only where the worker takes the newest first."""
@@ -321,17 +329,17 @@ class JobsInFlight:
         """Copies weights of an answered job that may be overwritten. A job in backward gives back its buffer behind the last of them."""
         if job.state is JobState.SUBMITTED or job.buffer is None:
             return
-        self._copy_overwritable(job, job.buffer, "h2d copies, in backward")
+        self._copy_overwritable(job, job.buffer)
         if job.tentative is not Tentative.NONE and job.holds_buffer and not job.read:
             copied = self._publisher.copied()
             with self._rank.books:
                 self._free_buffers[job.buffer] = copied
                 job.holds_buffer = False
 
-    def _copy_overwritable(self, job: Job, buffer: int, name: str) -> None:
+    def _copy_overwritable(self, job: Job, buffer: int) -> None:
         """Enqueues copies of the slices that may be overwritten."""
         if job.overwritable:
             job.state = JobState.PARTLY_PUBLISHED
         for event, slices in job.overwritable:
-            self._publisher.copy_behind(event, job.block, buffer, slices, name)
+            self._publisher.copy_behind(event, job.block, buffer, slices)
         job.overwritable.clear()

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
@@ -36,7 +37,8 @@ class JobQueue:
        behind its gradient (`BackwardSubmission`), and its gradient stays in the block's next window. The buffer may be the block's weights
        themselves (`InPlacePublisher`): the worker then writes them while backward is running, since the sequence number is behind the
        step's last read of them as well. Where no forward pass may see a predicted factor, each of these blocks is submitted once more
-       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same.
+       behind *seal*, tentatively with the true factor; the worker has nothing to do if they are the same. If only a gradient that is not
+       finite can make them differ, the last block alone is; the others follow before the next fetch if the step was skipped (`_verify`).
     5. *replay*, in the worker: wait for the sequence number of the job's last committed step, and of the block if there is a tentative
        one; apply the committed gradients in order, with their true factors; write the new weights, with the tentative gradient, in the
        model's type to the publish buffer; answer *done*. The order of the jobs is in ``csrc/common/protocol.h``.
@@ -70,8 +72,8 @@ class JobQueue:
 
     Attributes:
         in_flight: the jobs.
-        schedule: S and d of all blocks but the tail.
-        staggered: S and d of each block.
+        schedule: S and d.
+        staggered: which blocks close when.
     """
 
     def __init__(
@@ -105,26 +107,28 @@ class JobQueue:
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
         self._submitted_in_backward: dict[int, None] = {}  # blocks, in the present step, in order
+        # Step, and blocks in it whose weights are true if the step is applied; the last of them has been submitted again.
+        self._unverified: tuple[int, Sequence[int]] | None = None
         self.set_schedule(schedule)
 
     @property
     def max_publish_delay(self) -> int:
-        """Steps until every block, a tail of any rank included, has closed a window and published its job; the same on every rank."""
-        return self.schedule.update_interval + max(1, self.schedule.publish_lag)
+        """Steps until every block has closed a window and published its job."""
+        return self.schedule.update_interval + self.schedule.publish_lag
 
     @property
     def submitted_in_backward(self) -> Set[int]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
         return self._submitted_in_backward.keys()
 
-    def set_schedule(self, schedule: UpdateSchedule, tail: Set[int] = frozenset()) -> None:
-        """Uses another S, d and tail from the next submission on; S is a power of two times, or a power of two'th of, the S before.
+    def set_schedule(self, schedule: UpdateSchedule) -> None:
+        """Uses another S and d from the next submission on; S is a power of two times, or a power of two'th of, the S before.
 
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         self.schedule = schedule
         n_blocks = len(self._windows)
-        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward, tail=tail)
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
@@ -138,6 +142,7 @@ class JobQueue:
 
     def open(self, step: int) -> None:
         """Phase *open*."""
+        self._verify()
         self._open_step = step
 
     def acquire(self, blocks: Iterable[int], step: int) -> None:
@@ -166,7 +171,13 @@ class JobQueue:
         self.in_flight.sealed()
 
     def submit_closing(
-        self, step: int, *, beta1: float, synchronous: bool, drain: Set[int], not_shown: Set[int] = frozenset()
+        self,
+        step: int,
+        *,
+        beta1: float,
+        synchronous: bool,
+        drain: Set[int],
+        as_predicted: bool = False,
     ) -> Sequence[int]:
         """Phase *submit*: the windows that the schedule closes, or all of them in a synchronous step.
 
@@ -176,29 +187,27 @@ class JobQueue:
             synchronous: whether the jobs are due in this step already.
             drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
                 would have; their jobs, and with them all earlier ones, are then due in this step.
-            not_shown: blocks whose weights in the model the device owns, so that those of the job are not copied there.
+            as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
 
         Returns:
             Blocks whose windows closed.
         """
         self._end_fill(step)
-        if self.corrects:
-            self._correct(step)
+        if self.corrects and (blocks := list(self._submitted_in_backward)):
+            self._correct(step, blocks[-1:] if as_predicted else blocks)
+            self._unverified = (step, blocks) if as_predicted else None
         closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
-        # The tail comes last: jobs are done in order, and those of other blocks are awaited first.
-        for block in sorted(closing, key=lambda block: block in self.staggered.tail):
+        overlapping = self.schedule.publish_lag >= self.schedule.update_interval
+        ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
+        for block in closing:
             if block not in self._submitted_in_backward:
-                of_block = self.staggered.of_block(block)
-                overlapping = of_block.publish_lag >= of_block.update_interval
                 at_once = synchronous or (overlapping and block in drain)
-                due_step = step if at_once else self._due_step(step, block)
-                ahead = 0.0 if synchronous else self._compensation.prediction_steps(of_block, beta1)
-                self._submit(block, due_step=due_step, prediction_steps=ahead, is_shown=block not in not_shown)
+                self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
         return closing
 
     def can_submit_in_backward(self, block: int, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
-        at_once = self.staggered.lag_of(block) == 0
+        at_once = self.schedule.publish_lag == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
         return at_once and block in self.staggered.closing_blocks(step) and self.in_flight.next_due(block) is None
 
@@ -227,7 +236,7 @@ class JobQueue:
                 block,
                 window,
                 buffer,
-                due_step=self._due_step(step, block),
+                due_step=self._due_step(step),
                 prediction_steps=ahead,
                 tentative=self._in_backward_tentative,
                 overwritable=overwritable,
@@ -265,6 +274,7 @@ class JobQueue:
             self._dropped.clear()
         self._forget_words(step + 1)
         self._submitted_in_backward.clear()
+        self._unverified = None
 
     def _forget_words(self, step: int) -> None:
         """Forgets words of a step whose backward pass or end was interrupted: they would match when the step is repeated."""
@@ -276,11 +286,13 @@ class JobQueue:
 
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
+        self._verify()
         self.in_flight.publish_blocks(self._rank.partition.blocks_of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""
-        return all(map(self.in_flight.has_answers, self._rank.partition.blocks_of_slice[index]))
+        blocks = self._rank.partition.blocks_of_slice[index]
+        return self._unverified is None and all(map(self.in_flight.has_answers, blocks))
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -303,21 +315,32 @@ class JobQueue:
             words.write(index, step, factor)
         self._rank.telemetry.traffic.d2h_bytes += WORD_BYTES
 
-    def _correct(self, step: int) -> None:
-        """Submits again, with the true factor, what was submitted in backward; in that order, since the worker takes the newest first."""
-        for block in self._submitted_in_backward:
+    def _verify(self) -> None:
+        """Waits until the last step's factor is known, unless that has been verified; corrects what has been shown of a skipped step."""
+        if self._unverified is None:
+            return
+        step, blocks = self._unverified
+        self.in_flight.publish_blocks(blocks[-1:], "publish_wait")
+        # The worker has read the step's word, so it is there.
+        if not self._rank.arena.step_words[step].view(torch.float32)[0].isfinite():
+            self._correct(step, blocks[:-1])
+        self._unverified = None
+
+    def _correct(self, step: int, blocks: Iterable[int]) -> None:
+        """Submits again, with the true factor, blocks that were submitted in backward; in that order: the worker takes the newest first."""
+        for block in blocks:
             window = self._windows[block]
             assert window is not None, "its last gradient is tentative"
             with self._rank.books:
                 # The block's window goes on.
                 again = dataclasses.replace(window, slots=list(window.slots))
-                due_step = self._due_step(step, block)
+                due_step = self._due_step(step)
                 self.in_flight.enqueue(block, again, block, due_step=due_step, tentative=Tentative.TRUE)
             self._worker.send()
 
-    def _due_step(self, step: int, block: int) -> int:
+    def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
-        return self.staggered.publish_step(step, block) + self._publisher.in_place
+        return step + self.schedule.publish_lag + self._publisher.in_place
 
     def _fill_window(self, block: int, step: int, slot: int) -> Window:
         """Adds the open step's gradient to a block's window; within `books`."""
@@ -370,7 +393,6 @@ class JobQueue:
         due_step: int,
         prediction_steps: float = 0.0,
         cause: Cause = "publish_wait",
-        is_shown: bool = True,
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
         window = self._windows[block]
@@ -378,7 +400,7 @@ class JobQueue:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
-        buffer = self._free_buffer(block, cause) if is_shown else None
+        buffer = self._free_buffer(block, cause)
         with self._rank.books:
             self._windows[block] = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)

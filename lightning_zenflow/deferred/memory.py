@@ -19,6 +19,9 @@ from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.rank_state import RankState
 
+MAX_VIEWS = 1 << 16
+"""Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
+
 
 class SlotPool:
     """Owner of the arena's gradient slots: host memory for one gradient of one block.
@@ -81,15 +84,18 @@ class SlotPool:
         Returns:
             [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
         """
-        # Views are cached: every step asks for as many as there are tiles.
+        # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
         partition = self._rank.partition
         block = partition.block_of_tile[tile_index]
         slot = self._of_step[block]
         view = self._views.get((tile_index, slot))
         if view is None:
             tile = partition.tiles[tile_index]
-            whole = self._rank.arena.slots[slot].narrow(0, tile.begin - partition.blocks[block].begin, tile.numel)
-            view = self._views[tile_index, slot] = whole.view(tile.rows, tile.width)
+            slots = self._rank.arena.slots
+            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - partition.blocks[block].begin
+            view = slots.as_strided((tile.rows, tile.width), (tile.width, 1), first)
+            if len(self._views) < MAX_VIEWS:
+                self._views[tile_index, slot] = view
         return view
 
     def views_of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:
@@ -100,10 +106,6 @@ class SlotPool:
             (partition.tiles[tile].begin - begin, self.view(tile).view(-1))
             for tile in partition.tiles_by_slice[slice_index]
         ]
-
-
-EXPOSED_COPIES = "h2d copies"
-"""Name of the spans in the lane "h2d copies" that no computation hides."""
 
 
 class Publisher:
@@ -170,7 +172,7 @@ class Publisher:
         """Slices that have a trained part in a block."""
         return self._ranges[block].keys()
 
-    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
+    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int]) -> None:
         """Copies the new weights of some slices from a block's buffer on the stream of the copies.
 
         Args:
@@ -178,10 +180,9 @@ class Publisher:
             block: index into `Partition.blocks`.
             buffer: publish buffer of the block's job.
             slices: of `trained_slices`.
-            name: of the span.
         """
         with self._copies.behind(event):
-            self._copy(block, buffer, slices, name)
+            self._copy(block, buffer, slices)
 
     def copied(self) -> Event:
         """An event behind all copies of `copy_behind`."""
@@ -198,9 +199,9 @@ class Publisher:
         """
         if joins:
             self._copies.join()
-        self._copy(block, buffer, rest, EXPOSED_COPIES)
+        self._copy(block, buffer, rest)
 
-    def _copy(self, block: int, buffer: int, slices: Iterable[int], name: str) -> None:
+    def _copy(self, block: int, buffer: int, slices: Iterable[int]) -> None:
         first = self._rank.partition.blocks[block].begin
         new_weights = self._rank.arena.publish[buffer]
         targets, sources, numel = [], [], 0
@@ -208,8 +209,6 @@ class Publisher:
             targets.append(self._rank.weights_at(r.param_group, r.begin, r.numel))
             sources.append(new_weights.narrow(0, r.begin - first, r.numel))
             numel += r.numel
-        n_bytes = numel * new_weights.element_size()
         if targets:
-            with self._rank.telemetry.tracer.span("h2d copies", name, n_bytes=n_bytes):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._rank.telemetry.traffic.h2d_bytes += n_bytes
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._rank.telemetry.traffic.h2d_bytes += numel * new_weights.element_size()

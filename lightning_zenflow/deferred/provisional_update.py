@@ -97,7 +97,7 @@ class ProvisionalUpdate:
         self._in_flight = in_flight
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
-        self._clip = torch.full((), torch.nan, device=rank.device)
+        self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
         # On the gradients of the open step. Both stay in their memory: backward and the step use different streams.
         self._factor = self._clip.clone()
         # For each slice its full rows in the model, [rows, columns].
@@ -149,20 +149,18 @@ class ProvisionalUpdate:
                 # The age: gradients that the block's weights lack, this one included.
                 step - self._exact_for.setdefault(block, step - 1),
                 self._in_flight.next_due(block),
-                schedule.of_block(block),
             )
             for block, _ in late.tiles
         ]
         all_late = sum(place.slot.numel() for _, place in late.tiles) == late.gradient.numel()
         if all_late and len(set(of_tiles)) == 1 and of_tiles[0][1] is None:
-            age, _, of_tile = of_tiles[0]
-            self._apply(whole, age, of_tile)
+            self._apply(whole, of_tiles[0][0], schedule)
             return
-        for (block, place), (age, due_step, of_tile) in zip(late.tiles, of_tiles, strict=True):
+        for (block, place), (age, due_step) in zip(late.tiles, of_tiles, strict=True):
             update = whole.part(place)
             # A job that is due in this step overwrites the weights before any forward pass.
             if due_step is None or due_step > step:
-                self._apply(update, age, of_tile)
+                self._apply(update, age, schedule)
             if due_step is not None:
                 self.keep(block, update, place.slot, schedule)
 
@@ -203,9 +201,10 @@ class ProvisionalUpdate:
             for update in later:
                 ready = update
                 if update.in_slot:
+                    self._rank.d2h.join()
                     ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
                     self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
-                self._apply(ready, update.step - last, schedule.of_block(block))
+                self._apply(ready, update.step - last, schedule)
             if needed := [update for update in later if self._in_flight.overwrites(block, update.step)]:
                 self._kept[block] = needed
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
-from lightning_zenflow.core.distributed import all_agree, in_common, raise_together, raising_together
+from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, Slice
 from lightning_zenflow.deferred.in_place import InPlacePublisher
@@ -41,7 +41,6 @@ from lightning_zenflow.worker.memory import check_host_memory, free_host_memory
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from lightning_zenflow.worker.topology import numa_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +98,11 @@ class MemoryPlan:
         """Schedules that the configuration allows, the least stale first."""
         return candidates_of(self.config.update_intervals, self.config.publish_lags)
 
-    def sizes(self, schedules: Sequence[UpdateSchedule], *, tail: bool) -> ArenaSizes:
-        """Sizes of an arena for any of the schedules and the changes between them, with or without a tail."""
+    def sizes(self, schedules: Sequence[UpdateSchedule]) -> ArenaSizes:
+        """Sizes of an arena for any of the schedules and the changes between them."""
         config, n_blocks = self.config, len(self.partition.blocks)
-        # One rank's tail may be all of its blocks, where the mean over the ranks is small.
-        late = frozenset(range(n_blocks if tail else 0))
         staggered = [
-            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward, tail=late)
+            StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=config.submits_in_backward)
             for schedule in with_changes(schedules)
         ]
         return ArenaSizes(
@@ -120,9 +117,9 @@ class MemoryPlan:
             export_bytes=export_bytes(self.partition, config.owned_ratio),
         )
 
-    def n_bytes(self, schedules: Sequence[UpdateSchedule], *, tail: bool) -> int:
+    def n_bytes(self, schedules: Sequence[UpdateSchedule]) -> int:
         """Host memory for a run that may use all of the schedules."""
-        return arena_bytes(self.partition, self.sizes(schedules, tail=tail))
+        return arena_bytes(self.partition, self.sizes(schedules))
 
 
 def build(config: ZenFlowConfig, zero: ZeroPartition, resources: RankResources) -> RankParts:
@@ -162,17 +159,14 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     # The state of an earlier fit may be garbage that has not been collected, and would count as taken.
     gc.collect()
     available = free_host_memory().n_bytes / ranks_on_host
-    fitting = that_fit(candidates, lambda some: plan.n_bytes(some, tail=config.requires_tail) <= available)
+    fitting = that_fit(candidates, lambda some: plan.n_bytes(some) <= available)
     # The same on all ranks. Without any that fits, the check below says so.
     kept = in_common(fitting) or candidates
-    allows_tail = config.allows_tail
-    if allows_tail and not config.requires_tail:
-        allows_tail = all_agree(plan.n_bytes(kept, tail=True) <= available)
-    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward, allows_tail=allows_tail)
+    policy = SchedulePolicy(kept, hides_in_backward=config.submits_in_backward)
     keys = ("update_interval", "publish_lag", "max_update_interval", "topk_ratio")
     problem = check_host_memory(
-        first=plan.n_bytes([policy.schedule], tail=False),
-        largest=plan.n_bytes(kept, tail=allows_tail),
+        first=plan.n_bytes([policy.schedule]),
+        largest=plan.n_bytes(kept),
         ranks=ranks_on_host,
         keys=", ".join(f"{key}={getattr(config, key)!r}" for key in keys),
     )
@@ -180,7 +174,6 @@ def _agree(plan: MemoryPlan, ranks_on_host: int) -> SchedulePolicy:
     raise_together(None if problem is None else MisconfigurationException(problem), MisconfigurationException)
     left_out = [c for c in candidates if c not in kept]
     names = [f"update_interval={s.update_interval}, publish_lag={s.publish_lag}" for s in left_out]
-    names += ["a tail"] * (config.allows_tail and not allows_tail)
     if names:
         rank_zero_info(f"ZenFlow: auto leaves out what host memory has no room for: {'; '.join(names)}")
     return policy
@@ -191,7 +184,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     config, zero, cores = plan.config, plan.zero, resources.cores.cores
     device = zero.device
     # For every schedule that the configuration allows: what is not used takes no memory.
-    sizes = plan.sizes(plan.candidates, tail=config.allows_tail)
+    sizes = plan.sizes(plan.candidates)
     arena = Arena(plan.partition, sizes, device=device, cores=cores)
     undo.callback(arena.close, keep_state=False)
     rank = RankState(
@@ -205,7 +198,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.
     worker = SupervisedWorker(
-        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout),
+        partial(Worker, arena, cores=cores, timeout_s=config.worker_timeout, word_timeout_s=resources.word_timeout_s),
         max_restarts=config.max_worker_restarts,
         stalls=rank.telemetry.stalls,
     )
@@ -245,7 +238,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     )
     control = None
     if config.measures:
-        control = ScheduleControl(policy, config, rank, fill.arrivals, group=zero.group)
+        control = ScheduleControl(policy, rank, group=zero.group)
     planner = Planner(config, jobs, control, selector)
     skipped = torch.zeros((), dtype=torch.int64, device=rank.device)
     step = StepParts(
@@ -266,13 +259,10 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
 
 def _description(config: ZenFlowConfig, rank: RankState, schedule: UpdateSchedule, cores: WorkerCores) -> str:
     given = {"update_interval": schedule.update_interval, "publish_lag": schedule.publish_lag}
-    auto = {key: " (auto, to begin with)" if getattr(config, key) == "auto" else "" for key in given}
-    nodes = ", ".join(map(str, numa_nodes(cores.cores)))
-    unused = " (of no use: no weight is ever late)" if config.owned_ratio < config.topk_ratio else ""
-    where = f"worker on cores {list(cores.cores)}{f' of NUMA node {nodes}' if nodes else ''} ({cores.reason})"
+    begins = [f"{key}={value}{' (auto)' if getattr(config, key) == 'auto' else ''}" for key, value in given.items()]
+    if "topk_ratio" in config.model_fields_set and config.owned_ratio < config.topk_ratio:
+        begins.append(f"topk_ratio={config.topk_ratio:g} without effect, as no weight is ever late")
     return (
-        f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank in {len(rank.partition.blocks)} blocks;"
-        f" update_interval={schedule.update_interval}{auto['update_interval']},"
-        f" publish_lag={schedule.publish_lag}{auto['publish_lag']}; topk_ratio={config.topk_ratio:g}{unused}; {where},"
-        f" training with {torch.get_num_threads()} threads; {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
+        f"ZenFlow: {sum(s.numel for s in rank.partition.slices):,} parameters on this rank; {', '.join(begins)}; worker on cores"
+        f" {list(cores.cores)} ({cores.reason}); {rank.arena.reserved_bytes / 2**30:.2f} GiB of shared host memory"
     )

@@ -3,14 +3,20 @@
 `RankEnvironment` has the hooks of Lightning's life cycle that both strategies share.
 """
 
+import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import groups
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -18,7 +24,7 @@ from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.worker.cores import WorkerCores, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
-from lightning_zenflow.worker.topology import core_siblings, places_on_this_host, read_place
+from lightning_zenflow.worker.topology import places_on_this_host, read_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +35,21 @@ class RankResources:
     """Cores of the worker."""
     ranks_on_host: int
     """Ranks that share the host's memory."""
+    word_timeout_s: float
+    """Limit of the worker's wait for a word: that of the collectives which the word is behind, at least `worker_timeout`."""
 
 
-def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int) -> RankResources:
+def rank_resources(
+    config: ZenFlowConfig, device: torch.device, *, ranks_on_host: int, world_size: int, timeout: timedelta | None
+) -> RankResources:
     """Chooses the worker's cores; all ranks call it together.
+
+    Args:
+        config: configuration.
+        device: of the rank.
+        ranks_on_host: see `RankResources`.
+        world_size: number of ranks.
+        timeout: limit of a collective; None: torch's default.
 
     Raises:
         ValueError: this or another rank may not use the cores that `worker_cores` asks for, or its `HOST_MEMORY` is wrong.
@@ -44,10 +61,13 @@ def rank_resources(config: ZenFlowConfig, device: torch.device, *, ranks_on_host
             config.worker_cores,
             places=places,
             index=index,
-            siblings=core_siblings(places[index].allowed),
             reserved_share=config.pt_reserved_cores_perc,
         )
-    return RankResources(cores=cores, ranks_on_host=ranks_on_host)
+    # With one rank a word waits for the device alone.
+    collective_s = (timeout or default_pg_timeout).total_seconds() if world_size > 1 else 0.0
+    # Less than the 32 bits of milliseconds that `worker_timeout` has too.
+    word_timeout_s = max(config.worker_timeout, min(collective_s, 1e6))
+    return RankResources(cores=cores, ranks_on_host=ranks_on_host, word_timeout_s=word_timeout_s)
 
 
 class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -71,6 +91,9 @@ class CpuAccelerator(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed has no
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """By which ranks find each other: Lightning's launcher and DeepSpeed set them for a training and leave them behind."""
 
+_SEED = "PL_GLOBAL_SEED"
+"""Lightning's variable for the seed of `seed_everything`."""
+
 _LightningsStrategy: Any = object
 """What comes after a mixin in the order of base classes; `Any` for the type checker, since there are two."""
 
@@ -81,6 +104,11 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
     _variables_before: dict[str, str | None] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank, which has all batches and whose seeds are as under ``strategy="auto"``."""
+        return bool(self.num_nodes * self.num_processes == 1)
 
     @property
     @override
@@ -108,12 +136,16 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         # The launcher runs before all other hooks and is the first to change them.
         self._variables_before = {name: os.environ.get(name) for name in _VARIABLES}
         # One process launches nothing. Lightning refuses launchers in notebooks, also where they would start no process.
-        if self.num_nodes * self.num_processes > 1:
+        if not self.is_alone:
             super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         """Prepares accelerator and process group."""
+        with _as_one_device(self.deepspeed_strategy) if self.is_alone else nullcontext():
+            self._set_up_group()
+
+    def _set_up_group(self) -> None:
         # Private: DeepSpeed forgets its groups only in its own `destroy_process_group`, and would not make new ones for the next engine;
         # Lightning and users call torch's. `_world.pg_map` has the groups that torch has not destroyed; torch has no public list of them.
         group = groups._WORLD_GROUP
@@ -138,9 +170,30 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
         """Lightning's teardown; child processes do not take themselves for ranks of the former training."""
         super().teardown()
         # With several ranks, Lightning's launcher reads from them in a further fit that the other ranks have been started.
-        if self._variables_before is not None and self.num_nodes * self.num_processes == 1:
+        if self._variables_before is not None and self.is_alone:
             for name, value in self._variables_before.items():
                 if value is None:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+@contextmanager
+def _as_one_device(lightnings: type[Any]) -> Iterator[None]:
+    """Context in which Lightning sets up the group of a single rank without seeding again, which its strategies for one device do not, and
+    without a line in the log; its later advice on several devices is not shown.
+
+    Args:
+        lightnings: its strategy.
+    """
+    advice = r"It is recommended to use `self\.log\(.*, sync_dist=True\)`"
+    warnings.filterwarnings("ignore", advice)
+    seed = os.environ.pop(_SEED, None)
+    log, says_nothing = logging.getLogger(lightnings.__module__), lambda record: False
+    log.addFilter(says_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(says_nothing)
+        if seed is not None:
+            os.environ[_SEED] = seed

@@ -1,7 +1,7 @@
 """Whole fp32 weights, moments and gradients of single parameters, for `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.engine.on_disk import with_own_storage
+from lightning_zenflow.engine.pieces import is_divided
 from lightning_zenflow.worker.moments import Moment
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class FullState:
         if number not in self._slices or state.array.dtype != torch.float32:
             return None
         _, s = self._slices[number]
-        return with_own_storage(state.array, s.begin, shape) if s.numel == shape.numel() else None
+        part = state.array.narrow(0, s.begin, s.numel)
+        return with_own_storage(part.view(shape)) if s.numel == shape.numel() else None
 
     def write(self, number: int, value: Tensor, optim_state_key: str | None = None) -> None:
         """Replaces the state of a parameter by `value`, of its shape and any type. Other arguments and errors are those of `read`.
@@ -88,7 +90,7 @@ class FullState:
         self.make_exact(number, "safe_get_local_fp32_param and safe_get_local_optimizer_state")
         state = self._state(optim_state_key)
         if number not in self._slices:
-            return torch.empty(0)
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         _, s = self._slices[number]
         # A copy, since the worker writes to the arena.
         return state.read(s.begin, s.numel).to(torch.float32, copy=True)
@@ -117,7 +119,9 @@ class FullState:
     def local_gradient(self, number: int) -> Tensor:
         """This rank's part of `gradient`, flat, in the model's type; no collective. Errors are the same."""
         self._refuse_without_gradients(number)
-        return self._step.gradient(self._slices[number][0]) if number in self._slices else torch.empty(0)
+        if number not in self._slices:
+            return self._parameters[number].new_empty(0)
+        return self._step.gradient(self._slices[number][0])
 
     def _refuse_without_gradients(self, number: int) -> None:
         if not self._step.has_gradients:
@@ -137,6 +141,27 @@ class FullState:
     def shapes(self) -> dict[str, torch.Size]:
         """Of the whole parameters, by name in the order of their numbers."""
         return {self._name(number): shape for number, shape in enumerate(self._shapes)}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by name, in the same order."""
+        return {self._name(number): p for number, p in enumerate(self._parameters)}
+
+    def shown(self) -> list[str]:
+        """Names of the parameters that, right after a flush, show this rank's part of the master weights and no weights of the user's. No
+        collective.
+        """
+        names = []
+        parameters: dict[str, Any] = self.parameters
+        for number, (name, p) in enumerate(parameters.items()):
+            if number in self._slices:
+                _, s = self._slices[number]
+                begin, weights = (0, p.ds_tensor) if is_divided(p) else (s.start, p)
+                part = weights.detach().reshape(-1)[begin : begin + s.numel].cpu()
+                if not torch.equal(part, self._states[None].read(s.begin, s.numel).to(part.dtype)):
+                    continue
+            names.append(name)
+        return names
 
     def _name(self, number: int) -> str:
         return str(self._optimizer.param_names[self._parameters[number]])
@@ -158,10 +183,12 @@ class FullState:
 
     def _whole(self, number: int, part: Callable[[int, Slice], Tensor]) -> Tensor:
         """Puts together what the ranks hold of a parameter."""
-        shape = self._shapes[number]
-        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._parameters[number].device)
+        shape, group = self._shapes[number], self._optimizer.dp_process_group
+        # NCCL takes the rank's device only, which the parameter has left when training has ended.
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self._optimizer.parts.rank.device)
         if number in self._slices:
             index, s = self._slices[number]
             flat.narrow(0, s.start, s.numel).copy_(part(index, s))
-        dist.all_reduce(flat, group=self._optimizer.dp_process_group)
-        return flat.view(shape)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(flat, group=group)
+        return flat.view(shape).to(self._parameters[number].device)

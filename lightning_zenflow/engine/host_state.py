@@ -51,7 +51,7 @@ class HostState:
             master.copy_(flat.detach())
             flat.data = master
             # DeepSpeed links fragments of `.grad`. Gradients are in the slots, so a single expanded zero is enough.
-            flat.grad = torch.zeros(1).expand(numel)
+            flat.grad = master.new_zeros(1).expand(numel)
             optimizer.state[flat] = dict(of_group)
         self.write_count(0)
 
@@ -59,7 +59,9 @@ class HostState:
         """Writes the number of applied steps as AdamW's `step`, in the form that the user's optimizer has in checkpoints."""
         is_tensor = isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW)
         for flat in self._flats:
-            self._optimizer.state[flat]["step"] = torch.tensor(float(count)) if is_tensor else count
+            self._optimizer.state[flat]["step"] = (
+                torch.tensor(float(count), dtype=torch.float32, device="cpu") if is_tensor else count
+            )
 
     def clear(self) -> None:
         """Removes weights and state from the user's optimizer, before their memory is released."""
@@ -121,9 +123,9 @@ class HostState:
         states = dict(saved["state"])
         keys = [key for param_group in saved["param_groups"] for key in param_group["params"]]
         for key, (begin, _) in zip(keys, self._bounds, strict=True):
-            for name, moment in self._moments.items():
+            for name, moment in reversed(self._moments.items()):
                 moment.write(begin, states[key][name])
-            states[key] = {**states[key], **dict.fromkeys(MOMENTS, torch.empty(0))}
+            states[key] = {**states[key], **dict.fromkeys(MOMENTS, self._flats[0].new_empty(0))}
         return {**saved, "state": states}
 
     def copy_loaded_state_into_arena(self) -> int:
@@ -136,7 +138,7 @@ class HostState:
         for flat, (begin, _), of_group in zip(self._flats, self._bounds, self._stand_ins, strict=True):
             state = self._optimizer.state[flat]
             count = int(state["step"])
-            for name, ours in of_group.items():
+            for name, ours in reversed(of_group.items()):
                 # Empty ones have been read before.
                 if state[name] is not ours and state[name].numel() > 0:
                     self._moments[name].write(begin, state[name])

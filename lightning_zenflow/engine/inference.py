@@ -9,7 +9,7 @@ import torch
 from torch.nn import Module
 
 from lightning_zenflow.engine.pieces import is_in_pieces
-from lightning_zenflow.engine.release import remove_hooks
+from lightning_zenflow.engine.release import note_users_flags, remove_hooks
 
 
 def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device, *, divides: bool = False) -> Any:
@@ -19,10 +19,11 @@ def inference_engine(module: Module, config: Mapping[str, Any], device: torch.de
     where they are used. Hooks of an engine before are removed; the user's stay.
     """
     remove_hooks(module)
+    note_users_flags(module)
     keys = ("fp16", "bf16", *(["zero_optimization"] if divides or is_in_pieces(module) else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     engine, *_ = deepspeed.initialize(
-        args=argparse.Namespace(device_rank=device.index),
+        args=argparse.Namespace(device_rank=device.index or 0),
         config=settings,
         model=module,
         model_parameters=[],

@@ -1,12 +1,13 @@
 """What DeepSpeed's optimizers around `ZenFlowStep` have in common, whatever the stage of ZeRO."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -15,12 +16,15 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
+from lightning_zenflow.core.errors import MisconfigurationException, other_backward
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
+from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
+from lightning_zenflow.engine.written_weights import WrittenWeights
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -48,13 +52,16 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         **kwargs: as DeepSpeed's.
 
     Attributes:
-        telemetry: stall clock, tracer and copied bytes.
+        telemetry: stall clock and copied bytes.
         counters: all counters, to be read at any time.
         parts: components of the step.
         clip_grad: largest norm of the whole gradient after clipping, DeepSpeed's; also of a step that is complete already. 0: no clipping.
             Infinity: no clipping, which backward passes do not rely on.
         worker_cores: logical cores of the worker.
+        zenflow_config: configuration of this training.
+        before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
+        marks_gradients: whether `TakenGradient` stands in `parameter.grad` between backward and step, where the user's code may look.
     """
 
     # DeepSpeed's own, declared for the type checker.
@@ -65,11 +72,14 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, zenflow: ZenFlowConfig, resources: RankResources, **kwargs: Any) -> None:
         # DeepSpeed's constructor calls `initialize_optimizer_states`, which needs these.
-        self._config = zenflow
+        self.zenflow_config = zenflow
         self._resources = resources
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
-        self._destroyed = False
+        self._destroyed = self._in_backward = False
+        self.marks_gradients = True
+        self.before_step: Callable[[], None] | None = None
+        self._process = os.getpid()
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -87,7 +97,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             parameters: all that are trained, in the order in which `Slice.parameter` counts them.
             shapes: of the whole parameters.
         """
-        parts = build(self._config, zero, self._resources)
+        parts = build(self.zenflow_config, zero, self._resources)
         self._worker, self._host_state, self._rank = parts.worker, parts.host_state, parts.step.rank
         self.telemetry: Telemetry = parts.step.rank.telemetry
         self.counters: CounterReader = parts.step.counters
@@ -95,20 +105,34 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._trained_parameters = parameters
         self._slice_of_parameter = {s.parameter: i for i, s in enumerate(self._rank.partition.slices)}
         self.zenflow_step = ZenFlowStep(
-            self._config,
+            self.zenflow_config,
             parts.step,
             Freezing(self._rank.partition, parameters),
             self.dp_process_group,
             read_inputs=self._read_inputs,
-            gather_weights=self._gather_weights,
+            gather_weights=self._weights_change,
         )
         self._full_state = FullState(self, parameters, shapes)
+        self._taken = TakenGradients(parameters)
+        names = {p: str(self.param_names[p]) for p in parameters}
+        self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
+        for number, parameter in enumerate(parameters):
+            added: Any = parameter
+            # Private: with the first, `safe_get_full_grad` calls the second, whatever stands in `parameter.grad`.
+            added._hp_grad, added.get_full_hp_grad = True, partial(self._full_state.gradient, number)
         # DeepSpeed's start needs up to 6 bytes a parameter more than a step, which `has_room` would count for ever.
         runtime_of(parts.step.rank.device).forget_peak()
 
     def _read_inputs(self) -> StepInputs:
+        self._written.begin_updates()
         groups = read_hyperparameters(self.optimizer)
         return StepInputs(groups=groups, loss_scale=self.loss_scale, max_norm=float(self.clip_grad))
+
+    def _weights_change(self) -> None:
+        self._gather_weights()
+        # The only parameter of a group may be DeepSpeed's flat buffer itself, and a gather then counts.
+        self._written.note()
+        self._written.begin_updates()
 
     @abstractmethod
     def _gather_weights(self) -> None:
@@ -118,13 +142,62 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def _begin_step(self) -> None:
         """What a stage does before a step."""
 
-    @override
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it.
+    def begin_micro_batch(self) -> None:
+        """Before a forward pass, and before a backward pass."""
+        if self.marks_gradients:
+            self._taken.clear()
+        if self._has_found_writes():
+            self.flush()
+
+    def _has_found_writes(self) -> bool:
+        step, schedule = self.zenflow_step, self.parts.jobs.schedule
+        nothing_late = (schedule.update_interval, schedule.publish_lag) == (1, 0)
+        return self._written.look(step.number, shows_exact=step.is_exact or nothing_late)
+
+    def begin_backward(self, *, last: bool) -> None:
+        """`ZenFlowStep.begin_backward`.
 
         Raises:
-            MisconfigurationException: the memory of a weight was replaced; or the step did not use a parameter, and
-                `ignore_unused_parameters` is false.
+            MisconfigurationException: there was a backward pass of the user's own.
+        """
+        self.begin_micro_batch()
+        # Private: DeepSpeed's buckets, which the end of a backward pass empties.
+        if any(bucket.params for bucket in self.ipg_buckets.values()):
+            raise other_backward()
+        self._in_backward = True
+        self.zenflow_step.begin_backward(last=last)
+
+    def _receive(self, slice_index: int, gradient: Tensor, *, last: bool) -> None:
+        """`ZenFlowStep.receive`; raises `MisconfigurationException` for gradients of a backward pass of the user's own."""
+        if not self._in_backward:
+            raise other_backward()
+        self.zenflow_step.receive(slice_index, gradient, last=last)
+
+    @override
+    def exit_backward(self) -> None:
+        """As DeepSpeed's, which has taken all gradients by then."""
+        super().exit_backward()
+        self._in_backward = False
+        if self.marks_gradients:
+            self._taken.mark()
+
+    def _has_gradients(self) -> bool:
+        """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
+        if self.marks_gradients and (replaced := self._taken.replaced()):
+            if any(p.grad is not None for p in self._trained_parameters):
+                refuse_replaced([self.param_names[p] for p in replaced])
+            # By `module.zero_grad()`.
+            self.zenflow_step.drop_gradients()
+        return self.zenflow_step.micro_batches > 0
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """One optimizer step (`ZenFlowStep.step`), and the bookkeeping that DeepSpeed and torch expect of it. Without gradients since the
+        last one, nothing.
+
+        Raises:
+            MisconfigurationException: the memory of a weight was replaced, or the gradients of some weights; or the step did not use a
+                parameter, and `ignore_unused_parameters` is false.
             WorkerError: training has ended.
         """
         # First: the end of training may move the weights to the CPU, which replaces their memory.
@@ -132,7 +205,19 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             raise WorkerError(
                 "training has ended, and the ZenFlow worker of this training has been ended with it: set up the training again"
             )
+        if self.before_step is not None:
+            self.before_step()
+        # Private: runs torch's hooks around a step, those of all optimizers and those of the user's.
+        Optimizer.profile_hook_step(lambda _: self._step())(self.optimizer)
+
+    def _step(self) -> None:
         self._begin_step()
+        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if not self._has_gradients():
+            # As torch's, which skips parameters without a gradient.
+            return
+        self._written.refuse()
         if not self.ignore_unused_parameters:
             refuse_unused(self.param_names[p] for p in self.zenflow_step.unused_parameters())
         scale, finite = self.zenflow_step.step(copies_finite=self.loss_scaler.dynamic)
@@ -144,12 +229,36 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 self.overflow = not bool(finite.read())
             # Private: the loss scaler's own rule, which DeepSpeed's `step` calls.
             self._update_scale(self.overflow)
-        # Private: torch's Optimizer.step sets it; schedulers warn without it that they were stepped first.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if self._written.follows(self.zenflow_step.number):
+            self.flush()
+        self._written.note(self.zenflow_step.number)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Refused: the ranks divide all parameters at set-up."""
+        raise MisconfigurationException(
+            "ZenFlowStrategy: add_param_group must not be called in training, since the ranks divide all parameters at set-up; give"
+            " `configure_optimizers` all of them, and set their `requires_grad` between steps"
+        )
+
+    @property
+    def state(self) -> Any:
+        """The state of the user's optimizer, when training has ended.
+
+        Raises:
+            MisconfigurationException: in training, when the worker has it.
+        """
+        if not self.closed:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: optimizer.state must not be used in training, when the worker has AdamW's moments: read and replace them"
+                " with `deepspeed.utils.safe_get_full_optimizer_state` and `safe_set_full_optimizer_state`, between steps"
+            )
+        return self.optimizer.state
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
+        if self.marks_gradients:
+            self._taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
 
@@ -158,6 +267,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         # Private: DeepSpeed's own way to do the same with its buffers.
         self._restore_from_bit16_weights()
         self.zenflow_step.start_over(int(self.zenflow_step.count))
+        self._written.note()
 
     def flush(self) -> None:
         """Makes arena and weights the exact state of all steps so far, which DeepSpeed's checkpoint code then reads.
@@ -170,12 +280,21 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
                 f"training ended before the worker had applied all of its {self.zenflow_step.number} steps:"
                 " the exact optimizer state is lost"
             )
+        # What is written to exact weights, a flush leaves as it is: the next forward pass looks for it.
+        if changes := not self.zenflow_step.is_exact:
+            self._has_found_writes()
+            self._written.begin_updates()
         try:
             self.zenflow_step.flush()
         except WorkerError:
             # The caller may be ending with an error of its own, and nothing else would end the worker.
             self.close(keep_state=False)
             raise
+        if has_written := self._written.take_over():
+            self._gather_weights()
+            self.zenflow_step.state_written()
+        if changes or has_written:
+            self._written.note()
 
     def close(self, *, keep_state: bool | None = None) -> None:
         """Ends the worker and releases the shared memory. May be called again.
@@ -221,9 +340,9 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """
         for number, (name, shape) in enumerate(self._full_state.shapes.items()):
             self._full_state.write(number, weights[name])
-            for key, of_names in ({} if saved is None else saved["moments"]).items():
+            for key, of_names in sorted(({} if saved is None else saved["moments"]).items(), reverse=True):
                 moment = of_names.get(name)
-                self._full_state.write(number, torch.zeros(shape) if moment is None else moment, key)
+                self._full_state.write(number, weights[name].new_zeros(shape) if moment is None else moment, key)
         if saved is not None:
             for group, values in zip(self.optimizer.param_groups, saved["groups"], strict=True):
                 group.update(values)
@@ -234,6 +353,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def closed(self) -> bool:
         """Whether the worker has been ended."""
         return self._worker is None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this process is a fork of the one that trains, which has neither the worker nor the arena's memory."""
+        return os.getpid() != self._process
 
     def copy_for_save(self, folder: Path) -> Any:
         """Disk space that a save to a folder needs for `saved_as` beside DeepSpeed's files; None: none.
@@ -255,9 +379,14 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         with self._host_state.saved_from(copy):
             yield
 
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         """Context in which a state is loaded, entered and left by all ranks together."""
-        return nullcontext()
+        try:
+            yield
+        finally:
+            # What has been loaded is not the user's write.
+            self._written.note()
 
     @property
     @abstractmethod
@@ -288,9 +417,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def destroy(self) -> None:
         """As DeepSpeed's, and ends the worker if an error has not. May be called again."""
+        if self.is_elsewhere:
+            return
         if not self.closed:
             self.close()
         if not self._destroyed:
+            self._taken.clear()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.

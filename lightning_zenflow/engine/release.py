@@ -3,21 +3,24 @@
 Private names of DeepSpeed's that are removed: `_OF_MODULES`, `_OF_PARAMETERS`, what begins with `ds_` on parameters, and hooks.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     InsertPostInitMethodToModuleSubClasses,
     ZeroParamStatus,
 )
-from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
@@ -36,7 +39,7 @@ _OF_MODULES = (
 _OF_PARAMETERS = frozenset(
     [
         # Stage 1 and 2.
-        *("_dp_group", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
+        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_zero_optimizer", "cpu_data", "grad_accum"),
         *("get_full_hp_grad", "get_full_hp_param", "load_hp_checkpoint_state", "param_idx_in_group"),
         *("set_full_hp_grad", "set_full_hp_param"),
         # Stage 3.
@@ -47,8 +50,18 @@ _OF_PARAMETERS = frozenset(
     ]
 )
 
+_LEAF = "_z3_leaf"
+"""Flag that a module is gathered as one: users set it, and DeepSpeed by its configuration."""
+
+_users_leaves: "WeakSet[Module]" = WeakSet()
+
 Released = Mapping[Any, dict[str, Any]]
 """Attributes that DeepSpeed's code for saving reads, by the parameter that they were taken from."""
+
+
+def note_users_flags(module: Module) -> None:
+    """Notes what is the user's own of a module, before DeepSpeed sets it up."""
+    _users_leaves.update(m for m in module.modules() if _LEAF in vars(m))
 
 
 @torch.no_grad()
@@ -92,7 +105,7 @@ def make_whole(model: Module, *, ranks_on_host: int, together: bool) -> None:
 @torch.no_grad()
 def release(model: Module) -> Released:
     """Ends DeepSpeed's engine of a module and removes what it has added to it; gives each parameter memory of its own, where it has a part
-    of a flat buffer. A module that is divided over ranks (`make_whole`) stays so.
+    of a flat buffer. A module whose weights are in host memory is there as a whole. One that is divided over ranks (`make_whole`) stays so.
 
     Args:
         model: the module, or DeepSpeed's engine of it.
@@ -102,31 +115,33 @@ def release(model: Module) -> Released:
     """
     module = _module(model)
     parameters: list[Any] = list(module.parameters())
-    restore_linear()
+    restore_process()
+    modules = set(module.modules())
+    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [entry for entry in stack if entry not in modules]
     if any(is_divided(p) and p.numel() != p.ds_numel for p in parameters):
         return {}
     if isinstance(model, DeepSpeedEngine):
         model.destroy()
-        # Private: the flag that a module is gathered as one, and the engine's configuration of it; what users have flagged besides stays.
-        for leaf in apply_zero_leaf_module_config(module, model._config.zero_config.leaf_module):
-            vars(leaf).pop("_z3_leaf", None)
-    modules = list(module.modules())
     remove_hooks(module)
     for m in modules:
-        _remove_attributes(m)
-    # Private: a process-wide list, to which each set-up and each interrupted forward pass adds.
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [entry for entry in stack if not any(entry is m for m in modules)]
+        remove_attributes(m, vars(m))
+    _users_leaves.difference_update(modules)
     released: dict[Any, dict[str, Any]] = {}
     for p in parameters:
-        names = _names_on(p)
+        names = names_on(p)
         if not names:
             continue
-        if p.untyped_storage().nbytes() != p.numel() * p.element_size():
+        storage = p.untyped_storage()
+        if storage.nbytes() != p.numel() * p.element_size() or not storage.resizable():
             p.data = p.data.clone()
         released[p] = {name: vars(p).pop(name) for name in names}
         if (piece := released[p].get("ds_tensor")) is not None:
             piece.data = piece.data.new_empty(0)
+    if any(p.device == torch.device("cpu") for p in parameters):
+        # The weights may be larger than the device's memory, so the buffers come to them.
+        module.cpu()
     return released
 
 
@@ -147,15 +162,21 @@ def as_in_training(released: Sequence[Released]) -> Iterator[None]:
             if is_divided(p):
                 p.ds_tensor.data = data.new_empty(0)
                 p.data = data
-            for name in _names_on(p):
+            for name in names_on(p):
                 delattr(p, name)
 
 
-def restore_linear() -> None:
+def restore_process() -> None:
     """Undoes what DeepSpeed's stage 3 does to the process."""
-    # Private: torch's function, which DeepSpeed replaces by one that keeps less memory, for ever.
-    linear = torch.nn.functional.linear
-    torch.nn.functional.linear = getattr(InsertPostInitMethodToModuleSubClasses, "linear_bk", linear)
+    # Private: DeepSpeed replaces torch's function by one that keeps less memory, for ever, and notes the one before in its first set-up.
+    noted = InsertPostInitMethodToModuleSubClasses
+    if hasattr(noted, "linear_bk"):
+        if torch.nn.functional.linear is zero3_linear_wrap:
+            torch.nn.functional.linear = noted.linear_bk
+        del noted.linear_bk
+    # Private: a method with a cache without a bound, in a decorator; its keys refer to coordinators, and so to whole trainings.
+    decorated = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 
 
 def _module(model: Module) -> Module:
@@ -163,40 +184,52 @@ def _module(model: Module) -> Module:
     return module
 
 
-def _names_on(parameter: Tensor) -> list[str]:
+def names_on(parameter: Tensor) -> list[str]:
     """Names of DeepSpeed's attributes of a parameter."""
     return [name for name in vars(parameter) if name in _OF_PARAMETERS or name.startswith("ds_")]
 
 
-def _remove_attributes(module: Module) -> None:
-    if isinstance(module._parameters, ZeROOrderedDict):
-        own = dict(module._parameters.items())
+def remove_attributes(module: Module, attributes: dict[str, Any]) -> None:
+    """Removes DeepSpeed's attributes from those of a module: all by their names, or a copy of them."""
+    if isinstance(attributes["_parameters"], ZeROOrderedDict):
+        own = dict(attributes["_parameters"].items())
         for name in _OF_MODULES:
-            vars(module).pop(name, None)
-        module._parameters = own
+            attributes.pop(name, None)
+        attributes["_parameters"] = own
+    if module not in _users_leaves:
+        attributes.pop(_LEAF, None)
     # Lightning's detour through the engine leaves the class' method on the object.
-    if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
-        del module.forward
+    if getattr(attributes.get("forward"), "__func__", None) is type(module).forward:
+        del attributes["forward"]
 
 
 def remove_hooks(module: Module) -> None:
-    """Removes DeepSpeed's hooks from modules and parameters."""
+    """Removes DeepSpeed's hooks and ours from modules and parameters."""
     for m in module.modules():
-        # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
-        _remove_from([table for name, table in vars(m).items() if "_hooks" in name])
+        remove_hooks_in(vars(m))
     for p in module.parameters():
         # Private: torch's, where DeepSpeed waits for gradients.
-        _remove_from([getattr(p, "_post_accumulate_grad_hooks", None)])
+        _remove_hooks([getattr(p, "_post_accumulate_grad_hooks", None)])
 
 
-def _remove_from(tables: Sequence[Any]) -> None:
+def remove_hooks_in(attributes: dict[str, Any]) -> None:
+    """As `remove_attributes`, of hooks."""
+    # Private: torch's dictionaries of hooks and of their kinds, by the hooks' numbers.
+    _remove_hooks([table for name, table in attributes.items() if "_hooks" in name])
+
+
+def _remove_hooks(tables: Sequence[Any]) -> None:
     tables = [table for table in tables if isinstance(table, dict)]
     theirs = {
         number
         for table in tables
         for number, hook in table.items()
-        if str(getattr(hook, "__module__", "")).partition(".")[0] == "deepspeed"
+        if _package(getattr(hook, "func", hook)) in ("deepspeed", "lightning_zenflow")
     }
     for table in tables:
         for number in theirs:
             table.pop(number, None)
+
+
+def _package(function: Any) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]

@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 
 from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.release import note_users_flags
 
 
 @contextmanager
@@ -42,13 +43,20 @@ def in_place_of(
         The optimizer, at the end of the context.
 
     Raises:
-        RuntimeError: this version of DeepSpeed builds its optimizer in another way.
+        RuntimeError: this version of DeepSpeed builds its optimizer in another way; or another thread is in this context.
     """
     name = base.__name__
     missing = missing_overrides(ours, base) + [call for call in calls if not hasattr(base, call)]
-    if vars(namespace).get(name) is not base or missing:
+    found = vars(namespace).get(name)
+    if getattr(found, "__module__", None) == __name__:
+        raise RuntimeError(
+            "another training runs in this process and is being set up, in another thread: DeepSpeed sets up one at a time; run them one"
+            " after the other, or each in a process of its own"
+        )
+    if found is not base or missing:
         raise _unsupported(f"missing in {name}: {missing}" if missing else "no name to replace")
     built: list[Any] = []
+    note_users_flags(module)
     scalars = _lay_out_for_broadcast(module)
 
     def restore_scalars() -> None:

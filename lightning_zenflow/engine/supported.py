@@ -40,11 +40,16 @@ def refuse_unfrozen(frozen_at_setup: Mapping[str, Tensor]) -> None:
 
 
 def refuse_unsupported_training(module: pl.LightningModule) -> None:
-    """Refuses manual optimization."""
+    """Refuses manual optimization, and clipping other than by norm."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "ZenFlowStrategy: automatic_optimization must be True, got False: manual optimization has no defined step at which"
             " deferred updates could be submitted"
+        )
+    algorithm = module.trainer.gradient_clip_algorithm
+    if algorithm not in (None, "norm"):
+        raise MisconfigurationException(
+            f"ZenFlowStrategy: gradient_clip_algorithm must be 'norm', got {algorithm.value!r}: clipping by value is not implemented"
         )
 
 

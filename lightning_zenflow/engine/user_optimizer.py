@@ -1,6 +1,9 @@
 """The optimizer from `configure_optimizers`: checks that ZenFlow can replace it, and reads its hyperparameters at each step."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +25,51 @@ _SUPPORTED: dict[type, str] = {
 
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
+
+
+class UsersOptimizer:
+    """The user's optimizer, whose groups have DeepSpeed's flat partitions while it trains and the module's parameters before and after.
+
+    Args:
+        optimizer: before DeepSpeed's set-up.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._is_given_back = False
+        # What the other side has as groups, in them, and as the state: nothing is left for the user.
+        self._other = (
+            list(optimizer.param_groups),
+            [list(group["params"]) for group in optimizer.param_groups],
+            defaultdict[Tensor, Any](dict),
+        )
+
+    def give_back(self) -> None:
+        """Ends the training. May be called again."""
+        if not self._is_given_back:
+            self._exchange()
+
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Context in which DeepSpeed's code finds its own, after the training as well."""
+        was_given_back = self._is_given_back
+        if was_given_back:
+            self._exchange()
+        try:
+            yield
+        finally:
+            if was_given_back:
+                self._exchange()
+
+    def _exchange(self) -> None:
+        ours, (groups, of_groups, state) = self._optimizer.param_groups, self._other
+        self._other = list(ours), [group["params"] for group in ours], self._optimizer.state
+        # DeepSpeed's own optimizer removes groups of which nothing is trained.
+        ours[:] = groups
+        for group, params in zip(groups, of_groups, strict=True):
+            group["params"] = params
+        self._optimizer.state = state
+        self._is_given_back = not self._is_given_back
 
 
 def validate_optimizer(optimizer: Optimizer, module: Module, *, scheduled: bool) -> None:

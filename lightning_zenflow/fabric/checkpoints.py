@@ -11,18 +11,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.client_state import to_save
-from lightning_zenflow.checkpoint.collective import (
-    is_file_together,
-    load_weights_together,
-    one_engine,
-    read_file_together,
-)
+from lightning_zenflow.checkpoint.collective import load_weights_together, one_engine
+from lightning_zenflow.checkpoint.files import place_of
+from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
 from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pieces import load_whole
 from lightning_zenflow.session import Session
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 
 
 class FabricCheckpoints(Session):
@@ -45,7 +41,7 @@ class FabricCheckpoints(Session):
         Raises:
             TypeError: there are `storage_options`, or for a folder a `filter`, which nothing reads.
             OSError: the checkpoint could not be written; an existing one is unchanged, and training can go on.
-            MisconfigurationException: there are several models that were set up, or none; or an entry is named "zenflow".
+            MisconfigurationException: there are several models that were set up, or none; or an entry has the name of ours.
         """
         self.flush()
         if self._saves_file():
@@ -58,12 +54,8 @@ class FabricCheckpoints(Session):
     def _save_as_file(
         self, path: Any, state: dict[str, Any], storage_options: Any, filter: dict[str, Callable[[str, Any], bool]]
     ) -> None:
-        if storage_options is not None:
-            raise TypeError(f"fabric.save: storage_options must be None under ZenFlowStrategy, got {storage_options!r}")
-        if CHECKPOINT_KEY in state:
-            raise MisconfigurationException(
-                f"fabric.save: no entry may have the name {CHECKPOINT_KEY!r}, which is ours"
-            )
+        if FILE_KEY in state:
+            raise MisconfigurationException(f"fabric.save: no entry may have the name {FILE_KEY!r}, which is ours")
         engine = one_engine(state.values())
         ours = {name: item for name, item in state.items() if item is engine or isinstance(item, ZenFlowOptimizer)}
         # Private: what Lightning's own strategies convert and filter objects with.
@@ -83,7 +75,7 @@ class FabricCheckpoints(Session):
             entries = {name: of_ours[name] if name in of_ours else others[name] for name in state}
             return dict(convert(entries, filter))
 
-        self._save_file(path, whole, content)
+        self._save_file(path, whole, content, storage_options)
 
     @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -135,10 +127,11 @@ class FabricCheckpoints(Session):
             return {}
         state = state or {}
         items = list(state.values())
-        if is_file_together(Path(path)):
-            return self._load_from_file(Path(path), state, strict=strict, weights_only=weights_only)
+        if (saved := self._open_file(path, weights_only=weights_only)) is not None:
+            return self._load_from_file(saved, state, strict=strict)
+        path = Path(place_of(path))
         if optimizer is None or not any(item is self._engine for item in items):
-            client_state = load_weights_together(Path(path), items, strict=strict)
+            client_state = load_weights_together(path, items, strict=strict)
             # As in the base class: what DeepSpeed has under these names is not the user's.
             names = set(client_state) & set(state) - {"optimizer", "lr_scheduler"}
             # Private: what Lightning's own strategies load further objects with.
@@ -150,10 +143,7 @@ class FabricCheckpoints(Session):
         _move_state_into(client_state, state, keys=set(state) - ours)
         return client_state
 
-    def _load_from_file(
-        self, path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool | None
-    ) -> dict[str, Any]:
-        saved = read_file_together(path, weights_only=weights_only)
+    def _load_from_file(self, saved: SavedFile, state: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         engine = one_engine(state.values())
         (model,) = (name for name, item in state.items() if item is engine)
         optimizers = [name for name, item in state.items() if isinstance(item, ZenFlowOptimizer)]

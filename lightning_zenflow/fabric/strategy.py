@@ -4,12 +4,13 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import DeepSpeedPrecision
 from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor
@@ -21,11 +22,12 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.inference import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.precision import PlainPrecision
 from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
 from lightning_zenflow.monitor.step_meter import StepMeter
-from lightning_zenflow.monitor.timeline import TimelineFile
+from lightning_zenflow.session import FromTrainer
 from lightning_zenflow.step.step import ZenFlowStep
 
 _BELONGS_TO_THE_LOOP = {
@@ -33,6 +35,14 @@ _BELONGS_TO_THE_LOOP = {
     "scheduler": "call its `step()` in the loop",
     "gradient_accumulation_steps": "use `fabric.no_backward_sync(model)` for all micro-batches of a step but the last",
 }
+
+
+class ZenFlowPrecision(PlainPrecision, DeepSpeedPrecision):
+    """`PlainPrecision`, which says all of it, for Fabric."""
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        return data if self.precision == "32-true" else super().convert_output(data)
 
 
 class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
@@ -62,6 +72,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
     """
 
     deepspeed_strategy = DeepSpeedStrategy
+    precision_class = ZenFlowPrecision
+    precision = FromTrainer("precision_class")
 
     def __init__(self, config: ZenFlowConfig | Mapping[str, Any] | str | Path | None = None, **options: Any) -> None:
         given = {key: options.pop(key) for key in KEYS if key in options}
@@ -85,11 +97,15 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         # DeepSpeed's `gradient_clipping`, of steps without a call of `fabric.clip_gradients`; 0: no clipping.
         self._max_norm = 0.0
         self._norm_of_step: float | None = None
-        self._forward = ExitStack()
         self._meter: StepMeter | None = None
-        self._timeline: TimelineFile | None = None
         # Fabric tears nothing down.
         weakref.finalize(self, self._ending.close)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> Any:
+        """None for one rank, which has all batches: Fabric leaves its samplers as they are."""
+        return None if self.is_alone else super().distributed_sampler_kwargs
 
     @override
     def setup_module(self, module: Module) -> Any:
@@ -135,12 +151,8 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         self._meter = StepMeter(optimizer)
         # Until the first forward pass.
         self._meter.pause()
-        if self.zenflow_config.timeline is not None and self.is_global_zero:
-            first, last = self.zenflow_config.timeline_steps
-            self._timeline = TimelineFile(Path(self.zenflow_config.timeline), optimizer, first=first, last=last)
         # DeepSpeed keeps engines and models for as long as the process lives, and with them what their hooks refer to.
         engine.register_forward_pre_hook(_weak(self._begin_forward))
-        engine.register_forward_hook(_weak(self._forward.close), always_call=True)
         flush_hook = module.register_state_dict_pre_hook(_weak(self.flush))  # type: ignore[no-untyped-call]
         self._ending.callback(flush_hook.remove)
         return engine, [optimizer], scheduler
@@ -202,8 +214,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
             )
         step = self._after_backward("fabric.clip_gradients")
         self._norm_of_step = float(max_norm)
-        with self._explained():
-            return step.gradient_norm()
+        return step.gradient_norm()
 
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
@@ -228,12 +239,9 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         assert self.zenflow_optimizer is not None
         self.zenflow_optimizer.clip_grad = self._max_norm if max_norm is None else max_norm
         self._engine.set_gradient_accumulation_boundary(True)
-        with self._explained():
-            output = super().optimizer_step(self._engine)
+        output = super().optimizer_step(self._engine)
         assert self._meter is not None
         self._meter.end_step()
-        if self._timeline is not None:
-            self._timeline.end_step()
         return output
 
     @override
@@ -262,7 +270,7 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         return {} if self._meter is None else self._meter.metrics()
 
     def summary(self) -> str | None:
-        """Table of step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
+        """Step times, waits and copies so far, with a sentence of advice if something limits; None before the second step."""
         return None if self._meter is None else self._meter.summary()
 
     @override
@@ -273,8 +281,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         Fabric does not call it. Without it, the worker ends with the process, or when nothing refers to model, optimizer and Fabric any
         more; a LightningModule refers to its Fabric.
         """
-        if self._timeline is not None:
-            self._timeline.close()
         super().teardown()
 
     @override
@@ -320,7 +326,6 @@ class ZenFlowStrategy(FabricCheckpoints, DeepSpeedStrategy):
         elif torch.is_grad_enabled():
             self._meter.resume()
             self._begin_micro_batch()
-            self._forward.enter_context(self._span("forward"))
 
 
 # Private: Lightning's base class of what `fabric.no_backward_sync` calls; strategies have no other way to provide it.

@@ -111,7 +111,7 @@ class CpuKernels(Kernels):
 
     def __init__(self) -> None:
         self._library = _library()
-        self._true, self._false = torch.tensor(True), torch.tensor(False)
+        self._true, self._false = (torch.tensor(value, dtype=torch.bool, device="cpu") for value in (True, False))
 
     @override
     def squared_norms(self, gradient: Tensor, *, per_axis: bool) -> SquaredNorms:
@@ -132,10 +132,10 @@ class CpuKernels(Kernels):
             return super().route(gradient, destinations, per_axis=per_axis, copies=copies)
         parts = _parts(n_rows, n_columns)
         dtype, row_bytes = protocol.DATA_TYPES[gradient.dtype], n_columns * gradient.itemsize
-        rows = torch.empty(n_rows)
-        columns = torch.zeros(len(parts) * n_columns) if per_axis else None
-        source, row_norms = gradient.data_ptr(), rows.data_ptr()
-        col_norms = 0 if columns is None else columns.data_ptr()
+        rows = gradient.new_empty(n_rows, dtype=torch.float32)
+        columns = rows.new_zeros(len(parts) * n_columns) if per_axis else None
+        source, row_norms = _address(gradient, gradient.dtype), _address(rows, torch.float32)
+        col_norms = 0 if columns is None else _address(columns, torch.float32)
 
         def run_rows(part: int, first: int, last: int, *outputs: int) -> None:
             of_part = col_norms + part * n_columns * _FLOAT_BYTES if col_norms else 0
@@ -152,7 +152,8 @@ class CpuKernels(Kernels):
                 first, last = max(begin, slot_begin), min(end, slot_begin + slot.shape[0])
                 if first < last:
                     row = first - slot_begin
-                    run_rows(part, first, last, slot.data_ptr() + row * row_bytes, *_first_selection(destination, row))
+                    to = _address(slot, gradient.dtype) + row * row_bytes
+                    run_rows(part, first, last, to, *_first_selection(destination, row))
 
         with copies:
             _in_parallel(run, parts)
@@ -175,14 +176,18 @@ class CpuKernels(Kernels):
         # One part each, see `route`.
         rows, columns = squared_norms.per_axis
         n_rows, n_columns = rows.numel(), columns.numel()
-        row_scale, col_scale = torch.empty(n_rows, 1), torch.empty(1, n_columns)
+        row_scale, col_scale = rows.new_empty(n_rows, 1), rows.new_empty(1, n_columns)
         finite = self._library.zenflow_factored_step(
             _FactoredStepArgs(
-                rows.data_ptr(),
+                _address(rows, torch.float32),
                 n_rows,
-                columns.data_ptr(),
+                _address(columns, torch.float32),
                 n_columns,
-                *(tensor.data_ptr() for tensor in (*moment.tensors(), row_scale, col_scale)),
+                _address(moment.row, torch.float32, n_rows),
+                _address(moment.col, torch.float32, n_columns),
+                _address(moment.n, torch.float32, 1),
+                _address(row_scale, torch.float32, n_rows),
+                _address(col_scale, torch.float32, n_columns),
                 beta2,
                 lr,
                 float(scale),
@@ -195,12 +200,13 @@ class CpuKernels(Kernels):
         self, weights: Tensor, gradient: Tensor, factors: Factors, noise: RoundingNoise, *, size: float = 1.0
     ) -> None:
         n_rows, n_columns = weights.shape
-        bits = noise.draw_tile().data_ptr()
+        bits = _address(noise.draw_tile(), torch.int32, NOISE_NUMEL)
         if not factors.finite:
             return
         row_scale, col_scale = factors.row_scale.contiguous(), factors.col_scale.contiguous()
         dtype, row_bytes = protocol.DATA_TYPES[weights.dtype], n_columns * weights.itemsize
-        target, source, rows, columns = (t.data_ptr() for t in (weights, gradient, row_scale, col_scale))
+        target, source = _address(weights, weights.dtype), _address(gradient, weights.dtype, weights.numel())
+        rows, columns = _address(row_scale, torch.float32, n_rows), _address(col_scale, torch.float32, n_columns)
 
         def run(_: int, begin: int, end: int) -> None:
             outputs = target + begin * row_bytes, source + begin * row_bytes, end - begin, n_columns
@@ -216,24 +222,32 @@ class CpuKernels(Kernels):
         if not scale.finite:
             weights.copy_(state[0])
             return
-        values = protocol.Hyperparameters(h.lr, h.beta1, h.beta2, h.eps, h.weight_decay, int(h.decoupled))
+        values = protocol.Hyperparameters(
+            lr=h.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, decoupled=int(h.decoupled)
+        )
         steps, factor, dtype = int(scale.count), float(scale.factor), protocol.DATA_TYPES[weights.dtype]
+        n, kinds = gradient.numel(), (*[torch.float32] * 3, weights.dtype, weights.dtype)
+        begins = [
+            (_address(t, kind, n), kind.itemsize) for t, kind in zip((*state, gradient, weights), kinds, strict=True)
+        ]
 
         def run(_: int, begin: int, end: int) -> None:
-            addresses = (t.data_ptr() + begin * t.element_size() for t in (*state, gradient, weights))
+            addresses = (address + begin * n_bytes for address, n_bytes in begins)
             self._library.zenflow_adamw(
                 _AdamwArgs(*addresses, end - begin, ctypes.pointer(values), steps, factor, dtype)
             )
 
-        _in_parallel(run, _parts(gradient.numel(), 1))
+        _in_parallel(run, _parts(n, 1))
 
     @override
     def column_writer(self, writes: Sequence[ColumnWrite]) -> Callable[[], None]:
         table = (_Columns * len(writes))()
         for entry, w in zip(table, writes, strict=True):
-            entry.matrix, entry.rows, entry.width = w.matrix.data_ptr(), *w.matrix.shape
-            entry.indices = None if w.columns is None else w.columns.data_ptr()
-            entry.n_selected, entry.selected = w.selected.shape[1], w.selected.data_ptr()
+            dtype, (n_rows, n_selected) = writes[0].matrix.dtype, w.selected.shape
+            entry.matrix, entry.rows, entry.width = _address(w.matrix, dtype), *w.matrix.shape
+            entry.indices = None if w.columns is None else _address(w.columns, torch.int64, n_selected)
+            entry.n_selected, entry.selected = n_selected, _address(w.selected, dtype)
+            assert n_rows == entry.rows and n_selected <= entry.width, w
         return partial(self._write_columns, table, list(writes))
 
     def _write_columns(self, table: Any, writes: Sequence[ColumnWrite]) -> None:
@@ -243,14 +257,24 @@ class CpuKernels(Kernels):
             self._library.zenflow_scatter_columns(table, len(table), dtype)
 
 
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> int:
+    """Address of what the library reads or writes, which must be contiguous, on the CPU, of this type and, if given, this length.
+
+    All tensors pass here on their way to C++, which sees none of this.
+    """
+    as_promised = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+    assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    return tensor.data_ptr()
+
+
 def _first_selection(destination: Destination, row: int) -> tuple[int, int, int]:
     """Address of the column indices of a destination's first selection, 0 for all; their number; address of a row of its target."""
     if not destination.selections:
         return 0, 0, 0
     columns, target = destination.selections[0].columns, destination.selections[0].target
     n_selected = target.shape[1]
-    first = target.data_ptr() + row * n_selected * target.itemsize
-    return 0 if columns is None else columns.data_ptr(), n_selected, first
+    first = _address(target, destination.slot.dtype) + row * n_selected * target.itemsize
+    return 0 if columns is None else _address(columns, torch.int64, n_selected), n_selected, first
 
 
 def _parts(n_rows: int, n_columns: int) -> list[tuple[int, int, int]]:

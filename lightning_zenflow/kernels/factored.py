@@ -42,9 +42,9 @@ class SecondMoment:
     def zeros(cls, rows: int, columns: int, device: torch.device) -> "SecondMoment":
         """The second moment before the first step."""
         return cls(
-            row=torch.zeros(rows, device=device),
-            col=torch.zeros(columns, device=device),
-            n=torch.zeros((), device=device),
+            row=torch.zeros(rows, dtype=torch.float32, device=device),
+            col=torch.zeros(columns, dtype=torch.float32, device=device),
+            n=torch.zeros((), dtype=torch.float32, device=device),
         )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,8 +73,9 @@ class RoundingNoise:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        bits = torch.randint(0, 1 << 16, (2 * NOISE_NUMEL,), generator=generator, dtype=torch.int32)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        size = (2 * NOISE_NUMEL,)
+        bits = torch.randint(0, 1 << 16, size, generator=generator, dtype=torch.int32, device="cpu")
         self._bits = bits.to(device)
         self._offsets = random.Random(seed)
         # Not on a CPU, where vector loads may begin anywhere.
@@ -135,7 +136,7 @@ def factored_step_(
     """
     # In float32, like the operations below: float64 would not see squares that overflow there.
     finite = torch.isfinite(columns.sum() * scale)
-    weight = (1 - beta2) * finite
+    weight = (1 - beta2) * finite.float()
     squared = scale.square()
     row, col = moment.row, moment.col
     row.lerp_(torch.where(finite, rows * (squared / col.numel()), 0.0), weight)

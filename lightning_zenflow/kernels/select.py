@@ -5,7 +5,9 @@ import os
 
 import torch
 
-from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
+from lightning_zenflow.kernels.base import ColumnWrite, Kernels
+from lightning_zenflow.kernels.factored import RoundingNoise, SecondMoment
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def _triton_or_torch(device: torch.device) -> Kernels:
 
         kernels = TritonKernels()
         # The first launch compiles Triton's own launcher, for which it needs a C compiler and Python's headers.
-        kernels.squared_norms(torch.zeros(1, 1, device=device), per_axis=False)
+        _launch_all(kernels, device)
     # Triton raises what its parts raise: missing files, compilers that fail, drivers.
     except Exception as error:
         _log.warning(
@@ -55,3 +57,20 @@ def _triton_or_torch(device: torch.device) -> Kernels:
         )
         return Kernels()
     return kernels
+
+
+def _launch_all(kernels: Kernels, device: torch.device) -> None:
+    """Launches each pass once, since each is compiled at its first launch and an error there would end training."""
+    one, matrix = (
+        torch.ones((), dtype=torch.float32, device=device),
+        torch.zeros(2, 2, dtype=torch.bfloat16, device=device),
+    )
+    columns, selected = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(matrix[:, :1])
+    norms = kernels.squared_norms(matrix, per_axis=True)
+    factors = kernels.factored_step_(SecondMoment.zeros(2, 2, device), norms, beta2=0.5, lr=0.0, scale=one)
+    kernels.provisional_update_(matrix, matrix, factors, RoundingNoise(0, device))
+    kernels.gather_columns(matrix, columns, selected)
+    kernels.column_writer([ColumnWrite(matrix=matrix, columns=columns, selected=selected)])()
+    h = GroupHyperparameters(lr=0.0, beta1=0.5, beta2=0.5, eps=1.0, weight_decay=0.0, decoupled=True)
+    scale = StepScale(factor=one, finite=one.bool(), norm=one, count=one.double())
+    kernels.adamw_(torch.zeros(3, 4, dtype=torch.float32, device=device), matrix.view(-1), matrix.view(-1), h, scale)

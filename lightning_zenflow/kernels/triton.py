@@ -185,11 +185,13 @@ def _tables(writes: Sequence[ColumnWrite]) -> tuple[Tensor, Tensor]:
         columns, n_indices = (0, 0) if write.columns is None else (write.columns.data_ptr(), write.columns.numel())
         sizes = n_indices, *write.matrix.shape, write.selected.shape[1]
         rows.append((write.matrix.data_ptr(), columns, write.selected.data_ptr(), *sizes))
-    n_programs = torch.tensor([_copy_programs(*write.selected.shape) for write in writes])
+    of_writes = [_copy_programs(*write.selected.shape) for write in writes]
+    n_programs = torch.tensor(of_writes, dtype=torch.int64, device="cpu")
     of_write = torch.repeat_interleave(n_programs)
     first = n_programs.cumsum(0) - n_programs
-    programs = torch.stack([of_write, torch.arange(len(of_write)) - first[of_write]], dim=1)
-    return torch.tensor(rows, dtype=torch.int64), programs
+    numbers = torch.arange(len(of_write), dtype=torch.int64, device="cpu")
+    programs = torch.stack([of_write, numbers - first[of_write]], dim=1)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu"), programs
 
 
 def _beside(tensor: Tensor, table: Tensor) -> Tensor:

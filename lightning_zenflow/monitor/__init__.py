@@ -1,4 +1,4 @@
-"""Observation of a run: `StallMonitor`, metrics, summary, TensorBoard, timeline.
+"""Observation of a run: `StallMonitor`, metrics, summary, TensorBoard.
 
 Code enters that reads `telemetry` and logs, draws or advises; it never changes how a step runs.
 """

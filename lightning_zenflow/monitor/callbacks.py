@@ -1,7 +1,6 @@
-"""The Trainer's monitors: one logs stall metrics during training and a summary at its end, one writes a timeline."""
+"""The Trainer's monitor: logs stall metrics during training and a summary at its end."""
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
@@ -12,7 +11,6 @@ from typing_extensions import override
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.monitor.metrics import METRICS
 from lightning_zenflow.monitor.step_meter import StepMeter
-from lightning_zenflow.monitor.timeline import TimelineFile
 
 if TYPE_CHECKING:
     from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
@@ -34,7 +32,7 @@ class StallMonitoring(_LightningsCallback):  # type: ignore[misc]
 
     Args:
         progress_bar: show the device's idle time in percent in the progress bar, updated at most once a second.
-        summary: log a table and a sentence of advice at the end of fit.
+        summary: log times, waits and a sentence of advice at the end of fit.
         summary_from: smallest number of steps of a fit with a summary; at least 2, as its averages leave out the first one. The strategy's
             own monitor has 50: fewer say nothing about a training, and programs that fit many times would repeat it.
     """
@@ -120,32 +118,6 @@ def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
         # Tags are regular expressions.
         charts.setdefault(f"ZenFlow {group}", {})[metric.replace("_", " ")] = ["Multiline", [f"^{name}$"]]
     return charts
-
-
-class TimelineWriter:
-    """Writes the timeline of rank zero; arguments as `TimelineFile`, steps counted from the start of fit. Its methods are a callback's."""
-
-    def __init__(self, path: Path, *, first: int, last: int) -> None:
-        self._path = path
-        self._first, self._last = first, last
-        self._file: TimelineFile | None = None
-
-    def start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """At the start of training."""
-        optimizer = rank_zero_optimizer(trainer)
-        if optimizer is not None:
-            self._file = TimelineFile(self._path, optimizer, first=self._first, last=self._last)
-
-    def end_step(self, *_: Any) -> None:
-        """After each batch."""
-        if self._file is not None:
-            self._file.end_step()
-
-    def close(self, *_: Any) -> None:
-        """At the end of fit."""
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
 
 def insert_first(callbacks: list[pl.Callback], callback: pl.Callback) -> None:

@@ -4,9 +4,10 @@ import time
 from array import array
 from typing import TYPE_CHECKING
 
+import torch
+
 from lightning_zenflow.monitor.metrics import interval_metrics
 from lightning_zenflow.monitor.summary import summary
-from lightning_zenflow.telemetry.tracing import StepTrace
 
 if TYPE_CHECKING:
     from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
@@ -28,8 +29,6 @@ class StepMeter:
         self._optimizer = optimizer
         self._n_read = 0
         self._last_read = self._before = optimizer.counters.read()
-        self._recording = optimizer.telemetry.tracer.record(skip=1)
-        self._trace: StepTrace | None = None
         self._pause_ns: int | None = None
         self._waited_s = 0.0
         self.end_ns = time.perf_counter_ns()
@@ -63,19 +62,17 @@ class StepMeter:
         if self._n_read == len(self.step_s):
             return {}
         before, self._last_read = self._last_read, self._optimizer.counters.read()
-        if self._recording.complete:
-            (self._trace,) = self._recording.steps
-            # Not the next step, which may begin with the flush of a validation.
-            self._recording = self._optimizer.telemetry.tracer.record(skip=1)
         seconds = sum(self.step_s[self._n_read :])
         self._n_read = len(self.step_s)
-        return interval_metrics(before, self._last_read, seconds=seconds, trace=self._trace)
+        return interval_metrics(before, self._last_read, seconds=seconds)
 
     def summary(self) -> str | None:
-        """Table and advice; None before the second step."""
+        """Times, waits and advice; None before the second step."""
         if len(self.step_s) < 2:
             return None
-        return summary(self.step_s[1:], self._before, self._optimizer.counters.read())
+        now, config = self._optimizer.counters.read(), self._optimizer.zenflow_config
+        fp16 = self._optimizer.parts.rank.dtype == torch.float16
+        return summary(self.step_s[1:], self._before, now, config, fp16=fp16)
 
     def _waits_s(self) -> float:
         return sum(self._optimizer.telemetry.stalls.seconds.values())

@@ -1,15 +1,17 @@
-"""Summary of a training: a table, and a sentence of advice on what limits it. Pure Python."""
+"""Summary of a training in two lines, and a sentence of advice on what limits it. Pure Python."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-from tabulate import tabulate
-
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.metrics import difference
 from lightning_zenflow.schedule.auto_policy import HIDDEN, SMALL_STALL
 from lightning_zenflow.telemetry.counters import Reading
 
 _MANY_SKIPPED = 0.02
+
+_SHOWN = 0.01
+"""Smallest share of a step that is worth words."""
 
 _WORKER = ("publish_wait", "slot")
 """Causes of waits for the worker's results."""
@@ -23,36 +25,43 @@ _REMEDIES = {
 """Advice by cause of a wait, beside `_WORKER`; nothing can be done about the others."""
 
 
-def summary(step_s: Sequence[float], before: Reading, now: Reading) -> str:
-    """Formats the table and, where something limits, the advice.
+def summary(step_s: Sequence[float], before: Reading, now: Reading, config: ZenFlowConfig, *, fp16: bool) -> str:
+    """Formats the summary and, where something limits, the advice.
 
     Args:
         step_s: duration of each step but the first, which compiles and allocates memory; one or more.
         before: reading after the first step.
         now: reading after the last step.
+        config: of the training.
+        fp16: whether the model's type is float16.
     """
     n, seconds = len(step_s), sum(step_s)
     host = sum(difference(now.host_stall_s, before.host_stall_s).values())
     device = difference(now.device_stall_s, before.device_stall_s)
     busy_s = now.worker_busy_s - before.worker_busy_s
-    hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WORKER, "flush")) / busy_s) if busy_s else 1.0
     model_bytes = n * max(now.model_bytes, 1)
     d2h, h2d = (now.d2h_bytes - before.d2h_bytes) / model_bytes, (now.h2d_bytes - before.h2d_bytes) / model_bytes
-    tail = f"; the last {now.tail_share:.0%} of the blocks are the tail" if now.tail_share else ""
-    rows = {
-        "step, median and p99": f"{_ms(quantile(step_s, 0.5))} and {_ms(quantile(step_s, 0.99))} ms",
-        "waits": f"device {sum(device.values()) / seconds:.1%}, training thread {host / seconds:.1%} of the time",
-        "CPU work": f"{_ms(busy_s / n)} ms a step, {hidden:.1%} hidden",
-        "copies a step": f"d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",
-        "schedule at the end": f"update_interval={now.update_interval}, publish_lag={now.publish_lag}{tail}",
-    }
+    waits = {cause: s / seconds for cause, s in device.items()}
+    work = f"CPU work {_ms(busy_s / n)} ms a step"
+    if busy_s > _SHOWN * seconds:
+        hidden = max(0.0, 1.0 - sum(device[cause] for cause in (*_WORKER, "flush")) / busy_s)
+        work += f", {hidden:.0%} hidden"
+    details = [
+        work,
+        f"copies a step: d2h {d2h:.2f}, h2d {h2d:.2f} model sizes",
+        f"update_interval={now.update_interval}, publish_lag={now.publish_lag}",
+    ]
     in_backward = now.in_backward_jobs - before.in_backward_jobs
-    if in_backward:
-        rows["late blocks"] = f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of those submitted in backward"
-    head = f"ZenFlow: {n + 1} steps; the averages leave out the first one"
-    lines = [head, tabulate(rows.items(), tablefmt="plain", disable_numparse=True)]
+    if in_backward and sum(waits.values()) > _SHOWN:
+        details.append(f"{(now.late_jobs - before.late_jobs) / in_backward:.1%} of the blocks late")
+    lines = [
+        f"ZenFlow: {n + 1} steps, median {_ms(quantile(step_s, 0.5))} ms, p99 {_ms(quantile(step_s, 0.99))} ms;"
+        f" waits of the device {sum(waits.values()):.1%}, of the training thread {host / seconds:.1%}",
+        "; ".join(details),
+    ]
     skipped = (now.skipped_steps - before.skipped_steps) / n
-    sentence = advice({cause: s / seconds for cause, s in device.items()}, worker=busy_s / seconds, skipped=skipped)
+    at_most = config.update_interval == "auto" and now.update_interval >= config.max_update_interval
+    sentence = advice(waits, config, worker=busy_s / seconds, skipped=skipped, longest=at_most, fp16=fp16)
     return "\n".join(lines if sentence is None else [*lines, sentence])
 
 
@@ -62,28 +71,45 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def advice(waits: Mapping[str, float], *, worker: float, skipped: float) -> str | None:
-    """The largest limit that something can be done about, and its remedy, in a sentence; None if waits are negligible.
+def advice(
+    waits: Mapping[str, float],
+    config: ZenFlowConfig,
+    *,
+    worker: float,
+    skipped: float,
+    longest: bool = False,
+    fp16: bool = False,
+) -> str | None:
+    """The largest limit that the user can do something about, and its remedy, in a sentence; None if waits are negligible.
 
     Args:
         waits: of the device, by cause (`stalls.CAUSES`), as shares of the time.
+        config: what is `auto` is not advised.
         worker: the worker's computation, as a share of the time.
         skipped: share of the steps that were skipped because the gradient norm was not finite.
+        longest: whether `update_interval: auto` has reached `max_update_interval`.
+        fp16: whether the model's type is float16.
     """
     if skipped > _MANY_SKIPPED:
-        return (
-            f"{skipped:.0%} of the steps were skipped because their gradient was not finite:"
-            " lower the learning rate or train in bf16."
+        remedy = (
+            "lower the learning rate or train in bf16"
+            if fp16
+            else "lower the learning rate, or look for NaN in the loss"
         )
+        return f"{skipped:.0%} of the steps were skipped because their gradient was not finite: {remedy}."
     for cause, share in sorted(waits.items(), key=lambda item: item[1], reverse=True):
         if share < SMALL_STALL:
             break
         if cause in _WORKER:
             load = worker / max(1.0 - sum(waits.values()), 1e-9)
             if load > HIDDEN:
-                remedy = "give the worker more cores, or raise update_interval (with auto: max_update_interval)"
+                remedy = "give the worker more cores"
+                if longest or config.update_interval != "auto":
+                    remedy += f", or raise {'max_' * longest}update_interval"
                 return f"The CPU needs {load:.1f} steps per update: {remedy}."
-            remedy = "keep other processes off the worker's cores, or raise publish_lag"
+            remedy = "keep other processes off the worker's cores"
+            if config.publish_lag != "auto":
+                remedy += ", or raise publish_lag"
             load_is_small = f"although it needs only {load:.1f} steps per update"
             return f"{share:.0%} of the time is spent waiting for the CPU, {load_is_small}: {remedy}."
         if cause in _REMEDIES:

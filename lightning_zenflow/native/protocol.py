@@ -12,7 +12,7 @@ import torch
 
 MAGIC: Final = 0x574F4C464E455A31
 
-VERSION: Final = 13
+VERSION: Final = 14
 
 HEADER_BYTES: Final = 4096
 
@@ -21,6 +21,8 @@ MAX_MESSAGE_BYTES: Final = 16384
 TILE_ELEMENTS: Final = 128
 
 JOURNAL_ENTRY_BYTES: Final = 4096
+
+NO_BLOCK: Final = 2**32 - 1
 
 DATA_TYPES: Final[dict[torch.dtype, int]] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Element types of gradient slots, publish buffers and moments (int8: of those alone): values of ``zenflow::DataType``."""
@@ -31,7 +33,17 @@ def fields(*runs: tuple[Any, str]) -> list[tuple[str, Any]]:
     return [(name, kind) for kind, names in runs for name in names.split()]
 
 
-class ArenaHeader(ctypes.LittleEndianStructure):
+class Structure(ctypes.LittleEndianStructure):
+    """A structure whose fields hold what they are given; ctypes cuts off what is too large for an integer."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        for name, value in values.items():
+            held = getattr(self, name)
+            assert held == value or isinstance(held, float), f"{type(self).__name__}.{name} cannot hold {value}"
+
+
+class ArenaHeader(Structure):
     """``zenflow::ArenaHeader``: the first bytes of the arena."""
 
     _fields_ = fields(
@@ -46,52 +58,55 @@ class ArenaHeader(ctypes.LittleEndianStructure):
         (c_uint64, "journal_offset block_words_offset block_jobs_offset block_shown_offset"),
         (c_int64, "resolved_step begun_job completed_job"),
         (c_uint64, "n_shares export_offset export_bytes"),
+        (c_int64, "awaited_step"),
+        (c_uint32, "awaited_block reserved_of_word"),
+        (c_uint64, "n_looks"),
     )
 
 
-class Range(ctypes.LittleEndianStructure):
+class Range(Structure):
     """``zenflow::Range``: elements of the partition that belong to one parameter group."""
 
     _fields_ = fields((c_uint64, "begin end"), (c_uint32, "param_group first_scale"))
 
 
-class MomentScales(ctypes.LittleEndianStructure):
+class MomentScales(Structure):
     """``zenflow::MomentScales``: scales of one tile's moments in 8 bits."""
 
     _fields_ = fields((c_float, "exp_avg exp_avg_sq"))
 
 
-class Block(ctypes.LittleEndianStructure):
+class Block(Structure):
     """``zenflow::Block``: elements of the partition that one job updates."""
 
     _fields_ = fields((c_uint64, "begin end"))
 
 
-class Hyperparameters(ctypes.LittleEndianStructure):
+class Hyperparameters(Structure):
     """``zenflow::Hyperparameters``: optimizer settings of one parameter group in one step."""
 
     _fields_ = fields((c_double, "lr beta1 beta2 eps weight_decay"), (c_uint32, "decoupled reserved"))
 
 
-class StepWord(ctypes.LittleEndianStructure):
+class StepWord(Structure):
     """``zenflow::StepWord``: clip coefficient and the step's number."""
 
     _fields_ = fields((c_float, "clip"), (c_uint32, "check"), (c_int64, "sequence"))
 
 
-class StepRecord(ctypes.LittleEndianStructure):
+class StepRecord(Structure):
     """``zenflow::StepRecord``: followed in memory by two ``Hyperparameters`` sets, committed and tentative, of one a parameter group."""
 
     _fields_ = fields((StepWord, "word"), (c_int64, "count reserved"))
 
 
-class BlockShown(ctypes.LittleEndianStructure):
+class BlockShown(Structure):
     """``zenflow::BlockShown``: how a block's published weights show the step that is not committed."""
 
     _fields_ = fields((c_int64, "step"), (c_float, "factor"), (c_uint32, "is_true"))
 
 
-class JournalEntry(ctypes.LittleEndianStructure):
+class JournalEntry(Structure):
     """``zenflow::JournalEntry``: progress and undo log of one thread's share of a job."""
 
     _fields_ = fields(
@@ -114,7 +129,7 @@ class MessageType(enum.IntEnum):
     ACKNOWLEDGED = 8
 
 
-class MessageHeader(ctypes.LittleEndianStructure):
+class MessageHeader(Structure):
     """``zenflow::MessageHeader``: the whole exit message, and the start of an error message."""
 
     _fields_ = fields((c_uint32, "type reserved"))
@@ -129,7 +144,7 @@ class Tentative(enum.IntEnum):
     TRUE = 3
 
 
-class UpdateJob(ctypes.LittleEndianStructure):
+class UpdateJob(Structure):
     """``zenflow::UpdateJob``: followed in the message by ``uint32_t slots[]``, one for each step."""
 
     _fields_ = fields(
@@ -141,25 +156,25 @@ class UpdateJob(ctypes.LittleEndianStructure):
     )
 
 
-class Ready(ctypes.LittleEndianStructure):
+class Ready(Structure):
     """``zenflow::Ready``: the worker's first message."""
 
     _fields_ = fields((c_uint32, "type n_threads"), (c_uint64, "version"))
 
 
-class Done(ctypes.LittleEndianStructure):
+class Done(Structure):
     """``zenflow::Done``: one per job, in the order in which they are done."""
 
     _fields_ = fields((c_uint32, "type block"), (c_int64, "job_id start_ns wait_ns busy_ns"))
 
 
-class Export(ctypes.LittleEndianStructure):
+class Export(Structure):
     """``zenflow::Export``: request to copy the state of some entries to the export section."""
 
     _fields_ = fields((c_uint32, "type n_tiles"), (c_int64, "request_id"), (c_uint64, "tiles_offset"))
 
 
-class ExportTile(ctypes.LittleEndianStructure):
+class ExportTile(Structure):
     """``zenflow::ExportTile``: entries of one rectangle, and the place of their state."""
 
     _fields_ = fields(
@@ -169,13 +184,13 @@ class ExportTile(ctypes.LittleEndianStructure):
     )
 
 
-class Touch(ctypes.LittleEndianStructure):
+class Touch(Structure):
     """``zenflow::Touch``: request to allocate memory of the arena."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id"), (c_uint64, "offset n_rows row_bytes"))
 
 
-class Acknowledged(ctypes.LittleEndianStructure):
+class Acknowledged(Structure):
     """``zenflow::Acknowledged``: one per request, behind the ``Done`` messages of all jobs before."""
 
     _fields_ = fields((c_uint32, "type reserved"), (c_int64, "request_id busy_ns"))

@@ -2,10 +2,10 @@
 
 It begins with the least stale schedule of all, S = 1, d = 0 where that is allowed. Each look at measured times has one of these answers:
 
-* *Steps wait*: a staler schedule, the least stale one that hides. If steps with d = 0 wait although the work hides, the last blocks are
-  late, which a longer window would not change: the device takes them (the tail), as many as the wait takes to update, up to half of all
-  blocks; where it cannot, d grows.
-* *Steps do not wait*: a less stale schedule that hides with a margin. One that had to be left is not tried again at the same load.
+* *Steps wait*, in two looks in a row, and the worker's own load explains the wait: a staler schedule, the least stale one that hides. If
+  steps with d = 0 wait although the work hides, the last blocks are late, which a longer window would not change: d grows.
+* *The load has halved* since the present schedule was taken: a less stale one, the least stale one that hides.
+* Otherwise nothing changes. A wait that the load does not explain is another process's doing, which no schedule mends.
 
 S is a power of two: windows of S and 2 S steps then close at the same steps, and a change needs neither a pause nor more slots than
 the larger S.
@@ -20,25 +20,19 @@ from lightning_zenflow.schedule.staggered import UpdateSchedule
 LARGEST_LAG = 1
 """Largest d of `publish_lag: auto`. A larger one hides no more work; a longer window absorbs jitter as well."""
 
-SMALL_STALL = 0.02
+SMALL_STALL = 0.05
 """Tolerated wait, as a share of a step."""
 
 HIDDEN, LIKELY_HIDDEN = 0.95, 0.85
 """Largest of `occupancies` that counts as hidden where it was measured, and where it is predicted: the margin of a change."""
 
-_RETRY = 0.75
-"""A less stale schedule that had to be left is tried again where the load is this part of what it was, or was as much higher meanwhile."""
+_FALLEN = 0.5
+"""A less stale schedule is taken where the load is at most this part of what it was when the present one was taken."""
 
 _IN_BACKWARD = 0.55
 """Part of a step that hides work where d = 0 and each gradient is submitted in backward, which is some 2/3 of a step. On several ranks the
 gather at its end hides nothing; where it is long, the measured waits decide.
 """
-
-LARGEST_TAIL = 0.5
-"""Largest share of the blocks in the tail, which takes 14 bytes of device memory a weight."""
-
-_TOLERATED_BLOCK = 0.25
-"""Part of the last block's update that may be exposed before the block belongs to the tail."""
 
 
 def candidates_of(update_intervals: Sequence[int], publish_lags: Sequence[int]) -> list[UpdateSchedule]:
@@ -130,92 +124,65 @@ def first_schedule(candidates: Sequence[UpdateSchedule], *, hides_in_backward: b
     return next(may_hide, candidates[0])
 
 
-def blocks_waited_for(load: float, stall: float, *, n_blocks: int, update_interval: int) -> int:
-    """Blocks that would have to be left out so that steps with d = 0 do not wait: those whose updates take as long as the wait.
-
-    Args:
-        load: see `load_and_stall`.
-        stall: see `load_and_stall`.
-        n_blocks: blocks of the rank.
-        update_interval: S.
-
-    Returns:
-        A number for all S phases together; 0 where the stall is tolerated.
-    """
-    if stall <= SMALL_STALL or load <= 0:
-        return 0
-    n_closing = -(-n_blocks // update_interval)
-    exposed = n_closing * stall / (1 - stall) / load if stall < 1 else n_closing
-    return min(n_blocks, update_interval * max(1, math.ceil(exposed - _TOLERATED_BLOCK)))
-
-
 class SchedulePolicy:
     """Chooses a schedule by observations. Deterministic, so that ranks with equal observations agree.
 
     Args:
         candidates: S and d to choose from, the least stale first; with one, those of a smaller S, a power of two, and the same d as well.
         hides_in_backward: whether d = 0 submits gradients in backward.
-        allows_tail: whether the device may take the last blocks where d = 0.
 
     Attributes:
         schedule: the current one.
-        tail: share of all blocks in the tail.
     """
 
-    def __init__(
-        self,
-        candidates: Sequence[UpdateSchedule],
-        *,
-        hides_in_backward: bool = False,
-        allows_tail: bool = False,
-    ) -> None:
+    def __init__(self, candidates: Sequence[UpdateSchedule], *, hides_in_backward: bool = False) -> None:
         self._candidates = list(candidates)
         self._in_backward = hides_in_backward
-        self._allows_tail = allows_tail
         self.schedule = first_schedule(self._candidates, hides_in_backward=hides_in_backward)
-        self.tail = 0.0
-        self._tried: dict[UpdateSchedule, float] = {}  # the load at which a less stale schedule was taken
+        self._waited = False  # in the last look
+        self._taken_at = math.inf
+        """The load of S = 1 with a lag at which the present schedule was taken because steps waited."""
 
-    def observe(self, load: float, stall: float, *, tail: float = 1.0) -> str | None:
-        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` or `tail` where that is due.
+    def observe(self, load: float, stall: float) -> str | None:
+        """Looks at measurements of the slowest rank, the same numbers on every rank, and changes `schedule` where that is due.
 
         Args:
             load: worker's time per step / device's time per step without stall.
             stall: share of the time spent waiting for the worker.
-            tail: share of all blocks that would be in the tail if every rank's tail took in the blocks that the rank waits for; 1 if the
-                device has no room for them.
 
         Returns:
             Reason of the change, for the log; None if there is none.
         """
-        present, in_backward = self.schedule, self._in_backward
-        of_one = load / self._cost(present)  # the load of S = 1 with a lag
+        present = self.schedule
+        of_one = load / self._cost(present)
         loads = {c: of_one * self._cost(c) for c in self._candidates}
-        occupied = occupancies(loads, in_backward=in_backward)
-        # Where the load has risen since a less stale schedule was tried, it was not the schedule's fault.
-        self._tried = {c: tried for c, tried in self._tried.items() if c >= present or of_one <= tried / _RETRY}
-        if stall > SMALL_STALL:
-            hides, grows = occupied[present] <= HIDDEN, self.tail < tail <= LARGEST_TAIL
+        occupied = occupancies(loads, in_backward=self._in_backward)
+        hides = occupied[present] <= HIDDEN
+        # Without a lag the last blocks are exposed even where the work hides.
+        explained = stall <= load if present.publish_lag == 0 else not hides
+        waited_before, self._waited = self._waited, stall > SMALL_STALL and explained
+        if self._waited and waited_before:
+            self._waited = False
             staler = [c for c in self._candidates if c > present and occupied[c] < occupied[present]]
             if present.publish_lag == 0 and hides:
                 staler = [c for c in staler if c.publish_lag > 0]
-            if grows and self._allows_tail and present.publish_lag == 0 and (hides or not staler):
-                self.tail = tail
-            elif staler:
-                self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=in_backward)
-            else:
+            if not staler:
                 return None
+            self.schedule = least_stale({c: loads[c] for c in staler}, in_backward=self._in_backward)
+            self._taken_at = of_one
             return f"{stall:.1%} of the time is spent waiting, and the worker needs {load:.2f} of a step"
-        for c in self._candidates:
-            if c < present and occupied[c] <= LIKELY_HIDDEN and of_one <= _RETRY * self._tried.get(c, math.inf):
-                self.schedule, self._tried[c] = c, of_one
-                return f"the worker needs {load:.2f} of a step only"
+        if not self._waited and of_one <= _FALLEN * self._taken_at:
+            for c in self._candidates:
+                if c < present and occupied[c] <= LIKELY_HIDDEN:
+                    self.schedule = c
+                    return f"the worker needs {load:.2f} of a step only"
         return None
 
-    def restore(self, schedule: UpdateSchedule, tail: float) -> None:
-        """Continues a run; ignores a schedule that is not a candidate, and a tail that is not allowed. What was tried is forgotten."""
+    def restore(self, schedule: UpdateSchedule) -> None:
+        """Continues a run; ignores a schedule that is not a candidate. Past looks are forgotten."""
         if schedule in self._candidates:
-            self.schedule, self.tail = schedule, tail if self._allows_tail else 0.0
+            self.schedule = schedule
+            self._waited, self._taken_at = False, math.inf
 
     def _cost(self, schedule: UpdateSchedule) -> float:
         return relative_cost(schedule.update_interval, tentative=self._in_backward and schedule.publish_lag == 0)

@@ -7,11 +7,11 @@ step t + 1 + d (d = publish_lag). If the worker has not finished it by then, the
 The step number alone determines all of this, so that runs repeat bit for bit.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import total_ordering
 
-from typing_extensions import Self, override
+from typing_extensions import Self
 
 
 @total_ordering
@@ -96,39 +96,16 @@ class StaggeredSchedule(UpdateSchedule):
     in_backward: bool = False
     """Whether blocks are submitted in backward where d = 0. The last gradient of a window then keeps its slot until the next job commits
     it, and slots and publish buffers are freed block by block."""
-    tail: frozenset[int] = frozenset()
-    """Blocks whose gradients arrive too late in backward to hide their updates there, so that the device owns their weights from their
-    next window on. Where d = 0, their jobs are submitted at the end of the step and due one step later."""
 
     @classmethod
-    def of(
-        cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False, tail: Set[int] = frozenset()
-    ) -> Self:
+    def of(cls, schedule: UpdateSchedule, *, n_blocks: int, in_backward: bool = False) -> Self:
         """The staggered schedule of given S and d."""
         s, d = schedule.update_interval, schedule.publish_lag
-        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward, tail=frozenset(tail))
+        return cls(n_blocks=n_blocks, update_interval=s, publish_lag=d, in_backward=in_backward)
 
     def closing_blocks(self, step: int) -> range:
         """Blocks whose window closes at the end of `step`."""
         return range(step % self.update_interval, self.n_blocks, self.update_interval)
-
-    def lag_of(self, block: int) -> int:
-        """The lag d of one block, in steps."""
-        return max(1, self.publish_lag) if block in self.tail else self.publish_lag
-
-    def of_block(self, block: int) -> UpdateSchedule:
-        """S and d of one block."""
-        return UpdateSchedule(update_interval=self.update_interval, publish_lag=self.lag_of(block))
-
-    def publish_step(self, step: int, block: int) -> int:
-        """Step at whose end a job of a block submitted at the end of `step` is published."""
-        return step + self.lag_of(block)
-
-    @property
-    @override
-    def is_immediate(self) -> bool:
-        """Whether every step ends with weights that have all of its gradients, whoever owns them."""
-        return super().is_immediate and not self.tail
 
     @property
     def n_slots(self) -> int:
@@ -139,22 +116,21 @@ class StaggeredSchedule(UpdateSchedule):
 
         Where blocks are submitted in backward with d = 0, windows of 1, 2, ... S slots are open between steps, the first slot of each
         with a gradient that the last job has shown. Beside them there is room for a few jobs (`_at_once`) and their new gradients;
-        more of them wait (`JobQueue`, backpressure). Jobs of the tail are in flight besides.
+        more of them wait (`JobQueue`, backpressure).
         """
         s, d = self.update_interval, self.publish_lag
-        in_backward = self._at_once(*_SLOTS_AT_ONCE) + self._n_late
-        jobs = in_backward if self._frees_in_backward else d * self._n_closing
+        jobs = self._at_once(*_SLOTS_AT_ONCE) if self._frees_in_backward else d * self._n_closing
         return self._n_closing * s * (s + 1) // 2 + s * jobs
 
     @property
     def n_publish_buffers(self) -> int:
         """Largest number of publish buffers in use by staggered steps: the jobs of d + 1 steps.
 
-        In backward a buffer is used again as soon as its weights are on their way up, but for the tail: the jobs of two steps. One more is
-        for jobs whose weights are not copied to the model.
+        In backward a buffer is used again as soon as its weights are on their way up. One more is for jobs whose weights are not copied to
+        the model.
         """
-        in_backward = self._at_once(*_BUFFERS_AT_ONCE) + 2 * self._n_late
-        jobs = in_backward if self._frees_in_backward else self._n_closing * (self.publish_lag + 1)
+        all_at_once = self._n_closing * (self.publish_lag + 1)
+        jobs = self._at_once(*_BUFFERS_AT_ONCE) if self._frees_in_backward else all_at_once
         return jobs + (self.in_backward and self.n_blocks > 0)
 
     @property
@@ -165,12 +141,6 @@ class StaggeredSchedule(UpdateSchedule):
     def _n_closing(self) -> int:
         """Windows that close in a step, at most."""
         return -(-self.n_blocks // self.update_interval)
-
-    @property
-    def _n_late(self) -> int:
-        """Blocks of the tail that close in a step, at most."""
-        phases = [block % self.update_interval for block in self.tail]
-        return max(map(phases.count, phases), default=0)
 
     def _at_once(self, share: int, least: int) -> int:
         """Jobs in flight at once in backward: one in `share` of those that a step submits, at least `least` of them."""

@@ -30,9 +30,7 @@ class Arrivals:
     """Record of the gradients of the open step that have been routed; everything that depends on arrival reads it.
 
     Attributes:
-        arrived: slices whose gradient of the whole step has been routed.
         trained: slices whose gradients are expected.
-        in_order: blocks in the order in which they were complete in the present or last step.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -42,10 +40,14 @@ class Arrivals:
             for block in blocks:
                 self._slices_of_block[block].add(index)
         self.trained: Set[int] = frozenset(range(len(partition.slices)))
-        self.arrived: set[int] = set()
-        self.in_order: list[int] = []
+        self._arrived: dict[int, None] = {}
         self._new: set[int] = set()
         self._missing: list[set[int]] = []  # by block
+
+    @property
+    def arrived(self) -> Set[int]:
+        """Slices whose gradient of the whole step has been routed, in that order."""
+        return self._arrived.keys()
 
     @property
     def missing(self) -> list[int]:
@@ -54,9 +56,8 @@ class Arrivals:
 
     def open(self) -> None:
         """Begins a step."""
-        self.arrived.clear()
+        self._arrived.clear()
         self._new.clear()
-        self.in_order.clear()
         self._missing = [slices & self.trained for slices in self._slices_of_block]
 
     def slice_complete(self, index: int) -> list[int]:
@@ -65,14 +66,13 @@ class Arrivals:
         Returns:
             Blocks that are complete with it, ascending.
         """
-        self.arrived.add(index)
+        self._arrived[index] = None
         self._new.add(index)
         complete = []
         for block in self._blocks_of_slice[index]:
             self._missing[block].discard(index)
             if not self._missing[block]:
                 complete.append(block)
-        self.in_order += complete
         return complete
 
     def take_new(self) -> Set[int]:

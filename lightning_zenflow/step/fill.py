@@ -170,6 +170,8 @@ class Fill:
             total = self.accumulation.take(index)
             assert total is not None
             self._route(context, index, total)
+            # The next step writes to the sum's memory.
+            self._rank.d2h.join()
         for index in self.arrivals.missing:
             if index not in self._vectors:
                 self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
@@ -206,8 +208,7 @@ class Fill:
         self.norms.add(squared_norms)
         if late is not None:
             hyperparameters = context.inputs.groups[self._rank.partition.slices[slice_index].param_group]
-            with self._rank.telemetry.tracer.span("provisional update"):
-                self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
+            self._provisional.apply_gradient(context.number, late, hyperparameters, context.schedule)
         complete = self.arrivals.slice_complete(slice_index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
         return complete

@@ -49,7 +49,7 @@ class Freezing:
 
     def no_columns(self) -> list[Columns]:
         """For each parameter, no column."""
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return [Columns(device=none.to(p.device), host=none) for p in self._parameters[:1]] * len(self._parameters)
 
     def of_slices(self, columns: Sequence[Columns | None] | None = None) -> list[Columns | None]:

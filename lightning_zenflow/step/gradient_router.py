@@ -1,7 +1,6 @@
 """Routes the reduced gradients of a step to the slots and to device-owned columns, before DeepSpeed reuses their buffer."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -70,10 +69,11 @@ class GradientRouter:
             destinations = self._destinations(parts)
             late = []
             if may_be_late and tile.rows > 1:
-                pairs = zip((block for _, block, _ in parts), destinations, strict=True)
-                late = [pair for pair in pairs if self._is_late(context, pair[0])]
+                late = list(zip((block for _, block, _ in parts), destinations, strict=True))
             per_axis = column_norms is not None or bool(late)
-            norms = self._rank.kernels.route(matrix, destinations, per_axis=per_axis, copies=self._d2h(matrix))
+            norms = self._rank.kernels.route(
+                matrix, destinations, per_axis=per_axis, copies=self._rank.d2h.behind(reads=matrix)
+            )
             self._rank.telemetry.traffic.d2h_bytes += matrix.nbytes
             squared_norms.append(norms.parts)
             if column_norms is not None:
@@ -102,18 +102,6 @@ class GradientRouter:
         # The copies to the slots.
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
-
-    def _is_late(self, context: StepContext, block: int) -> bool:
-        return not (context.schedule.of_block(block).is_immediate or self._ownership.owns_entirely(block))
-
-    @contextmanager
-    def _d2h(self, gradient: Tensor) -> Iterator[None]:
-        """Context in which a gradient is copied to its slots."""
-        with (
-            self._rank.d2h.behind(reads=gradient),
-            self._rank.telemetry.tracer.span("d2h copies", n_bytes=gradient.nbytes),
-        ):
-            yield
 
     def _destinations(self, parts: Iterable[tuple[int, int, int]]) -> list[Destination]:
         return [
@@ -210,8 +198,7 @@ class VectorGradients:
         # A copy to the host is a call of its own, so that neighbours are copied as one.
         runs = [run for block in blocks for run in block.runs]
         slots = [self._slots.view(first).as_strided((of_run.numel(),), (1,)) for first, of_run in runs]
-        with self._rank.telemetry.tracer.span("d2h copies", n_bytes=values.nbytes):
-            torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
+        torch._foreach_copy_(slots, [of_run for _, of_run in runs], non_blocking=True)
         self._rank.telemetry.traffic.d2h_bytes += values.nbytes
         targets, sources = [], []
         for block in blocks:

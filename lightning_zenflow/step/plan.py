@@ -34,14 +34,8 @@ class Planner:
         self._synchronous_until = self._changing_until = 0
 
     @property
-    def tail(self) -> frozenset[int]:
-        """This rank's blocks that the device owns, or will from their next window on, because they arrive last."""
-        return self._jobs.staggered.tail
-
-    @property
     def _wants_columns(self) -> bool:
         """Whether some weights are late, so that the device gains by updating others at once."""
-        # Not counting the tail, which the device owns anyway.
         return self._config.owned_ratio > 0 and not self._jobs.schedule.is_immediate
 
     @property
@@ -86,7 +80,7 @@ class Planner:
         in_backward = self._config.submits_in_backward and self._jobs.schedule.publish_lag == 0
         return StepPlan(
             synchronous=synchronous,
-            shows_exact_weights=synchronous or self._jobs.staggered.is_immediate,
+            shows_exact_weights=synchronous or self._jobs.schedule.is_immediate,
             # In a step that changes columns, windows must end after the change.
             submits_in_backward=in_backward and not (synchronous or selects or releases),
             selects=selects,
@@ -94,44 +88,37 @@ class Planner:
         )
 
     def columns_change(self, step: int) -> None:
-        """Notes new columns or a new tail in `step`: blocks change from now on, each with its own next window."""
+        """Notes new columns in `step`: blocks change from now on, each with its own next window."""
         self._changing_until = step + self._jobs.max_publish_delay
 
     def apply_schedule(self) -> None:
         """Gives the jobs the schedule that was decided on last; also after an exception has interrupted that, right after a flush."""
         if self._control is not None:
-            self._jobs.set_schedule(self._control.schedule, self._control.tail)
+            self._jobs.set_schedule(self._control.schedule)
 
     def interrupt(self) -> None:
         """Leaves the next steps out of what is measured, after something other than training has run between two steps."""
         if self._control is not None:
             self._control.interrupt()
 
-    def end_step(self, step: int, plan: StepPlan) -> bool:
-        """Changes the schedule or the tail where that is due, and logs the change.
+    def end_step(self, step: int, plan: StepPlan) -> None:
+        """Changes the schedule where that is due, and logs the change.
 
         Args:
             step: step that has ended.
             plan: plan of the step.
-
-        Returns:
-            Whether the tail has changed, on any rank.
         """
         if plan.synchronous and self._awaits_selection:
             # The gradient was not finite; nothing could be selected.
             self._synchronous_until = max(self._synchronous_until, step + 1)
         if self._control is None:
-            return False
+            return
         before = self._control.schedule
         reason = self._control.end_step(step, plan, may_change=step >= self._changing_until)
         if reason is None:
-            return False
+            return
         self.apply_schedule()
-        now, n_blocks = self._control.schedule, self._jobs.staggered.n_blocks
+        now = self._control.schedule
         change = f"update_interval={now.update_interval}, publish_lag={now.publish_lag}"
         change += f" (before: {before.update_interval}, {before.publish_lag})"
-        if now == before:
-            self.columns_change(step)
-            change = f"the device owns the blocks that arrive last, {len(self.tail)} of {n_blocks} on rank 0"
-        rank_zero_info(f"ZenFlow: from step {step + 1} on {change}: {reason}")
-        return now == before
+        rank_zero_info(f"ZenFlow: after step {step} {change}: {reason}")

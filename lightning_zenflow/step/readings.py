@@ -1,5 +1,6 @@
 """Reading of all counters of one rank at one moment."""
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
@@ -8,6 +9,9 @@ from lightning_zenflow.step.arrivals import BackwardSubmission
 from lightning_zenflow.telemetry.counters import Reading
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
+
+_WATCHED = 16
+"""Steps that are looked at one by one, and then the interval between two looks."""
 
 
 class CounterReader:
@@ -33,13 +37,26 @@ class CounterReader:
         self._ownership = ownership
         self._skipped = skipped
         self._n_skipped = DeviceNumber()
+        self._has_warned = False
         self.owned_norm_share = DeviceNumber()
+
+    def warn_of_skipped(self, step: int) -> None:
+        """Warns once, soon after the first step that changed nothing; not to be called where a loss scale is searched for."""
+        if self._has_warned or (step > _WATCHED and step % _WATCHED):
+            return
+        self._n_skipped.copy(self._skipped)
+        if n := int(self._n_skipped.read() or 0):
+            self._has_warned = True
+            rank_zero_warn(
+                f"ZenFlow: {n} of {step} steps so far were skipped, as their gradient was not finite: they changed no weight. Look for"
+                " NaN in batches and loss, or lower the learning rate"
+            )
 
     def read(self) -> Reading:
         """Present values; those of the device are from an earlier step."""
         self._n_skipped.copy(self._skipped)
         runtime, telemetry = runtime_of(self._rank.device), self._rank.telemetry
-        jobs, schedule, tail = self._jobs.in_flight, self._jobs.schedule, self._jobs.staggered.tail
+        jobs, schedule = self._jobs.in_flight, self._jobs.schedule
         return Reading(
             steps=telemetry.stalls.steps,
             host_stall_s=telemetry.stalls.seconds,
@@ -55,7 +72,6 @@ class CounterReader:
             factor_error=self._in_backward.factor_error.read(),
             update_interval=schedule.update_interval,
             publish_lag=schedule.publish_lag,
-            tail_share=len(tail) / max(1, self._jobs.staggered.n_blocks),
             owned_share=self._ownership.numel / self._numel if self._numel else 0.0,
             owned_norm_share=self.owned_norm_share.read() if self._ownership.numel else None,
             arena_bytes=self._rank.arena.reserved_bytes,

@@ -11,14 +11,13 @@ Layout 5, of plain numbers, lists and CPU tensors::
     step, skipped       steps done, and how many of them were not finite
     trained             [parameter] whether it was trained, not frozen, in the last step
     ownership
-        selections      {number: [slice] columns, None for all}; 0 is of blocks that are owned entirely
+        selections      {number: [slice] columns, None for all}
         of_block        [block] number of the selection that it has, None before the first one
         wanted          [block] number of the selection that it has, or changes to with its next window
     planner
         synchronous_until, changing_until
         selector        owned (positions of selected columns, None before the first selection), next, epoch
-        schedule        None for fixed S and d; else update_interval, publish_lag, tail (share of all ranks' blocks),
-                        tail_blocks (the rank's own)
+        schedule        None for fixed S and d; else update_interval, publish_lag
     provisional         None if weights have no provisional updates; else
         second_moments  [slice] tensors of the factored second moment, None for slices without, or that were never late
         clip            clip coefficient of the last applied step, NaN before the first

@@ -1,12 +1,14 @@
 """One optimizer step, without DeepSpeed: its phases, and the state that they share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
@@ -20,7 +22,7 @@ from lightning_zenflow.worker.rank_state import UnderWay
 
 class ZenFlowStep:
     """Runs the optimizer steps of one rank: the device updates the selected columns at once, the worker all other weights (ZenFlow,
-    arXiv 2505.12242).
+    arXiv 2505.12242). `torch.profiler` shows phases as "zenflow update" and so on.
 
     During backward, every reduced gradient passes through `receive`: it is copied to the worker's slots (phase *fill* of `JobQueue`), and a
     provisional update is applied to the weights. `step` then runs these phases:
@@ -33,8 +35,7 @@ class ZenFlowStep:
        time to time after it; each block changes its columns with its next window. With S = 1, d = 0 nothing is late, and no column is.
     6. *submit*: the windows that close now go to the worker, except for blocks that were submitted in backward.
     7. *publish*: jobs that are due overwrite the host-owned weights, provisional updates of later steps are applied again, and the
-       device-owned weights are written over them. Blocks that the device owns entirely are left out. In place: in the next forward pass
-       (`await_weights`).
+       device-owned weights are written over them. In place: in the next forward pass (`await_weights`).
     8. *gather*: the ranks exchange their updated weights, as in ZeRO-2.
 
     Interruptions. `KeyboardInterrupt` may be raised between any two instructions. A `flush` after it gives the exact state of the steps
@@ -157,6 +158,29 @@ class ZenFlowStep:
         """Notes that the arena's exact state has been changed from outside, right after a flush."""
         self._state_written = True
 
+    @contextmanager
+    def gradients_set_aside(self) -> Iterator[None]:
+        """Context between backward and step in which a flush, which drops the step's gradients, does not lose them.
+
+        They are copied to host memory, and received again in the same order.
+        """
+        if not self.has_gradients:
+            yield
+            return
+        arrived, sums = list(self._fill.arrivals.arrived), self._fill.accumulation.pending
+        kept = {index: self.gradient(index).to("cpu", copy=True) for index in (*sums, *arrived)}
+        micro_batches = self.micro_batches
+        try:
+            yield
+        finally:
+            if self._state is StepState.IDLE:
+                for index in sums:
+                    self._fill.accumulate(index, kept[index].to(self._rank.device), self.number + 1)
+                self.begin_backward(last=True)
+                for index in arrived:
+                    self.receive(index, kept.pop(index).to(self._rank.device), last=True)
+                self.micro_batches = micro_batches
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """Norm of the step's whole gradient, without loss scale and before clipping: 0-D float32 on the device.
@@ -180,7 +204,8 @@ class ZenFlowStep:
         context = self._opened()
         number, plan = context.number, context.plan
         # reduce
-        squared_norm = self._reduce(context)
+        with record_function("zenflow reduce"):
+            squared_norm = self._reduce(context)
         self._state = StepState.UNDER_WAY
         # Read again: a hook may have changed them after backward.
         inputs, loss_scale = self._read_inputs(), context.inputs.loss_scale
@@ -198,33 +223,36 @@ class ZenFlowStep:
             self.number, self.count = number, scale.count
             self.skipped.add_(~scale.finite)
         # update
-        with self._telemetry.tracer.span("exact step"):
+        with record_function("zenflow update"):
             self._ownership.step(groups, scale)
         self._provisional.end_step(scale, loss_scale)
         # select
-        self._select(context)
+        with record_function("zenflow select"):
+            self._select(context)
         # submit
-        closed = self._jobs.submit_closing(
-            number,
-            beta1=mean_beta1(groups),
-            synchronous=plan.synchronous,
-            drain=self._ownership.waiting,
-            not_shown=self._ownership.owned_entirely,
-        )
-        self._ownership.submitted(closed)
+        with record_function("zenflow submit"):
+            closed = self._jobs.submit_closing(
+                number,
+                beta1=mean_beta1(groups),
+                synchronous=plan.synchronous,
+                drain=self._ownership.waiting,
+                as_predicted=inputs.max_norm == context.inputs.max_norm == 0 and groups == context.inputs.groups,
+            )
+            self._ownership.submitted(closed)
         # publish
-        published = self._jobs.publish(number)
-        with self._telemetry.tracer.span("provisional update"):
+        with record_function("zenflow publish"):
+            published = self._jobs.publish(number)
             self._provisional.published(published, context.schedule)
-        self._ownership.published(published)
-        self._ownership.write_weights()
+            self._ownership.published(published)
+            self._ownership.write_weights()
         # gather
-        self._gather_weights()
+        with record_function("zenflow gather"):
+            self._gather_weights()
 
         self._telemetry.stalls.steps += 1
-        if self._planner.end_step(number, plan):
-            self._own_tail()
-        self._telemetry.stalls.begin_step(self.number + 1)
+        self._planner.end_step(number, plan)
+        if not copies_finite:
+            self._counters.warn_of_skipped(number)
         self._end_micro_batches()
         return scale, finite
 
@@ -292,8 +320,6 @@ class ZenFlowStep:
         """Makes nothing device-owned until the next selection, after `count` applied steps; right after a flush only."""
         self._planner.start_over(self.number, count)
         self._ownership.clear()
-        self._own_tail()
-        self._telemetry.stalls.begin_step(self.number + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """State besides AdamW's that continues the run bit for bit; right after a flush only."""
@@ -334,7 +360,7 @@ class ZenFlowStep:
             self._freezing.followed()
         self.start_over(count)
         self._planner.load_state_dict(saved["planner"])
-        self._ownership.load_state_dict(saved["ownership"], self._planner.tail)
+        self._ownership.load_state_dict(saved["ownership"])
         self._provisional.load_state_dict(saved["provisional"])
         self._fill.norms.load_state_dict(saved["in_backward"])
         return ""
@@ -387,11 +413,6 @@ class ZenFlowStep:
             self._state = StepState.OPEN
         assert self._context is not None
         return self._context
-
-    def _own_tail(self) -> None:
-        """Makes the tail's blocks change to device-owned weights with their next windows."""
-        if self._planner.tail:
-            self._ownership.own_entirely(self._planner.tail, self._freezing.of_slices())
 
     def _select(self, context: StepContext) -> None:
         """Adds the proxies over the ranks and selects, or gives up all columns, where that is due."""

@@ -1,4 +1,4 @@
-"""Counters of one rank: bytes copied, the worker's acknowledgements, and a snapshot of all counters."""
+"""Counters of one rank: bytes copied, and a snapshot of all counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,19 +13,6 @@ class Traffic:
     h2d_bytes: int = 0
     """Host to device: published weights, sums over micro-batches, gradients that are reapplied after a publish, state of device-owned
     entries."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The worker's acknowledgement of one job."""
-
-    job_id: int
-    start_ns: int
-    """Receipt of the job, by the monotonic clock (`time.perf_counter_ns`)."""
-    wait_ns: int
-    """Wait for the job's data, in nanoseconds."""
-    busy_ns: int
-    """Computation, in nanoseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +38,6 @@ class Reading:
     """Mean relative error of a step's predicted clip factors; None until measured."""
     update_interval: int
     publish_lag: int
-    tail_share: float
-    """Share of the blocks that the device owns because they arrive last in backward, 0 to 1."""
     owned_share: float
     """Device-owned share of the weights, 0 to 1."""
     owned_norm_share: float | None

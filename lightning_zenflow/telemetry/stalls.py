@@ -7,25 +7,22 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+from torch.profiler import record_function
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.telemetry.counters import Completion
-from lightning_zenflow.telemetry.tracing import Tracer
 
-Cause = Literal[
-    "publish_wait", "slot", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale", "timeline"
-]
+Cause = Literal["publish_wait", "slot", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale"]
 """Cause of a wait of the training thread:
 
 * "publish_wait": a job that is due is not done;
 * "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
 * "publish_buffer": the device still reads a buffer that is about to be reused;
 * "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
-* "flush": all open windows are completed, and the state of the device-owned columns is exported;
+* "flush": all open windows are completed, and the state of the device-owned columns is exported; or it is looked for weights that the user
+  has written, before a flush;
 * "restart": a killed worker is replaced, found at a submission;
 * "reserve": slots and publish buffers for a longer window or lag are allocated and page-locked;
-* "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed;
-* "timeline": the clocks of device and host are aligned before a recording.
+* "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed.
 """
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
@@ -40,12 +37,10 @@ class StallClock:
 
     Args:
         device: the training device.
-        tracer: records every wait and every job.
     """
 
-    def __init__(self, device: torch.device, tracer: Tracer) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
-        self._tracer = tracer
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._device_seconds: defaultdict[str, float] = defaultdict(float)
         self._events: deque[tuple[str, Event, Event]] = deque()
@@ -74,39 +69,24 @@ class StallClock:
 
     @contextmanager
     def measure(self, cause: Cause) -> Iterator[None]:
-        """Adds the time spent in the context to a cause."""
+        """Adds the time spent in the context to a cause; `torch.profiler` shows the context as "zenflow wait: (cause)"."""
         # Here as well, because no monitor reads the times on most ranks: the device would keep two events a wait.
         self._add_reached()
         before = self._runtime.record_event(timing=True) if self._runtime.runs_behind else None
         begin_ns = time.perf_counter_ns()
         try:
-            yield
+            with record_function(f"zenflow wait: {cause}"):
+                yield
         finally:
-            end_ns = time.perf_counter_ns()
-            seconds = 1e-9 * (end_ns - begin_ns)
+            seconds = 1e-9 * (time.perf_counter_ns() - begin_ns)
             self._seconds[cause] += seconds
-            events = None
             if before is None:
                 self._device_seconds[cause] += seconds
             else:
-                events = before, self._runtime.record_event(timing=True)
-                self._events.append((cause, *events))
-            self._tracer.add_wait(cause, begin_ns, end_ns, events)
+                self._events.append((cause, before, self._runtime.record_event(timing=True)))
 
     def _add_reached(self) -> None:
         """Adds the times between events that the device has reached, and drops the events."""
         while self._events and self._events[0][2].query():
             cause, before, after = self._events.popleft()
             self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
-
-    def begin_step(self, step: int) -> None:
-        """Begins to record a step, where that is asked for; a wait for the alignment of clocks is a stall."""
-        if self._tracer.needs_alignment:
-            with self.measure("timeline"):
-                self._tracer.align()
-        self._tracer.begin_step(step)
-
-    def add_job(self, block: int, completion: Completion) -> None:
-        """Adds the worker's acknowledgement of a job."""
-        self.worker_busy_s += 1e-9 * completion.busy_ns
-        self._tracer.add_job(block, completion)

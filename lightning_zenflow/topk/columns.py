@@ -15,7 +15,7 @@ from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.topk.state_export import BlockStates, Columns, ExportRegion, OwnedTile
+from lightning_zenflow.topk.state_export import Columns, ExportRegion, OwnedTile
 from lightning_zenflow.worker.rank_state import RankState
 
 
@@ -31,9 +31,7 @@ class DeviceColumns:
         write_weights: writes the entries into the model's weights, over published ones; after `step` or `load` only.
     """
 
-    def __init__(
-        self, rank: RankState, block: int, columns: Sequence[Columns | None], source: BlockStates | ExportRegion
-    ) -> None:
+    def __init__(self, rank: RankState, block: int, columns: Sequence[Columns | None], source: ExportRegion) -> None:
         partition = rank.partition
         self._rank = rank
         self._source = source
@@ -50,7 +48,7 @@ class DeviceColumns:
                 numel[group] += tiles[tile_index].numel
         self._tiles = list(tiles.values())
         # For each parameter group, master weights and moments of its n owned entries: [3, n] float32.
-        self._states = [torch.empty(3, n, device=rank.device) for n in numel]
+        self._states = [torch.empty(3, n, dtype=torch.float32, device=rank.device) for n in numel]
         # [n], model dtype: the step's gradient, filled as it arrives; after `step` or `load` the new weights, until the next gradient.
         self._staging = [weights.new_zeros(n) for n, weights in zip(numel, rank.weights, strict=True)]
         # Built once, because every step uses them.
@@ -114,7 +112,7 @@ def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Colum
     """Columns that lie in a tile, relative to its first one, and their number. Computed on the host: a range of sorted numbers."""
     if columns is None or tile.width == row_length:
         return columns, tile.width if columns is None else columns.host.numel()
-    bounds = torch.tensor([tile.first_column, tile.first_column + tile.width])
+    bounds = columns.host.new_tensor([tile.first_column, tile.first_column + tile.width])
     first, last = torch.searchsorted(columns.host, bounds).tolist()
     device, host = (of_row[first:last] - tile.first_column for of_row in (columns.device, columns.host))
     return Columns(device=device, host=host), last - first

@@ -7,10 +7,7 @@ sums over its own rows, and the sums are added over the ranks: one float per col
 import torch
 from torch import Tensor
 
-
-def column_count(columns: int, topk_ratio: float) -> int:
-    """Number of device-owned columns of a matrix: the nearest integer to the share, at least one unless the share is 0."""
-    return 0 if topk_ratio == 0 else max(1, round(topk_ratio * columns))
+from lightning_zenflow.core.partition import column_count
 
 
 def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
@@ -26,7 +23,7 @@ def select_columns(squared_norms: Tensor, topk_ratio: float) -> Tensor:
     columns = squared_norms.shape[-1]
     # Top-k leaves the order of equals open, and all ranks must choose alike: numbers that are never equal, and whose order is that of the
     # norms, then that of the columns. Bits of floats that are not negative are ordered like the floats.
-    from_last = torch.arange(columns - 1, -1, -1, device=squared_norms.device)
+    from_last = torch.arange(columns - 1, -1, -1, dtype=torch.int64, device=squared_norms.device)
     keys = (squared_norms.view(torch.int32).to(torch.int64) << 32) | from_last
     chosen = torch.topk(keys, column_count(columns, topk_ratio), sorted=False).indices
     return chosen.sort().values

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
 from lightning_zenflow.topk.columns import DeviceColumns
-from lightning_zenflow.topk.state_export import BlockStates, Columns, export_regions
+from lightning_zenflow.topk.state_export import Columns, export_regions
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 
@@ -35,10 +35,6 @@ class _OwnedBlock:
     incoming: _Incoming | None = None
 
 
-_ENTIRE = 0
-"""Number of the selection of blocks that are owned entirely; those of columns count from 1."""
-
-
 class Ownership:
     """Owner of all device-owned entries of a rank.
 
@@ -50,8 +46,6 @@ class Ownership:
        their exact state is in the arena as well.
 
     Nothing is reset, dropped or applied twice.
-
-    Blocks of the tail may be owned entirely, with 14 bytes of device memory an entry (16 in fp32). They change once, in these two phases.
 
     Args:
         worker: exports exact state.
@@ -80,40 +74,18 @@ class Ownership:
         return {number for number, block in enumerate(self._blocks) if block.wanted != block.selection}
 
     def select(self, columns: Sequence[Columns | None]) -> None:
-        """Makes every block that is not owned entirely change to these columns at its next window boundary.
+        """Makes every block change to these columns at its next window boundary.
 
         Args:
             columns: for each slice, columns over the whole row; None: all.
         """
-        number = max(self._selections, default=_ENTIRE) + 1
+        number = max(self._selections, default=0) + 1
         self._selections[number] = columns
         for block in self._blocks:
-            if block.wanted != _ENTIRE:
-                block.wanted = number
+            block.wanted = number
         # No block has or changes to the others any more.
         in_use = {number for block in self._blocks for number in (block.wanted, block.selection)}
         self._selections = {number: columns for number, columns in self._selections.items() if number in in_use}
-
-    def own_entirely(self, blocks: Set[int], columns: Sequence[Columns | None]) -> None:
-        """Makes some blocks change at their next window boundary to all of their entries, for good.
-
-        Args:
-            blocks: indexes into `Partition.blocks`.
-            columns: for each slice None, or no columns where it is frozen; the same in every call until `clear`.
-        """
-        self._selections.setdefault(_ENTIRE, columns)
-        for block in blocks:
-            self._blocks[block].wanted = _ENTIRE
-
-    def owns_entirely(self, block: int) -> bool:
-        """Whether a block's weights are the device's own, all of them."""
-        owned = self._blocks[block]
-        return owned.selection == _ENTIRE and owned.incoming is None and owned.current is not None
-
-    @property
-    def owned_entirely(self) -> Set[int]:
-        """Blocks whose weights are the device's own, all of them."""
-        return {block for block in range(len(self._blocks)) if self.owns_entirely(block)}
 
     def clear(self) -> None:
         """Makes nothing device-owned."""
@@ -178,21 +150,13 @@ class Ownership:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], tail: Set[int]) -> None:
-        """Inverse of `state_dict`; values are loaded from the arena.
-
-        Args:
-            state: a `state_dict`.
-            tail: blocks that are still owned entirely; others that were get the selected columns.
-        """
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; values are loaded from the arena."""
         self._selections = {
             number: [None if c is None else Columns(device=c.to(self._rank.device), host=c) for c in selection]
             for number, selection in state["selections"].items()
         }
-        selected = max(self._selections, default=_ENTIRE) or None
         for number, (selection, wanted) in enumerate(zip(state["of_block"], state["wanted"], strict=True)):
-            if wanted == _ENTIRE and number not in tail:
-                selection = wanted = selected
             current = None if selection is None else self._columns_of(number, selection)
             self._blocks[number] = _OwnedBlock(wanted=wanted, selection=selection, current=current)
         self._load_current()
@@ -206,5 +170,4 @@ class Ownership:
             columns.load("flush")
 
     def _columns_of(self, block: int, selection: int) -> DeviceColumns:
-        source = BlockStates(self._rank) if selection == _ENTIRE else self._regions[block]
-        return DeviceColumns(self._rank, block, self._selections[selection], source)
+        return DeviceColumns(self._rank, block, self._selections[selection], self._regions[block])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy
-from lightning_zenflow.topk.importance import column_count, select_columns
+from lightning_zenflow.core.partition import column_count
+from lightning_zenflow.topk.importance import select_columns
 from lightning_zenflow.topk.state_export import Columns
 
 AUTO_INTERVAL = 512
@@ -24,7 +25,7 @@ class ColumnSquaredNorms:
     """
 
     def __init__(self, columns: Sequence[int], device: torch.device) -> None:
-        self.flat = torch.zeros(sum(columns), device=device)
+        self.flat = torch.zeros(sum(columns), dtype=torch.float32, device=device)
         """float32; of this rank's rows until it is reduced."""
         self._views = _of_parameters(self.flat, columns, columns)
 
@@ -126,7 +127,7 @@ class Selector:
             numel = width * n_matrices
             if numel:
                 of_width = select_columns(flat.narrow(0, begin, numel).view(n_matrices, width), self._topk_ratio)
-                begins = torch.arange(begin, begin + numel, width, device=self._device)
+                begins = torch.arange(begin, begin + numel, width, dtype=torch.int64, device=self._device)
                 columns.append(of_width.view(-1))
                 positions.append((of_width + begins.unsqueeze(1)).view(-1))
                 begin += numel

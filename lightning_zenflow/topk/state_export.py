@@ -15,10 +15,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align
+from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align, column_count
 from lightning_zenflow.native import protocol
 from lightning_zenflow.telemetry.stalls import Cause
-from lightning_zenflow.topk.importance import column_count
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 
@@ -101,31 +100,6 @@ def _region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
     """Of all blocks; none where nothing is selected."""
     blocks = range(len(partition.blocks) if topk_ratio else 0)
     return [RegionSize.of_block(partition, block, topk_ratio) for block in blocks]
-
-
-class BlockStates:
-    """State of whole blocks, which the training thread copies to the device straight from the arena.
-
-    For a tail that the device owns: exporting all of a block would take as much host memory again. The arena must be the trainer's when
-    `load` is called: no job of the block in flight.
-    """
-
-    def __init__(self, rank: RankState) -> None:
-        self._rank = rank
-
-    def request(self, tiles: Sequence[OwnedTile], cause: Cause) -> None:
-        """As `ExportRegion.request`; nothing to do."""
-
-    def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
-        """As `ExportRegion.load`. Waits for the copies, because the arena's states are not page-locked."""
-        arena, telemetry = self._rank.arena, self._rank.telemetry
-        with telemetry.stalls.measure(cause):
-            for owned in tiles:
-                target = states[owned.param_group].narrow(1, owned.begin, owned.numel)
-                target[0].copy_(arena.master.narrow(0, owned.tile.begin, owned.numel))
-                for row, moment in zip(target[1:], (arena.exp_avg, arena.exp_avg_sq), strict=True):
-                    row.copy_(moment.read(owned.tile.begin, owned.numel))
-                telemetry.traffic.h2d_bytes += target.nbytes
 
 
 class ExportRegion:

@@ -24,7 +24,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
-from lightning_zenflow.worker.moments import CodedMoment, Moment, first_scales, n_scales
+from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales, n_scales
 from lightning_zenflow.worker.topology import running_on
 
 _log = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class StepWords:
             step: the step's number.
             factor: 0-D float32; not finite: the step changes nothing.
         """
+        assert step >= 1 and factor.dtype == torch.float32 and factor.ndim == 0, (step, factor)
         # New memory each time. The allocator uses it again on this stream only, behind the copy.
         word = torch.empty(WORD_BYTES // 4, dtype=torch.int32, device=factor.device)
         clip, sequence, check = _fields(word)
@@ -160,16 +161,15 @@ class Arena:
         def array(name: str) -> Tensor:
             offset, dtype, shape = sections[name]
             if math.prod(shape) == 0:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             return torch.frombuffer(self._memory, dtype=dtype, offset=offset, count=math.prod(shape)).view(shape)
 
         self.master = array("master")
-        moments, scales = (array("exp_avg"), array("exp_avg_sq")), array("scales")
         self.rounds = sizes.moments_dtype != torch.float32
-        self.exp_avg, self.exp_avg_sq = (
-            CodedMoment(codes, scales[:, i], partition.tiles) if sizes.moments_dtype == torch.int8 else Moment(codes)
-            for i, codes in enumerate(moments)
-        )
+        self.exp_avg, self.exp_avg_sq = Moment(array("exp_avg")), Moment(array("exp_avg_sq"))
+        if sizes.moments_dtype == torch.int8:
+            both = CodedMoments(self.exp_avg.array, self.exp_avg_sq.array, array("scales"), partition.tiles)
+            self.exp_avg, self.exp_avg_sq = (CodedMoment(both, is_first=is_first) for is_first in (True, False))
         self.slots, self.publish, self.export = map(array, ("slots", "publish", "export"))
         self.export_offset = int(header.export_offset)
         records = array("step_records")
@@ -181,6 +181,7 @@ class Arena:
         self._cores = cores
         self._reserved: list[tuple[int, int]] = []
         self._page_locked: list[int] = []  # addresses
+        self._copies: list[Tensor] = []  # page-locked, so they must not be freed before `close`
 
     @property
     def reserved_bytes(self) -> int:
@@ -221,13 +222,31 @@ class Arena:
             # Slots and publish buffers of a section are rows; every block is divided among all threads.
             n_rows = max(1, (end - begin) // row_bytes) if row_bytes else 1
             touch(begin, n_rows, (end - begin) // n_rows)
+        self._page_lock_at(self._address() + begin, end - begin)
+
+    def _page_lock_at(self, address: int, n_bytes: int) -> None:
         try:
             with running_on(self._cores):
-                self._runtime.page_lock(self._address() + begin, end - begin)
+                self._runtime.page_lock(address, n_bytes)
         except RuntimeError as refusal:
             warn_of_pageable_memory(refusal)
         else:
-            self._page_locked.append(self._address() + begin)
+            self._page_locked.append(address)
+
+    def page_locked_copy(self, values: Tensor) -> Tensor:
+        """Copies values of the host to memory of their own, which is page-locked until `close` if the system does not refuse it; where the
+        device does not run behind, returns `values`. The copy takes up to two memory pages more; torch's allocator rounds to powers of two.
+        """
+        if not self._runtime.runs_behind or values.numel() == 0:
+            return values
+        n_bytes = _round_up(values.nbytes, PAGE_BYTES)
+        memory = torch.empty(n_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        # Whole memory pages, which no other range shares.
+        pages = memory[-memory.data_ptr() % PAGE_BYTES :][:n_bytes]
+        copy = pages[: values.nbytes].view(values.dtype).view(values.shape).copy_(values)
+        self._page_lock_at(pages.data_ptr(), n_bytes)
+        self._copies.append(copy)
+        return copy
 
     def ranges_of_device(self) -> list[tuple[int, int]]:
         """Reserved bytes [begin, end) that a device copies from or to, to be page-locked for a CUDA device: all but the states.
@@ -242,17 +261,39 @@ class Arena:
         return len(self.step_words)
 
     @property
+    def n_looks(self) -> int:
+        """Looks of the workers at words that had not arrived; grows while a worker waits for a word."""
+        return int(self._header.n_looks)
+
+    def assert_has(self, *, block: int, slots: Sequence[int], publish_buffer: int, last_step: int) -> None:
+        """Asserts that a job names what there is; the worker checks the same when it reads the message."""
+        h = self._header
+        assert 0 <= block < h.n_blocks and 0 <= publish_buffer < h.n_publish_buffers, (block, publish_buffer)
+        assert all(0 <= slot < h.n_slots for slot in slots), slots
+        assert not slots or last_step <= h.resolved_step + h.n_step_records, last_step
+
+    def worker_state(self) -> str:
+        """What the worker does, by its own account, for an error message."""
+        h = self._header
+        word = "" if h.awaited_block == protocol.NO_BLOCK else f" and block {h.awaited_block}"
+        waits = f"waits for the word of step {h.awaited_step}{word}" if h.awaited_step else "waits for no word"
+        return f"job {h.begun_job} begun, job {h.completed_job} completed, step {h.resolved_step} resolved; {waits}"
+
+    @property
     def resolved(self) -> tuple[int, int]:
         """The last step whose factor the worker has read, and the number of applied steps up to it.
 
         Exact, and to be set, only while no job is in flight.
         """
         step = int(self._header.resolved_step)
-        return step, int(self._counts[step % self.n_step_records])
+        count = int(self._counts[step % self.n_step_records])
+        assert step >= 0 and count >= 0, (step, count)
+        return step, count
 
     @resolved.setter
     def resolved(self, value: tuple[int, int]) -> None:
         step, count = value
+        assert step >= 0 and count >= 0, value
         # Stale words of an earlier run must not match steps of this one.
         self.step_words.reset()
         self.block_words.reset()
@@ -268,6 +309,10 @@ class Arena:
             tentative: writes those of the tentative update, known in backward, instead of those that are committed.
         """
         header = self._header
+        assert step >= 1 and len(groups) == header.n_param_groups, (step, groups)
+        # The worker checks the same when it reads them.
+        assert all(0 <= g.beta1 < 1 and 0 <= g.beta2 < 1 for g in groups), groups
+        assert all(0 <= v < math.inf for g in groups for v in (g.lr, g.eps, g.weight_decay)), groups
         begin = header.step_records_offset + (step % self.n_step_records) * header.step_record_bytes
         begin += ctypes.sizeof(protocol.StepRecord)
         begin += tentative * len(groups) * ctypes.sizeof(protocol.Hyperparameters)
@@ -313,6 +358,7 @@ class Arena:
                 except RuntimeError as fault:
                     # After a fault of the device every call reports it. The error that ends training stays the one that is raised.
                     _log.warning("at the end of training the device reports: %s", fault)
+            self._copies.clear()
             if take_weights is not None:
                 self._free(self._header.slots_offset, self._header.publish_offset // mmap.PAGESIZE * mmap.PAGESIZE)
                 take_weights()

@@ -1,6 +1,6 @@
 """Choice of the cores that the worker's threads run on. Pure; `lightning_zenflow.worker.topology` reads the machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_zenflow.worker.topology import Place
@@ -15,60 +15,49 @@ class WorkerCores:
     reason: str
     """Why these, for the log."""
     trainer_threads: int
-    """Threads of a trainer on the CPU: one for each physical core of the rank's share that the worker leaves, at least one. More would
-    compete with the worker, and OpenMP waits for the slowest thread."""
+    """Threads of a trainer on the CPU: one for each core of the rank's share that the worker leaves, at least one. More would compete with
+    the worker, and OpenMP waits for the slowest thread."""
 
 
 def worker_cores(
-    request: str | int | Sequence[int],
-    *,
-    places: Sequence[Place],
-    index: int,
-    siblings: Mapping[int, tuple[int, ...]],
-    reserved_share: float,
+    request: str | int | Sequence[int], *, places: Sequence[Place], index: int, reserved_share: float
 ) -> WorkerCores:
     """Chooses the cores of one rank's worker.
 
-    1. The rank's *candidates* are its allowed cores on its GPU's socket, or all allowed cores if there are none.
-    2. The physical cores of the candidates are divided evenly among the ranks with the same candidates; ranks whose candidates overlap
-       without being the same may get the same core.
-    3. A control group's limit on CPU time bounds the share; ranks in one group divide its limit evenly.
-    4. The trainer keeps `reserved_share` of the rank's share; the worker gets one logical core of each other physical core, at least one.
+    1. The rank's *candidates* are its allowed cores on its GPU's NUMA node, or all allowed cores if there are none. Ranks whose candidates
+       overlap divide them evenly.
+    2. A control group's limit on CPU time bounds the share; the ranks of the host divide it evenly.
+    3. The trainer keeps `reserved_share` of the rank's share; the worker gets the others, at least one.
 
     The trainer is not pinned: its threads and data loaders find the free cores.
 
     Args:
-        request: "auto"; or the number of cores, which may exceed the share: further physical cores follow, those of the GPU's socket first,
-            then second logical cores; or the cores of all ranks of the host: rank r gets the r-th of equal parts of the list, or
-            one core in turn if there are fewer cores than ranks.
+        request: "auto"; or the number of cores, which may exceed the share: other allowed cores follow; or the cores of all ranks of the
+            host: rank r gets the r-th of equal parts of the list, or one core in turn if there are fewer cores than ranks.
         places: places of the host's ranks.
         index: index of the rank in `places`.
-        siblings: for each allowed core the logical cores of the same physical core.
-        reserved_share: share of a rank's physical cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`).
+        reserved_share: share of a rank's cores for the trainer, 0 to 1 (DeepSpeed's `pt_reserved_cores_perc`).
 
     Raises:
         ValueError: a requested core is not allowed, or there are fewer cores than requested.
     """
     place = places[index]
-    allowed = place.allowed
-    candidates = _candidates(place)
+    allowed, candidates = place.allowed, _candidates(place)
     sharers = [i for i, other in enumerate(places) if not set(candidates).isdisjoint(_candidates(other))]
-    share = _part(_one_per_physical_core(candidates, siblings), sharers.index(index), len(sharers))
-    quota = _cpus(places, place)
-    mine = share[-max(1, int(quota)) :] if quota < len(share) else share
+    share = _part(candidates, sharers.index(index), len(sharers))
+    limit = place.cpu_limit / len(places)
+    mine = share[-max(1, int(limit)) :] if limit < len(share) else share
     if isinstance(request, str):
         cores = mine[-max(1, len(mine) - round(reserved_share * len(mine))) :]
-        near = set(candidates) <= set(place.gpu_cores)
-        reason = "on the GPU's socket" if near else "a share of the allowed cores"
+        reason = "on the GPU's NUMA node" if set(candidates) <= set(place.gpu_cores) else "a share of the allowed cores"
         if mine != share:
-            reason += f", limited by a control group to {quota:g} CPUs for this rank"
+            reason += f", limited by a control group to {limit:g} CPUs for this rank"
     elif isinstance(request, int):
         if request > len(allowed):
             raise ValueError(
                 f"ZenFlowConfig: worker_cores must be at most {len(allowed)}, the number of cores this process may use, got {request}"
             )
-        in_order = [*reversed(share), *_by_distance(allowed, place, siblings)]
-        cores = sorted(list(dict.fromkeys(in_order))[:request])
+        cores = sorted(list(dict.fromkeys([*reversed(share), *reversed(candidates), *reversed(allowed)]))[:request])
         reason = "number given by worker_cores"
     else:
         forbidden = sorted(set(request) - set(allowed))
@@ -85,29 +74,6 @@ def worker_cores(
 def _candidates(place: Place) -> list[int]:
     near = set(place.gpu_cores)
     return [core for core in place.allowed if core in near] or list(place.allowed)
-
-
-def _cpus(places: Sequence[Place], place: Place) -> float:
-    """CPUs whose time a rank gets: an even part of each control group's limit."""
-    parts = [quota.cpus / sum(quota in other.quotas for other in places) for quota in place.quotas]
-    return min(parts, default=float("inf"))
-
-
-def _by_distance(allowed: Sequence[int], place: Place, siblings: Mapping[int, tuple[int, ...]]) -> list[int]:
-    """All allowed cores: one per physical core, then the others; each in the order of nearness to the GPU, the last ones first."""
-    first, near = set(_one_per_physical_core(allowed, siblings)), set(place.gpu_cores)
-    return sorted(allowed, key=lambda core: (core not in first, core not in near, -core))
-
-
-def _one_per_physical_core(cores: Sequence[int], siblings: Mapping[int, tuple[int, ...]]) -> list[int]:
-    """The first logical core of each physical core, in order."""
-    chosen: list[int] = []
-    taken: set[int] = set()
-    for core in cores:
-        if core not in taken:
-            chosen.append(core)
-            taken.update(siblings[core])
-    return chosen
 
 
 def _part(cores: list[int], rank: int, ranks: int) -> list[int]:

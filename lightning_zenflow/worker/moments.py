@@ -7,6 +7,7 @@ are rounded to nearest, as loaded ones are.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _CHUNK = TILE_ELEMENTS << 14
 """Elements that are converted at once: 8 MB for each operation."""
 
 _SMALLEST_SCALE = 2.0**-100
+_RATIOS = (2.0**-40, 2.0**126)
+"""Bounds of the scales of first moments."""
 
 
 class Moment:
@@ -44,78 +47,120 @@ class Moment:
         return self.read(begin, numel)
 
 
-class CodedMoment(Moment):
-    """A moment in 8 bits.
+class _Part(NamedTuple):
+    """A part of a tile, which begins with a scale, but for the first one of what is read."""
+
+    elements: slice
+    scales: slice
+    skipped: int
+    """Elements of the first scale that are not in the part."""
+
+    def of_elements(self, scales: Tensor) -> Tensor:
+        """For each element that of the part's scales which it has."""
+        spread = scales.repeat_interleave(TILE_ELEMENTS)
+        return spread[self.skipped : self.skipped + self.elements.stop - self.elements.start]
+
+
+class CodedMoments:
+    """Both moments in 8 bits; operations are rounded as the worker's.
 
     Args:
-        codes: [numel] int8 for the first moment, uint8 for the second.
-        scales: [n_scales] float32.
+        exp_avg: [numel] int8; codes of first moments.
+        exp_avg_sq: [numel] uint8.
+        scales: [n_scales, 2] float32; of first and second moments.
         tiles: of the partition.
     """
 
-    def __init__(self, codes: Tensor, scales: Tensor, tiles: Sequence[Tile]) -> None:
-        super().__init__(codes)
-        self._scales = scales
-        self._is_signed = codes.dtype == torch.int8
+    def __init__(self, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, tiles: Sequence[Tile]) -> None:
+        self.exp_avg, self.exp_avg_sq, self._scales = exp_avg, exp_avg_sq, scales
         self._tiles, self._begins = tiles, [tile.begin for tile in tiles]
         self._first_scales = first_scales(tiles)
 
+    def parts(self, begin: int, end: int) -> Iterator[_Part]:
+        """Parts of the tiles in [begin, end)."""
+        for number in range(max(0, bisect_right(self._begins, begin) - 1), len(self._tiles)):
+            tile, scale = self._tiles[number], self._first_scales[number]
+            if tile.begin >= end:
+                break
+            for chunk in range(tile.begin, tile.end, _CHUNK):
+                first, last = max(begin, chunk) - tile.begin, min(end, tile.end, chunk + _CHUNK) - tile.begin
+                if first < last:
+                    scales = slice(scale + first // TILE_ELEMENTS, scale - (-last // TILE_ELEMENTS))
+                    yield _Part(slice(tile.begin + first, tile.begin + last), scales, first % TILE_ELEMENTS)
+
+    def first(self, part: _Part) -> Tensor:
+        """First moments, float32."""
+        q = self.exp_avg[part.elements].float()
+        return q * q.abs() * (1 / 127**2) * part.of_elements(self._scales[part.scales, 0]) * self._root(part)
+
+    def second(self, part: _Part) -> Tensor:
+        """Second moments, float32."""
+        c = self.exp_avg_sq[part.elements].float()
+        root = c * c * (1 / 255**2)
+        return root * root * part.of_elements(self._scales[part.scales, 1])
+
+    def set_first(self, part: _Part, values: Tensor) -> None:
+        """Codes first moments, float32, beside the roots of second ones, which are not left zero. NaN gets a scale of NaN."""
+        beside = self.exp_avg_sq[part.elements]
+        torch.maximum(beside, (values != 0).to(torch.uint8), out=beside)
+        shares = self._rescale(part, 0, (values / self._root(part)).abs(), _RATIOS, rounded_bits=8)
+        q = shares.sqrt().mul(127).add(0.5).nan_to_num(127, posinf=127).clamp(max=127).trunc()
+        self.exp_avg[part.elements] = torch.copysign(q, values).to(torch.int8)
+
+    def set_second(self, part: _Part, values: Tensor) -> None:
+        """Codes second moments, float32. First ones keep their values, but for rounding, unless theirs is zero."""
+        kept = self.first(part)
+        shares = self._rescale(part, 1, values, (_SMALLEST_SCALE, torch.finfo(torch.float32).max))
+        c = shares.sqrt().sqrt().mul(255).nan_to_num(255, posinf=255).clamp(max=255).round()
+        self.exp_avg_sq[part.elements] = torch.maximum(c, (values > 0).float()).to(torch.uint8)
+        self.set_first(part, torch.where(values == 0, 0, kept))
+
+    def _root(self, part: _Part) -> Tensor:
+        """Of second moments, at least that of code 1."""
+        c = self.exp_avg_sq[part.elements].float().clamp(min=1)
+        # A new arena has scales of zero. torch's vectorised root of float32 is not always rounded right.
+        scales = self._scales[part.scales, 1].double().clamp(min=_SMALLEST_SCALE).sqrt().float()
+        return c * c * (1 / 255**2) * part.of_elements(scales)
+
+    def _rescale(
+        self, part: _Part, moment: int, magnitudes: Tensor, bounds: tuple[float, float], rounded_bits: int = 0
+    ) -> Tensor:
+        """Gives a part new scales, whose last bits are rounded; returns the magnitudes' shares of them."""
+        rows = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % TILE_ELEMENTS)).view(-1, TILE_ELEMENTS)
+        largest = rows.amax(1, keepdim=True)
+        # Unlike `clamp`, keeps NaN.
+        for bound, is_beyond in zip(bounds, (torch.lt, torch.gt), strict=True):
+            largest[is_beyond(largest, bound)] = bound
+        bits = largest.view(torch.int32) + (1 << rounded_bits >> 1)
+        scales = (bits >> rounded_bits << rounded_bits).view(torch.float32)
+        self._scales[part.scales, moment] = scales.squeeze(1)
+        return (rows * scales.reciprocal()).view(-1)[: len(magnitudes)]
+
+
+class CodedMoment(Moment):
+    """One of `CodedMoments`. What both have been read as finds its codes again if the second moment is written first."""
+
+    def __init__(self, moments: CodedMoments, *, is_first: bool) -> None:
+        super().__init__(moments.exp_avg if is_first else moments.exp_avg_sq)
+        self._moments, self._is_first = moments, is_first
+
     @override
     def read(self, begin: int, numel: int) -> Tensor:
-        values = torch.zeros(numel)  # padding has no tile
-        for tile, scale, first, last in self._chunks(begin, begin + numel):
-            i, j = (first - tile) // TILE_ELEMENTS, -(-(last - tile) // TILE_ELEMENTS)
-            scales = self._scales[scale + i : scale + j].repeat_interleave(TILE_ELEMENTS)
-            shares = self._decode(self.array[first:last])
-            skipped = first - tile - i * TILE_ELEMENTS
-            torch.mul(shares, scales[skipped : skipped + last - first], out=values[first - begin : last - begin])
+        values = torch.zeros(numel, dtype=torch.float32, device="cpu")  # padding has no tile
+        decode = self._moments.first if self._is_first else self._moments.second
+        for part in self._moments.parts(begin, begin + numel):
+            values[part.elements.start - begin : part.elements.stop - begin] = decode(part)
         return values
 
     @override
     def write(self, begin: int, values: Tensor) -> None:
-        for tile, scale, first, last in self._chunks(begin, begin + len(values)):
-            i = (first - tile) // TILE_ELEMENTS
-            chunk = values[first - begin : last - begin].float()
-            rows = torch.nn.functional.pad(chunk, (0, -len(chunk) % TILE_ELEMENTS)).view(-1, TILE_ELEMENTS)
-            largest = rows.abs().amax(1, keepdim=True)
-            largest[largest.isinf()] = torch.finfo(torch.float32).max
-            # Unlike `clamp`, keeps NaN.
-            largest[largest < _SMALLEST_SCALE] = _SMALLEST_SCALE
-            self._scales[scale + i : scale + i + len(rows)] = largest.squeeze(1)
-            self.array[first:last] = self._encode(rows, largest.reciprocal()).view(-1)[: last - first]
+        encode = self._moments.set_first if self._is_first else self._moments.set_second
+        for part in self._moments.parts(begin, begin + len(values)):
+            encode(part, values[part.elements.start - begin : part.elements.stop - begin].float())
 
     @override
     def stand_in(self, begin: int, numel: int) -> Tensor:
-        return torch.full((1,), torch.nan).expand(numel)
-
-    def _chunks(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Parts of tiles in [begin, end): first element and first scale of the tile, and the bounds of the part. Parts begin with a scale,
-        but for the first one of all.
-        """
-        for number in range(max(0, bisect_right(self._begins, begin) - 1), len(self._tiles)):
-            tile = self._tiles[number]
-            if tile.begin >= end:
-                break
-            for chunk in range(tile.begin, tile.end, _CHUNK):
-                first, last = max(begin, chunk), min(end, tile.end, chunk + _CHUNK)
-                if first < last:
-                    yield tile.begin, self._first_scales[number], first, last
-
-    def _decode(self, codes: Tensor) -> Tensor:
-        """Shares of the scale, float32, each operation rounded as the worker's."""
-        c = codes.float()
-        if self._is_signed:
-            return c * c.abs() * (1 / 127**2)
-        root = c * c * (1 / 255**2)
-        return root * root
-
-    def _encode(self, values: Tensor, inverse: Tensor) -> Tensor:
-        """Codes of values, given the inverse of their scales; NaN gets some code, beside a scale of NaN."""
-        if self._is_signed:
-            q = (values.abs() * inverse).sqrt().mul(127).add(0.5).nan_to_num(127, posinf=127).clamp(max=127).trunc()
-            return torch.copysign(q, values).to(torch.int8)
-        c = (values * inverse).sqrt().sqrt().mul(255).nan_to_num(255, posinf=255).clamp(max=255).round()
-        return torch.maximum(c, (values > 0).float()).to(torch.uint8)
+        return torch.full((1,), torch.nan, dtype=torch.float32, device="cpu").expand(numel)
 
 
 def first_scales(tiles: Sequence[Tile]) -> list[int]:

@@ -12,7 +12,6 @@ import os
 import select
 import socket
 import subprocess
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,11 +30,18 @@ _EXIT_TIMEOUT_S = 1.0
 _DEATH_TIMEOUT_S = 10.0
 """Time for the kernel to end the process and to free its memory."""
 
+_LOOK_S = 1.0
+"""Between two looks at what a worker does that has not answered yet; less where `worker_timeout` is short."""
+
 _STDERR_BYTES = 4096
 
 
 class WorkerError(RuntimeError):
     """The worker failed, died or did not answer in time. The message contains its last output, if any."""
+
+
+class WorkerTimeout(WorkerError):
+    """The worker did not answer, or received no message, in time."""
 
 
 class WorkerKilled(WorkerError):
@@ -56,6 +62,18 @@ class JobMessage:
     publish_buffer: int
     prediction_steps: float = 0.0
     tentative: protocol.Tentative = protocol.Tentative.NONE
+
+    def __post_init__(self) -> None:
+        # The worker checks the same when it reads the message.
+        assert self.job_id >= 1 and (self.first_step >= 1 or not self.slots), self
+        assert 0 <= self.prediction_steps <= 1e6, self
+        assert self.slots or not self.tentative, self
+        assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.TRUE, self
+
+    @property
+    def last_step(self) -> int:
+        """Last of the steps, the tentative one included; the one before `first_step` if there is none."""
+        return self.first_step + len(self.slots) - 1
 
     def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(
@@ -98,14 +116,18 @@ class Worker:
     Args:
         arena: the shared memory.
         cores: logical cores, each with one pinned thread.
-        timeout_s: limit of the start, of each wait for an answer, and of the worker's wait for a step's data.
+        timeout_s: limit of the start and of each wait for an answer, without the time in which the worker waits for a word.
+        word_timeout_s: limit of the worker's wait for a word, the device's or other ranks'; None: `timeout_s`.
 
     Raises:
         WorkerKilled: a signal ended the worker before it was ready.
         WorkerError: the worker could not be started.
     """
 
-    def __init__(self, arena: Arena, *, cores: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, arena: Arena, *, cores: Sequence[int], timeout_s: float, word_timeout_s: float | None = None
+    ) -> None:
+        self._arena = arena
         self._timeout_s = timeout_s
         self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         keep_from_children(self._socket)
@@ -122,7 +144,7 @@ class Worker:
             "--arena-fd", str(arena.fd),
             "--socket-fd", str(remote.fileno()),
             "--cores", ",".join(map(str, cores)),
-            "--word-timeout-ms", str(max(1, round(timeout_s * 1000))),
+            "--word-timeout-ms", str(max(1, round(1000 * (word_timeout_s or timeout_s)))),
         ]  # fmt: skip
         with remote:
             try:
@@ -153,6 +175,7 @@ class Worker:
                 raise WorkerError(
                     f"the ZenFlow worker's protocol must be {protocol.VERSION}, got {ready.version}: reinstall lightning-zenflow"
                 )
+            assert ready.n_threads == len(cores), "one for each core"
         except BaseException:
             self.kill()
             raise
@@ -169,33 +192,45 @@ class Worker:
 
         Raises:
             WorkerKilled: a signal ended the worker.
-            WorkerError: the worker exited, or does not receive messages.
+            WorkerTimeout: the worker receives no messages.
+            WorkerError: the worker exited.
         """
-        self._send(bytes(message))
+        if isinstance(message, JobMessage):
+            self._arena.assert_has(
+                block=message.block,
+                slots=message.slots,
+                publish_buffer=message.publish_buffer,
+                last_step=message.last_step,
+            )
+        data = bytes(message)
+        assert len(data) <= protocol.MAX_MESSAGE_BYTES, message
+        self._send(data)
 
     def wait(self) -> Answer:
         """Waits for the next answer.
 
         Raises:
             WorkerKilled: a signal ended the worker.
-            WorkerError: the worker reported an error, exited, or did not answer in time.
+            WorkerTimeout: the worker did not answer in time.
+            WorkerError: the worker reported an error, or exited.
         """
         if self._inbox:
             message = self._inbox.popleft()
-        elif self._answers.poll(self._timeout_s * 1000):
-            message = self._read()
         else:
-            raise WorkerError(
-                f"the ZenFlow worker (process {self.pid}) did not answer within {self._timeout_s:g} s;"
-                " raise `worker_timeout` if it is only slow" + self._quoted_stderr()
-            )
+            self._wait_for(self._answers, "did not answer")
+            message = self._read()
         if not message:
             raise self._death()
         kind = protocol.MessageHeader.from_buffer_copy(message).type
         if kind == protocol.MessageType.ERROR:
             text = message[ctypes.sizeof(protocol.MessageHeader) :].decode(errors="replace")
             raise WorkerError(f"the ZenFlow worker (process {self.pid}) failed: {text}")
-        return _ANSWERS[kind].from_buffer_copy(message)
+        answer = _ANSWERS.get(kind)
+        if answer is None or len(message) != ctypes.sizeof(answer):
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) sent {len(message)} bytes of type {kind}: no answer has them"
+            )
+        return answer.from_buffer_copy(message)
 
     def has_answered(self) -> bool:
         """Whether `wait` would return or raise immediately."""
@@ -229,7 +264,6 @@ class Worker:
             raise WorkerError(
                 "the ZenFlow worker of this training has been ended, by its end or by an error: set up the training again"
             )
-        deadline = time.monotonic() + self._timeout_s
         while True:
             try:
                 self._socket.send(message, socket.MSG_DONTWAIT)
@@ -239,14 +273,34 @@ class Worker:
             except OSError as error:
                 raise self._death() from error
             # The socket is full. The worker may be about to send as well, so answers are read while waiting for room.
-            events = self._room.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            if not events:
-                raise WorkerError(
-                    f"the ZenFlow worker (process {self.pid}) received no message within {self._timeout_s:g} s"
-                )
-            if events[0][1] & select.POLLIN:
+            if self._wait_for(self._room, "received no message") & select.POLLIN:
                 self._inbox.append(self._read())
-                deadline = time.monotonic() + self._timeout_s
+
+    def _wait_for(self, condition: select.poll, failure: str) -> int:
+        """Waits for an event of the socket, which it returns: every wait for a worker that is to do something.
+
+        The limit does not count the time in which the worker looks at a word that is missing. Device and other ranks decide on that word,
+        and the worker has a limit of its own for it. A worker that hangs or is stopped does not look.
+
+        Args:
+            condition: the events.
+            failure: what the worker did not do if none comes.
+
+        Raises:
+            WorkerTimeout: with what the worker was doing.
+        """
+        look_s = min(_LOOK_S, self._timeout_s / 20)
+        left_s, n_looks = self._timeout_s, self._arena.n_looks
+        while not (events := condition.poll(look_s * 1000)):
+            before, n_looks = n_looks, self._arena.n_looks
+            # Not by a clock, which goes on while the trainer is stopped.
+            left_s -= look_s if n_looks == before else 0
+            if left_s <= 0:
+                raise WorkerTimeout(
+                    f"the ZenFlow worker (process {self.pid}) {failure} within {self._timeout_s:g} s; raise `worker_timeout` if it is"
+                    f" only slow{self._quoted_stderr()}\nWorker: {self._arena.worker_state()}"
+                )
+        return events[0][1]
 
     def _read(self) -> bytes:
         """Next message of the worker, which is there; an empty one means that it has closed its end."""

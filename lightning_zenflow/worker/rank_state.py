@@ -63,7 +63,7 @@ class RankState:
     kernels: Kernels
     """Passes over gradients and device-owned entries."""
     telemetry: Telemetry
-    """Stall clock, tracer and copied bytes."""
+    """Stall clock and copied bytes."""
     d2h: SideStream
     """Stream on which gradients, factors and sequence numbers are copied to the arena."""
     books: UnderWay = field(default_factory=UnderWay)

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from itertools import count
 
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
-from lightning_zenflow.telemetry.counters import Completion
 from lightning_zenflow.telemetry.stalls import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
-from lightning_zenflow.worker.process import Answer, JobMessage, Request, Worker, WorkerError, WorkerKilled
+from lightning_zenflow.worker.process import (
+    Answer,
+    JobMessage,
+    Request,
+    Worker,
+    WorkerError,
+    WorkerKilled,
+    WorkerTimeout,
+)
 from lightning_zenflow.worker.rank_state import UnderWay
 
 _log = logging.getLogger(__name__)
@@ -27,8 +34,6 @@ class Submission:
 
     message: JobMessage | Request
     is_answered: bool = False
-    completion: Completion | None = None
-    """Answer to a job."""
 
 
 class SupervisedWorker:
@@ -59,11 +64,15 @@ class SupervisedWorker:
         max_restarts: limit within `RESTART_WINDOW_S`.
         stalls: counts restarts, and the worker's time for exports.
 
+    Attributes:
+        diagnosis: records of whoever submits, for the error of a missed `worker_timeout`.
+
     Raises:
         WorkerError: no worker could be started.
     """
 
     def __init__(self, start: Callable[[], Worker], *, max_restarts: int, stalls: StallClock) -> None:
+        self.diagnosis: Callable[[], str] = str
         self._start_worker = start
         self._max_restarts = max_restarts
         self._stalls = stalls
@@ -166,6 +175,10 @@ class SupervisedWorker:
             except WorkerKilled as death:
                 with nullcontext() if cause is None else self._stalls.measure(cause):
                     self._replace(death)
+        except WorkerTimeout as failure:
+            records = f"{len(self._unanswered)} messages without an answer, {self._n_sent} of them sent"
+            self._failure = WorkerTimeout(f"{failure}\nTrainer: {records}; {self.diagnosis()}")
+            raise self._failure from failure
         except WorkerError as failure:
             self._failure = failure
             raise
@@ -178,12 +191,12 @@ class SupervisedWorker:
 
     def _receive(self) -> None:
         answer = self._worker.wait()
-        submission = next(s for s in self._unanswered if _answers(answer, s.message))
-        if isinstance(answer, Done):
-            times = {"start_ns": answer.start_ns, "wait_ns": answer.wait_ns, "busy_ns": answer.busy_ns}
-            submission.completion = Completion(job_id=answer.job_id, **times)
-        else:
-            self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
+        submission = next((s for s in self._unanswered if _answers(answer, s.message)), None)
+        if submission is None:
+            raise WorkerError(
+                f"the ZenFlow worker (process {self.pid}) answered what it was not asked: {bytes(answer).hex(' ', 8)}"
+            )
+        self._stalls.worker_busy_s += 1e-9 * answer.busy_ns
         submission.is_answered = True
         self._unanswered.remove(submission)
         self._n_sent -= 1
@@ -238,5 +251,5 @@ class SupervisedWorker:
 
 def _answers(answer: Answer, message: JobMessage | Request) -> bool:
     if isinstance(answer, Done):
-        return isinstance(message, JobMessage) and answer.job_id == message.job_id
+        return isinstance(message, JobMessage) and (answer.job_id, answer.block) == (message.job_id, message.block)
     return not isinstance(message, JobMessage) and answer.request_id == message.request_id

@@ -1,8 +1,9 @@
-"""CPU topology and control groups: cores that a rank may use, cores of its GPU's NUMA node, and limits on CPU time.
+"""Cores that a rank may use, those of its GPU's NUMA node, and control groups.
 
 Read from the kernel's files in /proc and /sys. A missing file, as in some containers, means unknown and unlimited.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,16 +19,6 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quota:
-    """CPU time limit of a control group."""
-
-    cpus: float
-    """CPU time per time, of all processes of the group together."""
-    group: int
-    """Identity of the group: the inode of its folder, the same in all containers of a host."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Place:
     """Cores and limits of a rank on its host."""
 
@@ -36,8 +27,9 @@ class Place:
     allowed: tuple[int, ...]
     """Logical cores the rank may use, ascending."""
     gpu_cores: tuple[int, ...]
-    """Cores of the socket of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
-    quotas: tuple[Quota, ...]
+    """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
+    cpu_limit: float
+    """CPU time per time that its control groups grant; infinite without a limit."""
 
 
 def allowed_cores() -> list[int]:
@@ -56,7 +48,7 @@ def read_place(device: torch.device, root: Path = _ROOT) -> Place:
         host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
         allowed=tuple(allowed_cores()),
         gpu_cores=_gpu_cores(runtime_of(device).pci_address(), root),
-        quotas=cpu_quotas(root),
+        cpu_limit=cpu_limit(root),
     )
 
 
@@ -69,18 +61,19 @@ def places_on_this_host(place: Place) -> tuple[list[Place], int]:
 
 
 def _gpu_cores(pci_address: str | None, root: Path) -> tuple[int, ...]:
-    """Cores of the socket of a GPU's NUMA node; none if unknown, as in most virtual machines, or without a GPU."""
+    """Cores of a GPU's NUMA node; none if unknown, as in most virtual machines, or without a GPU."""
     folder = root / "sys/bus/pci/devices" / str(pci_address)
     # local_cpulist of a device without a node lists all cores.
     if read_file(folder / "numa_node") in ("", "-1"):
         return ()
-    node = parse_core_list(read_file(folder / "local_cpulist"))
-    if not node:
-        return ()
-    # A socket may have several nodes. core_siblings_list is the name before Linux 5.3.
-    folder = root / f"sys/devices/system/cpu/cpu{node[0]}/topology"
-    socket = read_file(folder / "package_cpus_list") or read_file(folder / "core_siblings_list")
-    return tuple(parse_core_list(socket) or node)
+    return tuple(parse_core_list(read_file(folder / "local_cpulist")))
+
+
+def cpu_limit(root: Path = _ROOT) -> float:
+    """CPU time per time that the control groups of this process grant all of its processes together; infinite without a limit."""
+    fields = [read_file(folder / "cpu.max").split() for folder in control_groups(root)]
+    # "max" stands for no limit.
+    return min((int(quota) / int(period) for quota, period in filter(None, fields) if quota != "max"), default=math.inf)
 
 
 @contextmanager
@@ -98,30 +91,6 @@ def running_on(cores: Sequence[int]) -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
-
-
-def core_siblings(cores: Sequence[int], root: Path = _ROOT) -> dict[int, tuple[int, ...]]:
-    """For each core the logical cores of the same physical core; the core alone if unknown."""
-    folder = root / "sys/devices/system/cpu"
-    texts = {core: read_file(folder / f"cpu{core}/topology/thread_siblings_list") for core in cores}
-    return {core: tuple(parse_core_list(text or str(core))) for core, text in texts.items()}
-
-
-def numa_nodes(cores: Sequence[int], root: Path = _ROOT) -> list[int]:
-    """Known NUMA nodes of the given cores, ascending."""
-    folders = [root / f"sys/devices/system/cpu/cpu{core}" for core in cores]
-    return sorted({int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")})
-
-
-def cpu_quotas(root: Path = _ROOT) -> tuple[Quota, ...]:
-    """CPU time limits of this process' control groups."""
-    quotas = []
-    for folder in control_groups(root):
-        quota, _, period = read_file(folder / "cpu.max").partition(" ")
-        # "max" stands for no limit.
-        if quota.isdigit() and period.isdigit():
-            quotas.append(Quota(cpus=int(quota) / int(period), group=folder.stat().st_ino))
-    return tuple(quotas)
 
 
 def parse_core_list(text: str) -> list[int]:

@@ -69,6 +69,6 @@ def _copy(read: Read, target: Tensor, run: Run, device: torch.device, group: dis
                 dist.send(values.to(device, torch.float32), group=group, group_dst=run.target_rank)
         if rank == run.target_rank:
             if rank != run.source_rank:
-                values = torch.empty(n, device=device)
+                values = torch.empty(n, dtype=torch.float32, device=device)
                 dist.recv(values, group=group, group_src=run.source_rank)
             target.narrow(0, run.target_begin + offset, n).copy_(values)

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,15 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
         refuse_unsupported(self)
         # Buffers of the size of the largest parameter, which only the stock offload path needs.
-        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
+            0, dtype=self.dtype, device="cpu"
+        )
         # Weights on their way to the device, in the stock offload path.
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[Tensor] = []
         parameters = parameters_in_order(self)
+        # Not `detach`: a group's only parameter may be the flat buffer, and our writes would count as the user's.
         weights = [
-            partitions[dist.get_rank(group=group)].detach()
+            partitions[dist.get_rank(group=group)].data
             for partitions, group in zip(
                 self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
             )
@@ -108,16 +111,16 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             gradient = self.get_gradient_for_reduction(param).detach().view(-1)
             if gradient.shape[0] != s.numel:
                 gradient = gradient.narrow(0, s.start, s.numel)
-            self.zenflow_step.receive(index, gradient, last=self.is_gradient_accumulation_boundary())
+            self._receive(index, gradient, last=self.is_gradient_accumulation_boundary())
         self.clear_grad_attribute(param)
 
     @override
     def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
-        """Reduces a bucket, and orders the stream of the reduction behind the copies of its gradients to the host.
+        """Reduces a bucket, and orders what fills it again, on whatever stream, behind the copies of its gradients to the host.
 
-        DeepSpeed orders the stream that fills a bucket again behind the stream of the reduction.
+        A gradient that is too large for a bucket has memory of its own, which its copies keep.
         """
-        runtime = runtime_of(self._rank.device)
+        runtime, d2h = runtime_of(self._rank.device), self._rank.d2h
         if self.overlap_comm and self.reduction_stream is not None:
             # DeepSpeed waits for the bucket's gradients only. Compiled layers give several at once: the training stream may since have been
             # given reads of memory that was allocated on the reduction's stream (provisional updates) and is free for it to use again.
@@ -125,8 +128,11 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         if all(bucket.buffer for bucket in self.ipg_buckets.values()):
             # DeepSpeed makes the buffers at a backward pass' first gradient; without any there is nothing to reduce.
             super().reduce_ipg_grads(comm_dtype)
-        with runtime.on(self.reduction_stream) if self.overlap_comm and self.reduction_stream else nullcontext():
-            self._rank.d2h.join()
+        for bucket in self.ipg_buckets.values():
+            # Private: DeepSpeed's producers of gradients wait for this event only, which it has recorded before the copies.
+            if (reduced := bucket.reuse_events.get(bucket.index)) is not None:
+                d2h.wait_for(reduced)
+                bucket.reuse_events[bucket.index] = d2h.record_event()
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:

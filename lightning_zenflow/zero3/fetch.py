@@ -1,7 +1,6 @@
 """Fetches of parameters in host memory, behind the worker's updates of them."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,23 +57,20 @@ def _pieces_in(values: Any) -> Iterable[Piece]:
             yield from _pieces_in(value)
 
 
-class LateGather:
-    """Handle, as DeepSpeed's, of a parameter whose gather has not begun.
-
-    Args:
-        begin: begins it, and sets `handle`.
+class Fetched:
+    """Handle, as DeepSpeed's, of parameters that one rank copies to the device. DeepSpeed's own makes the host wait for the whole stream of
+    the fetches, prefetches of other modules included; `fetch_sub_module` orders a module's stream behind it anyway.
     """
 
-    def __init__(self, begin: Callable[[], None]) -> None:
-        self._begin = begin
-        self.handle: Any = None
-        """DeepSpeed's, once the gather has begun."""
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self._parameters = list(parameters)
 
     def wait(self, **kwargs: Any) -> None:
-        """As DeepSpeed's."""
-        if self.handle is None:
-            self._begin()
-        self.handle.wait(**kwargs)
+        """As DeepSpeed's; the host does not wait."""
+        for parameter in self._parameters:
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        # Another of them may be dropped before its own call.
+        self._parameters.clear()
 
 
 class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -106,7 +102,6 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         self.__dict__.update(vars(deepspeeds))
         self._stream = stream
         self._before_use, self._is_written, self._one_rank = before_use, is_written, one_rank
-        self._late: dict[Any, LateGather] = {}
         self._fetched: set[Any] = set()  # since the last step
         self._needed: frozenset[Any] = frozenset()  # now
 
@@ -114,22 +109,29 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         """Notes that the worker writes all weights anew: a step has ended."""
         self._fetched.clear()
 
+    @property
+    def _handles(self) -> dict[Any, Any]:
+        """Handles of the parameters in flight; None: the gather has not begun."""
+        # Private: DeepSpeed's registry. Its dictionary, since the registry itself refuses a second handle.
+        handles: dict[Any, Any] = self._PartitionedParameterCoordinator__inflight_param_registry.data
+        return handles
+
+    @property
+    def _late(self) -> list[Any]:
+        """Parameters whose gathers have not begun."""
+        return [parameter for parameter, handle in self._handles.items() if handle is None]
+
     @override
     def release_and_reset_all(self, module: Module) -> None:
-        self._drop_late()
-        for parameter in iter_params(module, recurse=True):
-            # An interrupt has cut its fetch.
-            if (
-                parameter.ds_status == ZeroParamStatus.INFLIGHT
-                and parameter not in self._PartitionedParameterCoordinator__inflight_param_registry
-            ):
-                self._drop(parameter)
+        in_flight = [p for p in iter_params(module, recurse=True) if p.ds_status == ZeroParamStatus.INFLIGHT]
+        # An interrupt has cut the fetches of those that are not in the registry.
+        self._drop([*self._late, *(p for p in in_flight if p not in self._handles)])
         super().release_and_reset_all(module)
 
     @override
     def _clean_inflight_param_registry(self) -> None:
         # Private: waits for what has been prefetched and is not needed, one by one, in an order that differs from rank to rank.
-        self._drop_late()
+        self._drop(self._late)
         super()._clean_inflight_param_registry()
 
     @override
@@ -153,11 +155,12 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
             self._before_use(parameter)
         super()._PartitionedParameterCoordinator__all_gather_params_(at_once, forward, quantize)
+        if self._one_rank:
+            self._handles.update(dict.fromkeys(at_once, Fetched(at_once)))
         self._fetched.update(at_once)
         for parameter in late:
-            self._late[parameter] = LateGather(partial(self._begin, [parameter]))
             parameter.ds_status = ZeroParamStatus.INFLIGHT
-            self._PartitionedParameterCoordinator__inflight_param_registry[parameter] = self._late[parameter]
+            self._handles[parameter] = None
             self._PartitionedParameterCoordinator__n_available_params += parameter.ds_numel
 
     def _is_known(self, parameter: Any) -> bool:
@@ -167,26 +170,16 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         """Begins late gathers, as one."""
         if not parameters:
             return
-        try:
-            for parameter in parameters:
-                self._before_use(parameter)
-            for parameter in parameters:
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            with get_accelerator().stream(self._stream):
-                handle = parameters[0].all_gather_coalesced(parameters)
-        except BaseException:
-            for parameter in parameters:
-                self._drop(parameter)
-            raise
         for parameter in parameters:
-            self._late.pop(parameter).handle = handle
+            self._before_use(parameter)
+        for parameter in parameters:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        with get_accelerator().stream(self._stream):
+            handle = parameters[0].all_gather_coalesced(parameters)
+        self._handles.update(dict.fromkeys(parameters, Fetched(parameters) if self._one_rank else handle))
         self._fetched.update(parameters)
 
-    def _drop_late(self) -> None:
-        for parameter in list(self._late):
-            self._drop(parameter)
-
-    def _drop(self, parameter: Any) -> None:
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self._PartitionedParameterCoordinator__inflight_param_registry.pop(parameter, None)
-        self._late.pop(parameter, None)
+    def _drop(self, parameters: Iterable[Any]) -> None:
+        for parameter in parameters:
+            parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            self._handles.pop(parameter, None)

@@ -1,25 +1,26 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
+from torch.nn import Module
 from typing_extensions import override
 
-from lightning_zenflow.core.device import Stream, runtime_of, warn_of_pageable_memory
+from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.release import restore_linear
+from lightning_zenflow.engine.release import restore_process
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
@@ -33,6 +34,15 @@ from lightning_zenflow.zero3.supported import (
 
 REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
+
+
+class _Offload(DeepSpeedZeRoOffload):  # type: ignore[misc]
+    """DeepSpeed's division of a model whose first parameter has integers, the type of which DeepSpeed takes for that of the weights."""
+
+    @override
+    def _convert_to_zero_parameters(self, ds_config: Any, module: Module, mpu: Any) -> None:
+        self.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        super()._convert_to_zero_parameters(ds_config, module, mpu)
 
 
 def _without_memory(flat: Tensor) -> Tensor:
@@ -65,6 +75,10 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self.ignore_unused_parameters = ds_config["zero_optimization"].get("ignore_unused_parameters", True)
         self._gathers_afterwards = False
         super().__init__(*args, ds_config=ds_config, **kwargs)
+
+    @override
+    def initialize_ds_offload(self, **options: Any) -> DeepSpeedZeRoOffload:
+        return _Offload(**options)
 
     @override
     def _setup_for_real_optimizer(self) -> None:
@@ -108,7 +122,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         Private: what DeepSpeed's constructor calls with `offload_param`.
         """
         self.param_groups_fp16_flat_cpu_memory = [
-            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype)
+            torch.empty(sum(p.partition_numel() for p in group["params"]), dtype=self.dtype, device="cpu")
             for group in self.trainable_param_groups
         ]
 
@@ -129,13 +143,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         self._use_memory_of([_without_memory(flat) for flat in self.fp16_partitioned_groups_flat])
 
     def _page_lock_frozen(self) -> None:
-        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own."""
+        """Makes the pieces of parameters that are never trained as fast to fetch as the others, in memory of their own.
+
+        One after the other, so that they take no more memory than before, when the host's free memory was checked.
+        """
         for parameter in self.module.parameters():
             if parameter.ds_id not in self._numbers and parameter.ds_tensor.device.type == "cpu":
-                try:
-                    parameter.ds_tensor.data = get_accelerator().pin_memory(parameter.ds_tensor.data)
-                except RuntimeError as refusal:
-                    warn_of_pageable_memory(refusal)
+                parameter.ds_tensor.data = self._rank.arena.page_locked_copy(parameter.ds_tensor.data)
 
     def _await_answers_in_fetches(self) -> None:
         """Makes whatever reads a piece wait for the worker's updates of it."""
@@ -179,6 +193,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         was_open = not self.closed
         if self.offload_param and was_open and keep_state is None:
             # After an exception too: the worker may be writing weights. Without an exact state they stay as they are.
+            self._written.note()
             with suppress(RuntimeError):
                 self.flush()
         super().close(keep_state=keep_state)
@@ -224,12 +239,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
                 if last and index in self.parts.fill.arrivals.arrived:
                     refuse_second_gradient(self.param_names[parameter])
                 numel = self._rank.partition.slices[index].numel
-                self.zenflow_step.receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
+                self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
             if parameter.grad is not None:
                 # One that is too large for the bucket was allocated on the training stream.
                 runtime.keep_for(runtime.current_stream(), parameter.grad)
             parameter.grad = None
-        # The pieces may lie in the bucket, which is filled again behind this stream, or be freed for it to use again.
+        # The pieces may lie in the bucket, which is filled again on this stream alone, or be freed for it to use again. DeepSpeed makes the
+        # host wait for it two buckets later, which bounds the memory of gradients on their way. The training stream does not wait.
         self._rank.d2h.join()
 
     @override
@@ -311,10 +327,12 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
             yield
 
     @override
-    def loading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loading(self) -> Iterator[None]:
         # As DeepSpeed's engine: drops what is gathered.
         self.checkpoint_event_prologue()
-        return self._gathered_afterwards()
+        with super().loading(), self._gathered_afterwards():
+            yield
 
     @contextmanager
     def _gathered_afterwards(self) -> Iterator[None]:
@@ -356,8 +374,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
     @override
     def destroy(self) -> None:
+        # Once: the collection of an engine calls this again, when another training may be running.
+        is_first = not self._destroyed
         super().destroy()
-        restore_linear()
+        if is_first:
+            restore_process()
 
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:

@@ -72,7 +72,7 @@ class StateAccess(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def update_fp32_grad_for_param_vectorized(self, update_func: Callable[..., Any], param_list: list[Any]) -> None:
         for param in param_list:
-            self.set_fp32_grad_for_param(torch.empty(0), param)
+            self.set_fp32_grad_for_param(param.new_empty(0), param)
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -2,22 +2,16 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.common.processes import run_process
 from benchmarks.kernel.measure import measure_replay
 from benchmarks.projects import __main__ as projects
 from benchmarks.reliability.__main__ import main as reliability
 from benchmarks.step_time import __main__ as step_time
-from benchmarks.step_time import bookkeeping, timelines
-from benchmarks.step_time.methods import METHODS
-from benchmarks.step_time.run import StepSpec
-from benchmarks.step_time.timelines import lanes
+from benchmarks.step_time import bookkeeping
 
 
 @pytest.mark.slow
@@ -97,33 +91,6 @@ def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert min(min(step_s) for step_s in repeat.values()) > 0
     text = (tmp_path / "bookkeeping.md").read_text()
     assert text.strip() in capsys.readouterr().out and "ZenFlowStrategy, S=4, d=1" in text
-
-
-def spans_of(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    (tid,) = [tid for (_, tid), lane in lanes(trace).items() if lane == name]
-    return [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == tid]
-
-
-def test_timelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-Offload waits while the CPU works."""
-    traces = {}
-    for method in ("zero_offload", "zenflow"):
-        spec = StepSpec(device="simulated", method=method, params=8.4e6, compute_s=0.004, warm_up=2, steps=6)
-        # DeepSpeed's own AdamW would be compiled first.
-        monkeypatch.setitem(METHODS, method, replace(METHODS[method], optimizer=torch.optim.AdamW))
-        traces[method] = timelines.record(spec)
-    timelines.draw(traces, tmp_path / "out.png", about="a test")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    trace = traces["zero_offload"]
-    waits = spans_of(trace, "waits of the training thread")
-    assert [step["name"] for step in timelines.steps_of(trace)] == [f"step {n}" for n in range(3, 9)]
-    for step, wait in zip(timelines.steps_of(trace), waits, strict=True):
-        number = step["args"]["step"]
-        phases, copies = (
-            [e for e in spans_of(trace, name) if e["args"]["step"] == number] for name in ("exact step", "h2d copies")
-        )
-        assert [e["name"] for e in phases] == ["norm", "clip", "AdamW"]
-        assert all(wait["ts"] <= e["ts"] <= wait["ts"] + wait["dur"] for e in phases + copies)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ OF_THE_USER = [".notes.removed", ".old.removed", ".a.ckpt.saving", "b.replaced.c
 
 def save(path: Path, content: str, *, is_file: bool = False) -> None:
     staged = StagedSave(path, sync=False, is_file=is_file)
-    (staged.content if is_file else staged.content / "content").write_text(content)
+    (staged.content if is_file else staged.content / "latest").write_text(content)
     staged.commit()
 
 
@@ -47,7 +47,7 @@ def killed(action: Callable[[], None], event: int) -> bool:
 
 
 def content_of(path: Path) -> str:
-    return (path if path.is_file() else path / "content").read_text()
+    return (path if path.is_file() else path / "latest").read_text()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_another_process_saves_is_left_alone(
     assert killed(leave, -1)
     left = set(os.listdir(tmp_path))
     alive = StagedSave(tmp_path / "alive.ckpt", sync=False)
-    (alive.content / "content").write_text("alive")
+    (alive.content / "latest").write_text("alive")
     # Of another run in the same folder, and of the same name.
     for path in (tmp_path / "c.ckpt", tmp_path / "alive.ckpt"):
         save(path, "other")
@@ -185,6 +185,47 @@ def test_all_is_on_the_disk_before_it_has_its_name(sync: bool, tmp_path: Path, m
         staged = StagedSave(path, sync=sync)
         assert name == "second" or sync == {str(tmp_path), str(tmp_path / "new")}.issubset(synced)
         (staged.content / "checkpoint").mkdir()
-        (staged.content / "checkpoint" / "states.pt").write_text(name)
+        (staged.content / "checkpoint" / "model_states.pt").write_text(name)
         staged.commit()
     assert events == ["named", "named", "deleted"]
+
+
+FOLDERS: dict[str, list[str]] = {
+    "results": ["table.csv", "plots/a.png"],
+    "a checkpoint with notes": ["latest", "checkpoint/mp_rank_00_model_states.pt", "notes.txt"],
+    "notes among its files": ["latest", "checkpoint/mp_rank_00_model_states.pt", "checkpoint/notes.txt"],
+    "several of DeepSpeed's": ["latest", "step1/mp_rank_00_model_states.pt", "step2/mp_rank_00_model_states.pt"],
+    "checkpoints": ["a.ckpt"],
+    "a model": ["model/config.json"],
+    "folders": ["checkpoint/a_states.pt/file"],
+    "hidden": [".git"],
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_is_no_checkpoint_stays(name: str, link: bool, tmp_path: Path) -> None:
+    path = folder = tmp_path / "results"
+    for file in FOLDERS[name]:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(file)
+    if link:
+        path = tmp_path / "link"
+        path.symlink_to(folder)
+    before = sorted(tmp_path.rglob("*"))
+    for action in (partial(save, path, "new"), partial(save, path, "new", is_file=True), partial(remove, path)):
+        with pytest.raises(IsADirectoryError, match=f"{path} must be a checkpoint.* choose another path"):
+            action()
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_empty_and_incomplete_folders_are_replaced(tmp_path: Path) -> None:
+    """DeepSpeed writes the file `latest` last."""
+    for name in ("empty", "checkpoint/mp_rank_00_model_states.pt"):
+        path = tmp_path / "a.ckpt"
+        (path / name).parent.mkdir(parents=True)
+        if name != "empty":
+            (path / name).touch()
+        save(path, "new", is_file=True)
+        assert path.read_text() == "new"
+        path.unlink()

@@ -1,6 +1,7 @@
 """A run that is saved, ended, loaded and continued is the run that went on: the same weights in every step, bit for bit."""
 
 import logging
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from typing_extensions import override
 
+from direct_step import direct_step
 from harness import APPROXIMATE, AUTO, EVERYTHING, Case, Run, StockStrategy, run_here
 from models import SHAPES
 from rank_processes import run_on_ranks
@@ -89,6 +91,24 @@ def test_another_configuration_starts_over_from_adamws_state(other: dict[str, An
     whole, rest = run_here(saving(case, 6, path)), run_here(resuming(replace(case, **other), path))
     # Gradients do not depend on weights, so the exact state is the same whatever the configuration.
     assert_same_state(rest, whole)
+
+
+def test_a_run_with_a_tail_starts_over_from_adamws_state() -> None:
+    """Of a former release, in which the device owned whole blocks."""
+    weights, gradients = [torch.randn(40, 30)], [torch.randn(40, 30)]
+    with direct_step([weights], **AUTO) as direct:
+        direct.backward(gradients)
+        direct.step.step()
+        direct.step.flush()
+        saved, count = deepcopy(direct.step.state_dict()), int(direct.count)
+    saved["layout"]["config"]["tail"] = "auto"
+    saved["planner"]["schedule"] |= {"tail": 0.25, "tail_blocks": [0, 1, 2]}
+    saved["ownership"]["wanted"][:3] = [0, 0, 0]
+    with direct_step([weights], **AUTO) as direct:
+        reason = direct.step.load_state_dict(saved, count)
+        assert reason == "it was saved with tail='auto', a key that no longer exists"
+        direct.backward(gradients)
+        direct.step.step()
 
 
 def test_other_frozen_parameters_start_over_from_adamws_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

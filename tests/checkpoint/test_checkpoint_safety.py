@@ -1,5 +1,7 @@
 """A save that fails changes nothing, on any rank, and a damaged file is refused on all."""
 
+import gc
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +21,7 @@ from lightning_zenflow import session
 from lightning_zenflow.checkpoint import collective
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.worker.process import WorkerError
-from processes import leaves_no_file_open
+from processes import leaves_no_file_open, open_files
 from rank_processes import run_on_ranks
 from same_bits import assert_same_state, assert_same_tensors
 
@@ -60,7 +62,9 @@ class SaveOnFullDisk(pl.Callback):
         full, elsewhere = self.folder / "full.ckpt", self.folder / "elsewhere.ckpt"
         before = sorted(self.folder.rglob("*"))
         limit = full_disk() if trainer.global_rank in self.ranks else nullcontext()
-        message = "full.ckpt could not be saved: .*File too large; training can continue.*save to another path"
+        message = (
+            "full.ckpt could not be saved: .*File too large; training can continue.*ulimit -f.*save to another path"
+        )
         with leaves_no_file_open(), limit, pytest.raises(OSError, match=message) as caught:
             trainer.save_checkpoint(full)
         if trainer.global_rank not in self.ranks:
@@ -181,3 +185,40 @@ def test_each_rank_syncs_its_own_files(stage: int, sync: bool, tmp_path: Path, m
     assert {*synced} == (
         {of_optimizer, *([of_optimizer.replace("optim", "model")] if stage == 3 else [])} if sync else set()
     )
+
+
+class KeepsError(pl.Callback):
+    """A save that fails when the states have been copied to the disk, and whose error is kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.errors: list[OSError] = []
+        self.blocks = 0
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["cannot be pickled"] = lambda: None
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        gc.disable()
+        try:
+            with pytest.raises(OSError, match="Can't pickle") as error:
+                trainer.save_checkpoint(self.folder / "a.ckpt")
+            self.errors.append(error.value)
+            # A mapping has a descriptor of its own.
+            self.blocks += sum(os.fstat(fd).st_blocks for fd, name in open_files() if str(self.folder) in name)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_a_failed_save_leaves_no_space_taken(checkpoint_format: str, tmp_path: Path) -> None:
+    """Deleted files that are mapped take space on the disk."""
+    keeps = KeepsError(tmp_path)
+    keys = {"checkpoint_format": checkpoint_format, "moments_dtype": "int8"}
+    run_here(replace(CASE, steps=2, callbacks=(keeps,)).with_keys(**keys))
+    assert len(keeps.errors) == 2 and keeps.blocks == 0
+    assert [*tmp_path.iterdir()] == []

@@ -107,6 +107,26 @@ def test_checkpoints_of_everything_and_of_weights_only(tmp_path: Path) -> None:
     assert_same(fresh, model)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("format_", ["deepspeed", "lightning"])
+def test_a_save_after_an_evaluation(format_: Any, stage: int, tmp_path: Path) -> None:
+    """It has the optimizer's state, as without one."""
+
+    def make() -> ZenFlowStrategy:
+        return ZenFlowStrategy(stage=stage, update_interval=1, publish_lag=0, worker_cores=1, checkpoint_format=format_)
+
+    whole, rest = LinearLossModule(length=5), LinearLossModule(length=5)
+    make_trainer(make(), max_steps=5).fit(whole)
+    trainer = make_trainer(make(), max_steps=3, limit_test_batches=1, limit_val_batches=1)
+    trainer.fit(rest)
+    for number in range(2):
+        trainer.test(rest, verbose=False)
+        trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
+        resumed = LinearLossModule(length=5)
+        make_trainer(make(), max_steps=5).fit(resumed, ckpt_path=tmp_path / f"{number}.ckpt")
+        assert_same(resumed, whole)
+
+
 class Configured(LinearLossModule):
     """Has hyperparameters that `load_from_checkpoint` needs."""
 

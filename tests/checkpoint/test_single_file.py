@@ -21,6 +21,7 @@ from fabric_runs import set_up, train_step
 from harness import EVERYTHING, Case, Run, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.checkpoint.files import CheckpointError
+from lightning_zenflow.checkpoint.single_file import FILE_KEY
 from models import LinearLossModule, TestModule
 from networks import SmallNet
 from rank_processes import run_on_ranks
@@ -123,7 +124,7 @@ def test_several_ranks(tmp_path: Path) -> None:
         in_order = [content["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
         assert_same_tensors(half.master, in_order)
         end = torch.load(tmp_path / f"weights {stage}.ckpt", weights_only=True)
-        assert "optimizer_states" not in end and "zenflow" not in end
+        assert "optimizer_states" not in end and FILE_KEY not in end
         in_order = [end["state_dict"][names[id(p)]] for g in model.parameter_groups() for p in g]
         assert_same_tensors(in_order, runs[f"rest {stage}"][0].master)
         # Frozen from the beginning: gathered from its pieces.
@@ -172,7 +173,7 @@ def test_adamw_continues_ours_and_we_continue_adamws(tmp_path: Path) -> None:
         torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=2e-6)
     # In torch's own words.
     mine, plain = (torch.load(path, weights_only=True) for path in (ours, theirs))
-    assert mine.keys() == plain.keys() | {"zenflow"}
+    assert mine.keys() == plain.keys() | {FILE_KEY}
     (mine,), (plain,) = mine["optimizer_states"], plain["optimizer_states"]
     assert mine["param_groups"] == plain["param_groups"]
     torch.testing.assert_close(mine["state"], plain["state"], rtol=1e-5, atol=1e-6)
@@ -362,18 +363,63 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return apply
 
 
+def of(kind: Any, content: dict[str, Any]) -> dict[str, Any]:
+    """State of another optimizer for the same parameters, before its first step."""
+    groups = content["optimizer_states"][0]["param_groups"]
+    parameters = [{"params": [torch.nn.Parameter(torch.ones(1)) for _ in group["params"]]} for group in groups]
+    state: dict[str, Any] = kind(parameters, lr=0.1).state_dict()
+    return state
+
+
+def transpose(entries: dict[str, torch.Tensor], key: str) -> None:
+    entries[key] = entries[key].flatten(1).T.contiguous()
+
+
+def move_one(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Moves a parameter between groups, without a change of their order."""
+    second["params"].insert(0, first["params"].pop())
+
+
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a byte": (lambda p: change_byte(p, p.stat().st_size // 2, 255), "truncated or damaged"),
     "half of it": (lambda p: os.truncate(p, p.stat().st_size // 2), "truncated or damaged"),
     "text": (lambda p: p.write_text("hello world"), "truncated or damaged"),
     "no checkpoint": (lambda p: torch.save([1], p), "must be a checkpoint of Lightning, got a list"),
     "no weights": (edited(lambda c: c.pop("state_dict")), "must have an entry 'state_dict', got epoch"),
-    "another model": (edited(lambda c: c["state_dict"].popitem()), "the model must be the saved one: .* got none"),
+    "another model": (
+        edited(lambda c: c["state_dict"].popitem()),
+        "(?s:the model must be the saved one: .*Missing key)",
+    ),
+    # With as many elements each.
+    "another shape": (
+        edited(
+            lambda c: c["state_dict"].update(
+                {k: v.flatten(1).T.contiguous() for k, v in c["state_dict"].items() if v.dim() > 1}
+            )
+        ),
+        r"(?s:the model must be the saved one: .*size mismatch)",
+    ),
+    "a moment of another shape": (
+        edited(lambda c: transpose(c["optimizer_states"][0]["state"][0], "exp_avg")),
+        r"must have the state of AdamW or Adam for \[.*\], got one of \[",
+    ),
+    "groups of other sizes": (
+        edited(lambda c: move_one(*c["optimizer_states"][0]["param_groups"])),
+        r"must have groups of \[.*\] parameters as saved, got \[",
+    ),
     "another optimizer": (
         edited(lambda c: c["optimizer_states"][0]["state"][1].pop("exp_avg_sq")),
         "must have the state of AdamW or Adam for .*, got no exp_avg_sq",
     ),
     "other groups": (edited(lambda c: c["optimizer_states"][0]["param_groups"].pop()), "must have groups of"),
+    "SGD's": (
+        edited(lambda c: c["optimizer_states"].__setitem__(0, of(torch.optim.SGD, c))),
+        "parameter group 0 must be one of AdamW or Adam, got the options lr, momentum",
+    ),
+    "NAdam's": (
+        edited(lambda c: c["optimizer_states"].__setitem__(0, of(torch.optim.NAdam, c))),
+        "parameter group 0 must be one of AdamW or Adam, got the options lr, betas",
+    ),
     "amsgrad": (
         edited(lambda c: c["optimizer_states"][0]["param_groups"][1].update(amsgrad=True)),
         "parameter group 1: amsgrad must be False, got True",
@@ -383,7 +429,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "must have been trained for the same number of steps, got {",
     ),
     "another version": (
-        edited(lambda c: c["zenflow"]["ranks"][0].update(version=0)),
+        edited(lambda c: c[FILE_KEY]["ranks"][0].update(version=0)),
         "another version of lightning-zenflow wrote",
     ),
 }
@@ -413,3 +459,37 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert (tmp_path / "a.ckpt").read_bytes() == before
+
+
+class Keeps(SmallNet):
+    """Has an entry of its own, of a name that was ours."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["zenflow"] = {"note": 7}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["zenflow"] == {"note": 7}
+
+
+def test_entries_of_the_users_stay_and_former_files_continue(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.ckpt", tmp_path / "theirs.ckpt"
+    _, losses = fit(limit(), STEPS)
+    fit(limit(), SAVED, save=ours, make=Keeps)
+    fit("auto", SAVED, save=theirs, make=Keeps)
+    for strategy, path in ((limit(), theirs), ("auto", ours)):
+        fit(strategy, STEPS, resume=path, make=Keeps)
+    assert fit(limit(), STEPS, resume=ours, make=Keeps)[1] == losses[SAVED:]
+    content = torch.load(ours, weights_only=True)
+    content["zenflow"] = content.pop(FILE_KEY)
+    torch.save(content, ours)
+    assert fit(limit(), STEPS, resume=ours)[1] == losses[SAVED:]
+
+
+@pytest.mark.parametrize("name", [".hidden", "a name with spaces, and ümlauts.ckpt"])
+def test_any_name(name: str, tmp_path: Path) -> None:
+    model, _ = fit(limit(), 1, save=tmp_path / name)
+    assert_same_tensors(
+        list(torch.load(tmp_path / name, weights_only=True)["state_dict"].values()), list(model.state_dict().values())
+    )

@@ -64,36 +64,74 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
 
 namespace {
 
-// The scale of a tile's moment, by magnitudes.
-float scale_of_tile(const float* values, size_t n) {
-    float largest = 0.0f;
-    for (size_t i = 0; i < n; ++i) {
-        if (std::isnan(values[i])) return values[i];
-        largest = std::max(largest, std::fabs(values[i]));
-    }
-    return std::min(std::max(largest, 0x1p-100f), std::numeric_limits<float>::max());
-}
-
 float value_of_code(int code, int largest_code) {
     return static_cast<float>(code * code) * (1.0f / static_cast<float>(largest_code * largest_code));
 }
 
-void round_to_8_bits(float& m, float& v, float scale_m, float scale_v, uint32_t noise) {
-    const float position = std::sqrt(std::fabs(m) * (1.0f / scale_m)) * 127.0f + 0.5f;
-    const int q = position < 127.0f ? static_cast<int>(position) : 127;
-    m = value_of_code(q, 127) * scale_m * (m < 0.0f && q > 0 ? -1.0f : 1.0f);
-    const float share = v * (1.0f / scale_v), root = std::sqrt(std::sqrt(share)) * 255.0f;
-    int c = root < 254.0f ? static_cast<int>(root) : 254;
-    const float low = value_of_code(c, 255), high = value_of_code(c + 1, 255);
-    const float uniform = static_cast<float>(noise) / 65536.0f + 1.0f / 131072.0f;
-    c += share - low * low > uniform * (high * high - low * low) ? 1 : 0;
-    if (v > 0.0f) c = std::max(c, 1);
-    v = value_of_code(c, 255) * value_of_code(c, 255) * scale_v;
+// Of a tile of second moments.
+float scale_of_tile(const float* values, size_t n) {
+    float largest = 0.0f;
+    for (size_t i = 0; i < n; ++i) {
+        if (std::isnan(values[i])) return values[i];
+        largest = std::max(largest, values[i]);
+    }
+    return std::min(std::max(largest, 0x1p-100f), std::numeric_limits<float>::max());
+}
+
+// Of the largest root, as it is coded; at least that of code 1.
+float root_share(float v, float scale) { return std::clamp(std::sqrt(v * (1.0f / scale)), value_of_code(1, 255), 1.0f); }
+
+// What a first moment is divided by.
+float root_of(float v, float scale) { return root_share(v, scale) * std::sqrt(scale); }
+
+float largest_ratio(const float* m, const float* v, size_t n, float scale) {
+    float largest = 0x1p-40f;
+    for (size_t i = 0; i < n; ++i) {
+        const float ratio = std::fabs(m[i]) / root_of(v[i], scale);
+        if (std::isnan(ratio)) return ratio;
+        largest = std::max(largest, ratio);
+    }
+    return std::min(largest, 0x1p126f);
+}
+
+float with_16_bits(float ratio) {
+    int exponent = 0;
+    const float fraction = std::frexp(ratio, &exponent);
+    return std::isnan(ratio) ? ratio : std::ldexp(std::floor(fraction * 65536.0f + 0.5f), exponent - 16);
+}
+
+// Of n^2 times the square.
+int code_of_square(float square, int n, uint32_t noise) {
+    const float position = std::sqrt(square);
+    const int below = position < static_cast<float>(n - 1) ? static_cast<int>(position) : n - 1;
+    const float above = square - static_cast<float>(below * below);
+    return below + (above > static_cast<float>(noise) / 65536.0f * static_cast<float>(2 * below + 1) ? 1 : 0);
+}
+
+// `largest`: ratio of the tile.
+void round_to_8_bits(float& m, float& v, float largest, float scale, uint32_t noise) {
+    const float ratio = m / root_of(v, scale);
+    const int q = code_of_square(std::fabs(ratio) * (16129.0f / largest), 127, noise % 65536);
+    const int c = v == 0.0f && m == 0.0f ? 0 : code_of_square(root_share(v, scale) * 65025.0f, 255, noise / 65536);
+    const float root = value_of_code(c, 255) * std::sqrt(scale);
+    m = value_of_code(q, 127) * with_16_bits(largest) * root * (ratio < 0.0f && q > 0 ? -1.0f : 1.0f);
+    v = value_of_code(c, 255) * value_of_code(c, 255) * scale;
 }
 
 }  // namespace
 
-void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type) {
+namespace {
+
+// The upper neighbour if the noise and the fraction that is cut off reach the next unit; of both signs.
+float round_to_16_bits(float value, uint32_t noise) {
+    if (std::isnan(value)) return value;
+    const uint32_t bits = float_bits(value), fraction = bits % 65536;
+    return float_from_bits(bits - fraction + (fraction + noise >= 65536 ? 65536 : 0));
+}
+
+}  // namespace
+
+void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type, double beta1) {
     if (type == DataType::kFloat32) return;
     // splitmix64.
     uint64_t seed = static_cast<uint64_t>(step) * 0x9e3779b97f4a7c15u;
@@ -102,7 +140,7 @@ void round_moments(State& state, int64_t step, size_t begin, size_t end, DataTyp
     seed ^= seed >> 27;
     seed *= 0x94d049bb133111ebu;
     seed ^= seed >> 31;
-    float scale_m = 0.0f, scale_v = 0.0f;
+    float largest = 0.0f, scale = 0.0f;
     for (size_t i = begin; i < end; ++i) {
         float &m = state.exp_avg[i], &v = state.exp_avg_sq[i];
         auto noise = static_cast<uint32_t>(i) * 0x9e3779b1u + static_cast<uint32_t>(seed);
@@ -111,16 +149,13 @@ void round_moments(State& state, int64_t step, size_t begin, size_t end, DataTyp
         if (type == DataType::kInt8) {
             if ((i - begin) % kTileElements == 0) {
                 const size_t n = std::min(kTileElements, end - i);
-                scale_m = scale_of_tile(&m, n), scale_v = scale_of_tile(&v, n);
+                scale = scale_of_tile(&v, n), largest = largest_ratio(&m, &v, n, scale);
             }
-            round_to_8_bits(m, v, scale_m, scale_v, noise / 65536);
+            round_to_8_bits(m, v, largest, scale, noise);
             continue;
         }
-        m = to_float(from_float<BFloat16>(m));
-        if (std::isnan(v)) continue;
-        // The upper neighbour if the noise and the fraction that is cut off reach the next unit.
-        const uint32_t bits = float_bits(v), fraction = bits % 65536;
-        v = float_from_bits(bits - fraction + (fraction + noise / 65536 >= 65536 ? 65536 : 0));
+        m = beta1 > 1.0 - 1.0 / 256 ? round_to_16_bits(m, noise % 65536) : to_float(from_float<BFloat16>(m));
+        v = round_to_16_bits(v, noise / 65536);
     }
 }
 
@@ -131,10 +166,12 @@ StoredMoments store_moments(const State& state, size_t begin, size_t end, DataTy
     for (size_t i = begin; i < end; ++i) {
         if ((i - begin) % kTileElements == 0) {
             const size_t n = std::min(kTileElements, end - i);
-            result.scales.push_back({scale_of_tile(m + i, n), scale_of_tile(v + i, n)});
+            const float scale = scale_of_tile(v + i, n);
+            result.scales.push_back({with_16_bits(largest_ratio(m + i, v + i, n, scale)), scale});
         }
         const MomentScales& scales = result.scales.back();
-        const int q = static_cast<int>(std::lround(127.0 * std::sqrt(std::fabs(m[i]) / scales.exp_avg)));
+        const double ratio = m[i] / root_of(v[i], scales.exp_avg_sq);
+        const int q = static_cast<int>(std::lround(127.0 * std::sqrt(std::fabs(ratio) / scales.exp_avg)));
         const int c = static_cast<int>(std::lround(255.0 * std::pow(v[i] / scales.exp_avg_sq, 0.25)));
         result.exp_avg.push_back(static_cast<std::byte>(m[i] < 0.0f ? -q : q));
         result.exp_avg_sq.push_back(static_cast<std::byte>(c));
@@ -153,9 +190,10 @@ void load_moments(State& state, size_t begin, size_t end, const std::byte* exp_a
     for (size_t i = 0; i < end - begin; ++i) {
         const MomentScales& of_tile = scales[i / kTileElements];
         const int q = static_cast<int8_t>(exp_avg[i]);
-        const float root = value_of_code(static_cast<uint8_t>(exp_avg_sq[i]), 255);
-        state.exp_avg[begin + i] = value_of_code(q, 127) * of_tile.exp_avg * (q < 0 ? -1.0f : 1.0f);
-        state.exp_avg_sq[begin + i] = root * root * of_tile.exp_avg_sq;
+        const float share = value_of_code(static_cast<uint8_t>(exp_avg_sq[i]), 255);
+        const float root = share * std::sqrt(of_tile.exp_avg_sq);
+        state.exp_avg[begin + i] = value_of_code(q, 127) * of_tile.exp_avg * root * (q < 0 ? -1.0f : 1.0f);
+        state.exp_avg_sq[begin + i] = share * share * of_tile.exp_avg_sq;
     }
 }
 

@@ -32,8 +32,8 @@ void reference_step(State& state, const float* gradient, const Hyperparameters& 
                     size_t begin, size_t end);
 
 // Rounds the moments of elements [begin, end), whose first one begins a tile, to values that `type` has, as after a window whose
-// last committed step is `step`.
-void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type);
+// last committed step is `step`, with this beta1.
+void round_moments(State& state, int64_t step, size_t begin, size_t end, DataType type, double beta1 = 0.9);
 
 // Moments in the memory of an arena, from the first element of a tile on.
 struct StoredMoments {

@@ -101,7 +101,7 @@ void check_window(State before, const Window& window, size_t offset = 0, bool ha
     const size_t n_steps = window.gradients.size() - (has_tentative ? 1 : 0);
     test::round_moments(before, 1, 0, n, moments);
     State after = window.applied_to(before, n_steps);
-    if (n_steps > 0) test::round_moments(after, kStep, 0, n, moments);
+    if (n_steps > 0) test::round_moments(after, kStep, 0, n, moments, window.hyperparameters[n_steps - 1].beta1);
     const State shown = window.applied_to(before, window.gradients.size());
     const std::vector<StepCoefficients> coefficients = window.coefficients();
     const size_t gradient_bytes = window.type == DataType::kFloat32 ? 4 : 2;
@@ -161,6 +161,11 @@ TEST(replay_adamw, equals_reference_for_all_sizes_steps_and_types) {
 
 TEST(replay_adamw, equals_reference_for_each_kind_of_decay) {
     for (const Hyperparameters& hyperparameters : {kNoDecay, kDecoupled, kGradientDecay}) check_all(1003, 4, hyperparameters);
+    for (const double beta1 : {0.996, 0.9962, 0.9999}) {
+        Hyperparameters slow = kDecoupled;
+        slow.beta1 = beta1;
+        check_all(1003, 2, slow);
+    }
     Window mixed(600, 3, kNoDecay, DataType::kFloat32);
     mixed.hyperparameters = {kDecoupled, kNoDecay, kGradientDecay};
     check_window(test::random_state(600, 7), mixed);

@@ -1,11 +1,10 @@
-// Rounding of moments to bfloat16 and to 8 bits: unbiased for each second moment, with noise that is uniform and uncorrelated.
+// Rounding to bfloat16: unbiased for each second moment. Its noise, and that of 8 bits: uniform and uncorrelated.
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "check.h"
 #include "common/half.h"
-#include "replay/moments_in_8_bits.h"
 #include "replay/stochastic_rounding.h"
 
 namespace zenflow {
@@ -55,46 +54,39 @@ TEST(stochastic_rounding, noise_is_uniform_and_uncorrelated) {
     for (const uint64_t step : {1, 2, 1000, 1000000}) {
         const uint32_t seed = noise_seed(step);
         check([seed](size_t i) { return noise_of(noise_counter(seed, static_cast<uint32_t>(i))); });
+        check([seed](size_t i) { return other_noise_of(noise_counter(seed, static_cast<uint32_t>(i))); });
     }
     for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
         check([element](size_t i) { return noise_of(noise_counter(noise_seed(i), element)); });
+        check([element](size_t i) { return other_noise_of(noise_counter(noise_seed(i), element)); });
     }
 }
 
-TEST(moments_in_8_bits, decoded_values_keep_their_codes) {
-    for (const float scale : {0x1p-100f, 3.3e-12f, 0.7f, kLargestFloat}) {
-        for (int32_t q = -127; q <= 127; ++q) {
-            CHECK_EQ(encode_exp_avg(decode_exp_avg(static_cast<int8_t>(q), scale), 1.0f / scale), q);
+// The two numbers of one element, also with those of its neighbours: all pairs of ranges are equally frequent.
+TEST(stochastic_rounding, both_noises_are_independent) {
+    constexpr size_t kN = 1 << 20, kRanges = 16;
+    const auto check = [](auto counter_at, auto other_counter_at) {
+        std::vector<double> n_in(kRanges * kRanges);
+        for (size_t i = 0; i < kN; ++i) {
+            n_in[noise_of(counter_at(i)) * kRanges / 65536 * kRanges + other_noise_of(other_counter_at(i)) * kRanges / 65536] +=
+                1;
         }
-        for (int32_t c = 0; c <= 255; ++c) {
-            for (const uint32_t noise : {0u, 65535u}) {
-                CHECK_EQ(encode_exp_avg_sq(decode_exp_avg_sq(static_cast<uint8_t>(c), scale), 1.0f / scale, noise), c);
-            }
+        double chi_squared = 0.0;
+        const double expected = static_cast<double>(kN) / static_cast<double>(n_in.size());
+        for (const double n : n_in) chi_squared += (n - expected) * (n - expected) / expected;
+        // Mean 255, deviation 22.6.
+        CHECK(chi_squared < 255 + 5 * 22.6);
+    };
+    for (const uint64_t step : {1, 2, 1000, 1000000}) {
+        for (const uint32_t distance : {0u, 1u, 7u, 128u}) {
+            const auto counter_at = [step](size_t i) { return noise_counter(noise_seed(step), static_cast<uint32_t>(i)); };
+            check(counter_at, [=](size_t i) { return counter_at(i + distance); });
         }
-        CHECK_EQ(decode_exp_avg(127, scale), scale);
-        CHECK_EQ(decode_exp_avg_sq(255, scale), scale);
     }
-}
-
-TEST(moments_in_8_bits, second_moments_are_rounded_without_bias) {
-    for (const float value : {0.9f, 0.1f, 3e-3f, 1e-5f, 1e-8f}) {
-        double sum = 0.0;
-        for (uint32_t noise = 0; noise < 65536; ++noise) {
-            sum += decode_exp_avg_sq(static_cast<uint8_t>(encode_exp_avg_sq(value, 1.0f, noise)), 1.0f);
-        }
-        CHECK(std::fabs(sum / 65536 / value - 1.0) < 1e-4);
-    }
-}
-
-// Beside one large element, others get smaller updates or none, never much larger ones.
-TEST(moments_in_8_bits, an_outlier_does_not_enlarge_updates) {
-    for (float share = 1.0f; share > 1e-9f; share *= 0.7f) {
-        const float m = decode_exp_avg(static_cast<int8_t>(encode_exp_avg(share, 1.0f)), 1.0f);
-        for (const uint32_t noise : {0u, 65535u}) {
-            const auto code = static_cast<uint8_t>(encode_exp_avg_sq(share * share, 1.0f, noise));
-            CHECK(code > 0);
-            const float update = m / std::sqrt(decode_exp_avg_sq(code, 1.0f));
-            CHECK(update < (share > 1e-3f ? 1.5f : 5.0f));
+    for (const uint32_t element : {0u, 1u, 4095u, 0xffffffffu}) {
+        for (const size_t distance : {0, 1, 7}) {
+            const auto counter_at = [element](size_t i) { return noise_counter(noise_seed(i), element); };
+            check(counter_at, [=](size_t i) { return counter_at(i + distance); });
         }
     }
 }

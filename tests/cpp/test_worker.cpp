@@ -11,10 +11,12 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "reference_adamw.h"
+#include "replay/tile_journal.h"
 #include "trainer_arena.h"
 #include "worker_process.h"
 
@@ -226,6 +228,79 @@ TEST(worker, takes_the_newest_job_first) {
     CHECK_EQ(worker.receive_done().job_id, 5);
 }
 
+// Until the worker waits for the word of a step or, unless it is kNoBlock, of a block, and looks again.
+void wait_for_looks(TrainerArena& arena, int64_t step, uint32_t block) {
+    const auto wait = [](const auto& condition) {
+        while (!condition()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    const ArenaHeader& header = arena.header();
+    wait([&] { return header.awaited_step == step && header.awaited_block == block; });
+    const uint64_t n_looks = header.n_looks;
+    wait([&] { return header.n_looks > n_looks || header.awaited_step == 0; });
+}
+
+// One that was idle for longer than words may take waits for the next job's word nevertheless, also where another message has
+// been carried out between.
+TEST(worker, waits_for_words_after_an_idle_time) {
+    TrainerArena arena;
+    arena.header().newest_first = 1;
+    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "1500"});
+    worker.receive_ready();
+    for (int64_t step = 1; step <= 2; ++step) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1600));
+        worker.submit(tentative(job_of(0, step, step, 1)), {0});
+        wait_for_looks(arena, step, 0);
+        arena.write_block_word(0, step, 1.0f);
+        arena.write_word(step, 1.0f);
+        CHECK_EQ(worker.receive_done().job_id, step);
+    }
+}
+
+TEST(worker, says_which_word_it_waits_for) {
+    for (const uint32_t newest_first : {0, 1}) {
+        TrainerArena arena;
+        arena.header().newest_first = newest_first;
+        arena.header().awaited_step = 7;  // of a killed worker
+        WorkerProcess worker(arena, first_core());
+        worker.receive_ready();
+        CHECK_EQ(arena.header().awaited_step, 0);
+        worker.submit(tentative(job_of(1, 1, 1, 2)), {0, 1});
+        wait_for_looks(arena, 1, kNoBlock);
+        arena.write_word(1, 1.0f);
+        wait_for_looks(arena, 2, 1);
+        arena.write_block_word(1, 2, 1.0f);
+        worker.receive_done();
+        CHECK_EQ(arena.header().awaited_step, 0);
+        const uint64_t n_looks = arena.header().n_looks;
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        CHECK_EQ(arena.header().n_looks, n_looks);
+    }
+}
+
+// The trainer resubmits jobs in their order. What has not been begun waits for the one that has, also before that one is there.
+TEST(worker, continues_the_interrupted_job_before_newer_ones) {
+    TrainerArena arena;
+    arena.header().newest_first = 1;
+    arena.header().begun_job = 5;
+    arena.header().completed_job = 4;
+    arena.header().n_shares = 1;
+    arena.journal_entry(0).begin = arena.journal_entry(0).position = 64;
+    arena.journal_entry(0).end = 100;
+    arena.journal_entry(0).saved_at = kNothingSaved;
+    WorkerProcess worker(arena, first_core(), {"--word-timeout-ms", "10000"});
+    worker.receive_ready();
+    worker.submit(job_of(0, 3, 1, 0), {});
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    CHECK_EQ(worker.bytes_waiting(), 0u);
+    for (const auto& [block, job_id] : {std::pair{1u, 5}, {0u, 6}, {1u, 7}}) worker.submit(job_of(block, job_id, 1, 0), {});
+    CHECK_EQ(worker.receive_done().job_id, 5);
+    for (int64_t previous = 0, i = 0; i < 3; ++i) {
+        const Done done = worker.receive_done();
+        CHECK(done.block == 1 || done.job_id > previous);
+        if (done.block == 0) previous = done.job_id;
+    }
+}
+
 // While it starts, while it is idle, and while it waits for the second job's word, which never arrives.
 TEST(worker, exits_when_the_trainer_dies) {
     for (int when = 0; when < 3; ++when) {
@@ -276,6 +351,22 @@ TEST(worker, reports_invalid_messages) {
         {nothing, submitting(tentative(job_of(0, 1, 1, 1)), {0, 0}), "with n_committed = 0 and tentative = 1, got 48"},
         {nothing, submitting(job_of(0, 1, 1, 0xffffffffu), {0, 0}), "with n_committed = 4294967295 and tentative = 0, got 48"},
         {nothing, submitting(job_of(0, 1, 1, 2), {0, 1}), "step 1's clip coefficient did not arrive within 30 ms"},
+        {nothing, submitting(tentative(job_of(1, 1, 1, 1)), {0}),
+         "step 1's clip coefficient did not arrive within 30 ms, for block 1"},
+        {[](TrainerArena& arena) { arena.header().newest_first = 1; }, submitting(job_of(0, 1, 1, 2), {0, 1}),
+         "jobs: no clip coefficient arrived within 30 ms"},
+        {[](TrainerArena& arena) {
+             arena.write_word(1, 1.0f);
+             arena.hyperparameters(1, 1).beta2 = 1.0;
+         },
+         submitting(job_of(0, 1, 1, 1), {0}), "betas = 0 and 1, eps = 0, weight_decay = 0, decoupled = 0 in step 1, group 1"},
+        {nothing,
+         [](WorkerProcess& worker) {
+             worker.submit(job_of(0, 2, 1, 0), {});
+             worker.receive_done();
+             worker.submit(job_of(1, 2, 1, 0), {});
+         },
+         "job_id must be above 2, that of the job before, got 2"},
         {nothing,
          [](WorkerProcess& worker) {
              const MessageHeader message{77, 0};

@@ -4,9 +4,11 @@
 #include <sched.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 
@@ -14,6 +16,8 @@
 
 namespace zenflow::test {
 namespace {
+
+constexpr int kReceiveTimeoutS = 120;  // of any message; builds with sanitizers are slow
 
 // Forks and executes the worker with the given file descriptors kept open. `output` receives both standard streams unless it is
 // negative.
@@ -79,6 +83,8 @@ WorkerProcess::WorkerProcess(const TrainerArena& arena, const std::string& cores
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends), 0);
     socket_ = ends[0];
+    const timeval limit{kReceiveTimeoutS, 0};
+    CHECK_EQ(setsockopt(socket_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit)), 0);
     std::vector<std::string> arguments = {
         "--arena-fd", std::to_string(arena.fd()), "--socket-fd", std::to_string(ends[1]), "--cores", cores};
     arguments.insert(arguments.end(), extra.begin(), extra.end());
@@ -146,6 +152,7 @@ int WorkerProcess::wait() {
 std::string WorkerProcess::receive() {
     std::string message(kMaxMessageBytes, '\0');
     const ssize_t size = recv(socket_, message.data(), message.size(), 0);
+    if (size < 0 && errno == EAGAIN) throw CheckFailed("the worker sent nothing for " + std::to_string(kReceiveTimeoutS) + " s");
     if (size <= 0) throw CheckFailed("the worker ended without a message");
     message.resize(static_cast<size_t>(size));
     return message;

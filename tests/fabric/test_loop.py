@@ -1,7 +1,6 @@
 """What a loop under Fabric may do, what it sees, and the errors that name what it must not do."""
 
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -92,7 +91,7 @@ def test_steps_that_are_dropped_or_end_early_and_exact_weights(loop: Any) -> Non
 
 
 @pytest.mark.parametrize("before", [0, 5])
-def test_metrics_and_timeline(before: int, tmp_path: Path, no_worker_is_left: None) -> None:
+def test_metrics(before: int, tmp_path: Path, no_worker_is_left: None) -> None:
     """In a loop that begins, and in one that goes on with a checkpoint."""
     if before:
         fabric, model, optimizer, _ = set_up(SmallNet(), **LATE)
@@ -100,8 +99,7 @@ def test_metrics_and_timeline(before: int, tmp_path: Path, no_worker_is_left: No
             train_step(fabric, model, optimizer, step)
         fabric.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
         fabric.strategy.teardown()
-    path = tmp_path / "logs" / "timeline.json"
-    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE, timeline=path, timeline_steps=[3, 4])
+    fabric, model, optimizer, _ = set_up(SmallNet(), **LATE)
     if before:
         fabric.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
     strategy = fabric.strategy
@@ -110,12 +108,14 @@ def test_metrics_and_timeline(before: int, tmp_path: Path, no_worker_is_left: No
     for step in range(6):
         train_step(fabric, model, optimizer, step, accumulate=2)
     metrics = strategy.metrics()
-    assert {"zenflow/stall/device_percent", "zenflow/overlap/step_ms", "zenflow/traffic/d2h_GB_per_s"} <= metrics.keys()
+    assert {
+        "zenflow/stall/device_percent",
+        "zenflow/overlap/step_ms",
+        "zenflow/traffic/d2h_model_sizes",
+    } <= metrics.keys()
     assert metrics.keys() <= METRICS.keys()
     assert strategy.metrics() == {}
     assert "update_interval=4, publish_lag=1" in (strategy.summary() or "")
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert {f"step {before + 3}", f"step {before + 4}", "forward", "backward"} <= names
     strategy.teardown()
 
 
@@ -149,10 +149,14 @@ def test_weights_without_the_optimizer_and_other_objects(loop: Any, tmp_path: Pa
         fabric.load(tmp_path / "nowhere", {"model": model, "optimizer": optimizer})
 
 
-def test_a_teacher_beside_the_model(loop: Any) -> None:
+def test_a_teacher_beside_the_model(loop: Any, tmp_path: Path) -> None:
     fabric, model, optimizer = loop
     teacher = fabric.setup_module(nn.Linear(3, 2))
     assert teacher(torch.ones(1, 3)).shape == (1, 2)
+    fabric.save(tmp_path / "one", {"model": model})
+    for save_or_load in (fabric.save, fabric.load):
+        with pytest.raises(MisconfigurationException, match="one model that was set up, under one name, got 2"):
+            save_or_load(tmp_path / "one", {"model": model, "again": model})
     loss = model.loss(2, 0, 0)
     with pytest.raises(ValueError, match="provide the model"):
         fabric.backward(loss)

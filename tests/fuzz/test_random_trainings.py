@@ -64,17 +64,15 @@ def trainings(draw: st.DrawFn) -> Case:
 
 SCHEDULES = st.sampled_from(
     [
-        # Nothing late, by four ways; then S and d of every kind.
+        # Nothing late, by three ways; then S and d of every kind.
         {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False},
-        {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": True, "tail": "none"},
-        {"update_interval": 1, "publish_lag": 0, "tail": "auto"},
+        {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": True},
         {"update_interval": 1, "publish_lag": "auto", "overlap_step": False},
     ]
 ) | st.fixed_dictionaries(
     {
         "update_interval": st.integers(1, 8) | st.just("auto"),
         "publish_lag": st.integers(0, 4) | st.just("auto"),
-        "tail": st.sampled_from(["auto", "none"]),
     }
 )
 OTHERS = st.fixed_dictionaries(

@@ -74,7 +74,11 @@ class DirectStep:
         config = ZenFlowConfig(**{"worker_timeout": 60, "worker_cores": 1, **keys})
         config = config.with_weights_on_host() if in_place else config
         cores = tuple(allowed_cores()[: config.worker_cores if isinstance(config.worker_cores, int) else 1])
-        resources = RankResources(cores=WorkerCores(cores=cores, reason="test", trainer_threads=1), ranks_on_host=1)
+        resources = RankResources(
+            cores=WorkerCores(cores=cores, reason="test", trainer_threads=1),
+            ranks_on_host=1,
+            word_timeout_s=config.worker_timeout,
+        )
         self.parts = build(config, zero, resources)
         self._groups, self._in_place, self._fetches = groups, in_place, in_place
         if in_place:
@@ -142,7 +146,7 @@ class DirectStep:
         begins = self.parts.step.rank.partition.group_begins
         for master, begin, (saved, *moments) in zip(self.masters, begins, states, strict=True):
             master.data.copy_(saved)
-            for moment, values in zip(self._moments, moments, strict=True):
+            for moment, values in reversed([*zip(self._moments, moments, strict=True)]):
                 moment.write(begin, values)
         for weights, saved in zip(self.shown, shown, strict=True):
             weights.copy_(saved)

@@ -12,11 +12,17 @@ from models import TestModule
 
 
 def set_up(
-    model: TestModule, *, devices: int = 1, precision: Any = "32-true", max_norm: float | None = None, **keys: Any
+    model: TestModule,
+    *,
+    devices: int = 1,
+    precision: Any = "32-true",
+    max_norm: float | None = None,
+    accelerator: str = "cpu",
+    **keys: Any,
 ) -> tuple[Fabric, Any, Any, Any]:
-    """Fabric on the CPU, with the model and its optimizer set up: (fabric, model, optimizer, scheduler)."""
+    """Fabric, by default on the CPU, with the model and its optimizer set up: (fabric, model, optimizer, scheduler)."""
     strategy = ZenFlowStrategy(**{"worker_cores": 1, **keys})
-    fabric = Fabric(accelerator="cpu", devices=devices, precision=precision, strategy=strategy)
+    fabric = Fabric(accelerator=accelerator, devices=devices, precision=precision, strategy=strategy)
     fabric.launch()
     configured = model.configure_optimizers()
     scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
@@ -49,7 +55,9 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     run = Run()
     model = case.make_model()
     before = looks(model)
-    fabric, wrapped, optimizer, scheduler = set_up(model, devices=devices, precision=case.precision, **case.keys())
+    fabric, wrapped, optimizer, scheduler = set_up(
+        model, devices=devices, precision=case.precision, accelerator=case.accelerator, **case.keys()
+    )
     strategy = fabric.strategy
     assert isinstance(strategy, ZenFlowStrategy)
     state = {"model": wrapped, "optimizer": optimizer, "step": 0, **({"scheduler": scheduler} if scheduler else {})}
@@ -72,4 +80,5 @@ def run_case(case: Case, *, devices: int = 1) -> tuple[Run, list[list[Tensor]]]:
     run.weights = snapshot(model)
     strategy.teardown()
     assert_as_before(before, model)
-    return run, read_state(run, strategy.zenflow_optimizer)
+    with strategy._optimizer_in_training():
+        return run, read_state(run, strategy.zenflow_optimizer)

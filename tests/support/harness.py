@@ -16,6 +16,7 @@ import psutil
 import torch
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ import networks
 from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.topology import allowed_cores
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -79,7 +81,7 @@ class Case:
     checkpoint: str | None = None
     """Where a checkpoint is written, or, where `save_at` is 0, read."""
     schedules: tuple[Entry, ...] = ()
-    """(step, S, d), perhaps with a tail (`scripted_schedule.Entry`): what `auto` decides on; for it
+    """(step, S, d): what `auto` decides on; for it
     `update_interval` and `publish_lag` must be "auto" in `strategy_options`."""
     strategy_options: dict[str, Any] = field(default_factory=dict)
     accelerator: Literal["cpu", "gpu"] = "cpu"
@@ -164,11 +166,14 @@ class Case:
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
         module = self.make_model()
-        if not self.precision.endswith("mixed"):
+        if self.precision == "32-true":
+            ZenFlowPrecision(self.precision).convert_module(module)
+        elif not self.precision.endswith("mixed"):
             module.to(self.dtype)
         # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels, as do strides of one element.
         for p in module.parameters():
-            p.data = torch.empty(p.shape, dtype=self.dtype).copy_(p.data)
+            dtype = p.dtype if self.precision == "32-true" else self.dtype
+            p.data = torch.empty(p.shape, dtype=dtype).copy_(p.data)
         for parameters in module.parameter_groups():
             flatten(parameters)
         return ReferenceZenFlow(
@@ -276,6 +281,8 @@ class After(pl.Callback):
 
 class StockStrategy(ZenFlowStrategy):
     """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
+
+    precision_class = DeepSpeedPrecision  # Lightning's own
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -397,7 +404,8 @@ def run_case(
     assert_as_before(before, model)
     run.weights, run.untrained = snapshot(model), untrained(model)
     assert isinstance(trainer.strategy, ZenFlowStrategy)
-    return run, read_state(run, trainer.strategy.zenflow_optimizer)
+    with trainer.strategy._optimizer_in_training():
+        return run, read_state(run, trainer.strategy.zenflow_optimizer)
 
 
 def read_state(run: Run, optimizer: ZenFlowOptimizer | None) -> list[list[Tensor]]:

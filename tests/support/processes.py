@@ -42,7 +42,7 @@ class ArenaWatch:
         os.close(self._fd)
 
 
-def _open_files() -> Iterator[tuple[int, str]]:
+def open_files() -> Iterator[tuple[int, str]]:
     """Descriptors of this process, and what each is open for."""
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own
@@ -57,9 +57,9 @@ def leaves_no_file_open() -> Iterator[None]:
     file that is closed meanwhile is no failure. What the block opens it closes without a collection, or collects itself.
     """
     gc.collect()
-    before = Counter(name for _, name in _open_files())
+    before = Counter(name for _, name in open_files())
     yield
-    more = Counter(name for _, name in _open_files()) - before
+    more = Counter(name for _, name in open_files()) - before
     assert not more, f"left open: {dict(more)}"
 
 
@@ -73,7 +73,7 @@ def arena_mappings() -> list[tuple[int, int]]:
 def shared_bytes() -> int:
     """Shared memory of ours that this process holds."""
     sizes = {}
-    for fd, name in _open_files():
+    for fd, name in open_files():
         if "memfd:zenflow-" in name:
             status = os.fstat(fd)
             sizes[status.st_ino] = 512 * status.st_blocks

@@ -39,9 +39,18 @@ def noise_seed(step: int) -> int:
 
 def noise_of(seed: int, element: Tensor) -> Tensor:
     """Uniform in 0 to 65535; int64 like `element`, the index in the partition."""
+    return _noise(seed, element) >> 16
+
+
+def other_noise_of(seed: int, element: Tensor) -> Tensor:
+    """The same, independent of `noise_of`."""
+    return _noise(seed, element) & 0xFFFF
+
+
+def _noise(seed: int, element: Tensor) -> Tensor:
     # Products wrap around modulo 2^64, of which the low half counts.
     x = (element * 0x9E3779B1 + seed) & _MASK
-    return ((x ^ (x >> 15)) * 0x85EBCA77 & _MASK) >> 16
+    return (x ^ (x >> 15)) * 0x85EBCA77 & _MASK
 
 
 def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
@@ -65,12 +74,15 @@ class ReplayedAdamW:
     scales: Sequence[Tensor] | None = None
     exp_avg: list[Tensor] = field(init=False)
     exp_avg_sq: list[Tensor] = field(init=False)
+    is_slow: list[bool] = field(init=False)
+    """Whether a first moment changes by less than half of bfloat16's spacing in a step."""
     count: int = 0
     """Steps that were applied."""
 
     def __post_init__(self) -> None:
         self.master = [w.detach().float() for w in self.master]
         self.exp_avg, self.exp_avg_sq = ([torch.zeros_like(w) for w in self.master] for _ in range(2))
+        self.is_slow = [False] * len(self.master)
 
     def step(self, gradients: Sequence[Tensor], groups: Sequence[Group], factor: float) -> None:
         """Applies one gradient and one group a parameter, in 32 bits; nothing, if `factor` is not finite."""
@@ -90,6 +102,7 @@ class ReplayedAdamW:
             if h.weight_decay and h.decoupled:
                 w = fma(w, -h.lr * h.weight_decay, w)
             self.master[i], self.exp_avg[i], self.exp_avg_sq[i] = fma(u, step_size, w), m, v
+            self.is_slow[i] = 1 - h.beta1 < 2.0**-8
 
     def close_windows(self, closing: Sequence[Tensor], last_step: int) -> None:
         """Rounds the moments, as the worker does at the end of a window.
@@ -102,34 +115,43 @@ class ReplayedAdamW:
         for i, (of_parameter, element) in enumerate(zip(closing, self.elements, strict=True)):
             m, v, noise = self.exp_avg[i], self.exp_avg_sq[i], noise_of(seed, element)
             if self.scales is None:
-                rounded = m.bfloat16().float(), round_stochastically(v, noise)
+                slow = round_stochastically(m.abs(), other_noise_of(seed, element)).copysign(m)
+                rounded = slow if self.is_slow[i] else m.bfloat16().float(), round_stochastically(v, noise)
             else:
-                rounded = coded_exp_avg(m, self.scales[i]), coded_exp_avg_sq(v, self.scales[i], noise)
+                rounded = coded(m, v, self.scales[i], other_noise_of(seed, element), noise)
             self.exp_avg[i], self.exp_avg_sq[i] = map(torch.where, (of_parameter,) * 2, rounded, (m, v))
 
 
-def coded_exp_avg(values: Tensor, scales: Tensor) -> Tensor:
-    """The values after coding in 8 bits; those with equal numbers in `scales` have one scale."""
-    scale = _scale(values.abs(), scales)
-    code = (_root(values.abs() * (1 / scale)) * 127 + 0.5).clamp(max=127).trunc()
-    return torch.copysign(code * code * (1 / 127**2) * scale, values) * (code > 0)
+def coded(
+    exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, exp_avg_noise: Tensor, exp_avg_sq_noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both moments after coding in 8 bits; elements with equal numbers in `scales` have one scale. Noise is uniform in 0 to 65535."""
+    scale = _largest(exp_avg_sq, scales).clamp(2.0**-100, torch.finfo(torch.float32).max)
+    root = _root(exp_avg_sq * (1 / scale)).clamp(_square(torch.tensor(1.0), 255).item(), 1)
+    ratio = exp_avg / (root * _root(scale))
+    largest = _largest(ratio.abs(), scales).clamp(2.0**-40, 2.0**126)
+    c = _code_of_square(root * 255**2, 255, exp_avg_sq_noise) * ((exp_avg_sq != 0) | (exp_avg != 0))
+    q = _code_of_square(ratio.abs() * (127**2 / largest), 127, exp_avg_noise)
+    q = torch.copysign(_square(q, 127), ratio)
+    with_16_bits = (largest.view(torch.int32) + 128 >> 8 << 8).view(torch.float32)
+    return q * with_16_bits * (_square(c, 255) * _root(scale)), _square(c, 255) ** 2 * scale
 
 
-def coded_exp_avg_sq(values: Tensor, scales: Tensor, noise: Tensor) -> Tensor:
-    """As `coded_exp_avg`; `noise` is uniform in 0 to 65535."""
-    scale = _scale(values, scales)
-    share = values * (1 / scale)
-    below = (_root(_root(share)) * 255).clamp(max=254).trunc()
-    low, high = ((code * code * (1 / 255**2)) ** 2 for code in (below, below + 1))
-    up = share - low > (noise.float() * 2.0**-16 + 2.0**-17) * (high - low)
-    code = torch.maximum(below + up, (values > 0).float())
-    return (code * code * (1 / 255**2)) ** 2 * scale
+def _square(code: Tensor, n: int) -> Tensor:
+    return code * code * (1 / n**2)
 
 
-def _scale(magnitudes: Tensor, scales: Tensor) -> Tensor:
+def _code_of_square(square: Tensor, n: int, noise: Tensor) -> Tensor:
+    """Of n^2 times the square."""
+    below = _root(square).clamp(max=n - 1).trunc()
+    return below + (square - below * below > noise.float() * 2.0**-16 * (2 * below + 1))
+
+
+def _largest(magnitudes: Tensor, scales: Tensor) -> Tensor:
+    """Of all elements with the same number in `scales`."""
     flat, number = magnitudes.reshape(-1), scales.reshape(-1)
     largest = torch.zeros(int(number.max()) + 1).scatter_reduce(0, number, flat, "amax") if len(flat) else flat
-    return largest[number].clamp(2.0**-100, torch.finfo(torch.float32).max).view_as(magnitudes)
+    return largest[number].view_as(magnitudes)
 
 
 def _root(values: Tensor) -> Tensor:

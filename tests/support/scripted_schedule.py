@@ -6,15 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from torch import distributed as dist
-
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
 from lightning_zenflow.step.context import StepPlan
 
-Entry = tuple[int, int, int] | tuple[int, int, int, tuple[int, ...]] | tuple[int, int, int, tuple[int, ...], int]
-"""Step, S and d; and perhaps the blocks of the tail; and perhaps the only rank that has one. If both S or d and the tail change, the tail
-does so at the next step that allows it."""
+Entry = tuple[int, int, int]
+"""Step, S and d."""
 
 
 class ScriptedSchedule:
@@ -27,7 +24,6 @@ class ScriptedSchedule:
 
     def __init__(self, script: Sequence[Entry], auto: SchedulePolicy) -> None:
         self._script = list(script)
-        self.tail: frozenset[int] = frozenset()
         self.schedule = auto.schedule
         self.changes: list[tuple[int, UpdateSchedule]] = []
         """(step after which it changed, to what)."""
@@ -35,12 +31,11 @@ class ScriptedSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """As `ScheduleControl.state_dict`."""
-        return {**dataclasses.asdict(self.schedule), "tail": len(self.tail) / 16, "tail_blocks": sorted(self.tail)}
+        return dataclasses.asdict(self.schedule)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `ScheduleControl.load_state_dict`."""
-        self.schedule = UpdateSchedule(update_interval=state["update_interval"], publish_lag=state["publish_lag"])
-        self.tail = frozenset(state["tail_blocks"])
+        self.schedule = UpdateSchedule(**state)
 
     def waits(self, step: int) -> bool:
         """As `ScheduleControl.waits`."""
@@ -55,16 +50,10 @@ class ScriptedSchedule:
         self._waits = due and not may_change
         if not due or self._waits:
             return None
-        _, update_interval, publish_lag, *tail = self._script[0]
+        _, update_interval, publish_lag = self._script.pop(0)
         before, self.schedule = self.schedule, UpdateSchedule(update_interval=update_interval, publish_lag=publish_lag)
-        changes = self.schedule != before
-        if not (changes and tail):
-            self._script.pop(0)
-            self.changes.append((step, self.schedule))
-        if not changes and tail:
-            blocks, *only_rank = tail
-            self.tail = frozenset(blocks if not only_rank or dist.get_rank() == only_rank[0] else ())
-        return "the script says so" if changes or tail else None
+        self.changes.append((step, self.schedule))
+        return "the script says so" if self.schedule != before else None
 
 
 @contextmanager

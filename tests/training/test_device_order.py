@@ -1,5 +1,6 @@
 """A device that runs behind the host, recorded: nothing races, nothing waits, and planted errors are found."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
@@ -7,19 +8,24 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.recorded_device.device import RecordedDevice, RecordedEvent, RecordedRuntime
 from benchmarks.recorded_device.recording import StepEnds
 from benchmarks.recorded_device.watch import recorded_device
-from gpu_cases import RACES
+from gpu_cases import RACES, optimizer_of
 from harness import AUTO, EVERYTHING, Case, run_here
-from lightning_zenflow.core.device import SideStream
+from lightning_zenflow.core.device import SideStream, runtime_of
 from lightning_zenflow.deferred import provisional_update
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from lightning_zenflow.zero3.fetch import FetchCoordinator
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
+from networks import TiedNet
 from rank_processes import run_on_ranks
-from same_bits import assert_same_state
+from same_bits import assert_same_run, assert_same_state
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -38,6 +44,15 @@ def on_this_machine(case: Case, **keys: Any) -> Case:
     return small.with_keys(reduce_bucket_size=700, **keys)
 
 
+class UsedEarly(TiedNet):
+    """Only a step's first micro-batch uses the last layer."""
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        self.used_every = int(micro == 0)
+        return super().loss(step, micro, rank)
+
+
 FIXED, NETWORK = (on_this_machine(RACES[name]) for name in ("fixed gradients", "a network"))
 CASES = {
     **{name: on_this_machine(case) for name, case in RACES.items()},
@@ -52,7 +67,6 @@ CASES = {
     # As from layers that torch compiles.
     "gradients at once": replace(NETWORK, model="PerceptronAtOnce"),
     "changes of schedule": replace(NETWORK, schedules=((3, 8, 1), (7, 1, 0), (9, 2, 2))).with_keys(**AUTO),
-    "a tail": replace(NETWORK, schedules=((3, 1, 0, (0, 1, 2)), (7, 2, 0), (9, 1, 0, (0, 1, 2, 3)))).with_keys(**AUTO),
     "frozen layers": replace(
         FIXED,
         model="LinearLossModule",
@@ -63,6 +77,23 @@ CASES = {
     "a layer used now and then": replace(
         NETWORK, model="TiedNet", model_options={"used_every": 3}, steps=18, precision="bf16-true"
     ),
+    "a layer of the first micro-batch": replace(
+        NETWORK,
+        model=UsedEarly,
+        model_options={},
+        accumulate=2,
+        precision="bf16-true",
+    ).with_keys(accumulate_on="device"),
+    "in host memory": replace(
+        NETWORK,
+        stage=3,
+        offload_parameters=True,
+        topk_ratio=0,
+        update_interval=1,
+        publish_lag=0,
+        flush_after=(5,),
+        strategy_options={"overlap_comm": True, "reduce_bucket_size": 700},
+    ),
     "stage 3": replace(NETWORK, stage=3).with_keys(overlap_comm=True),
     "stage 3, submitted in backward": replace(
         NETWORK, stage=3, update_interval=1, publish_lag=0, flush_after=(5,)
@@ -70,7 +101,16 @@ CASES = {
 }
 
 
-FAST = ("a network", "submitted in backward", "fp16", "flushes, one step late", "gradients at once", "stage 3")
+FAST = (
+    "a network",
+    "submitted in backward",
+    "fp16",
+    "flushes, one step late",
+    "gradients at once",
+    "stage 3",
+    "a layer of the first micro-batch",
+    "in host memory",
+)
 
 
 def record(case: Case, *, events_are_reached: bool = False) -> RecordedDevice:
@@ -100,6 +140,91 @@ def test_without_room_for_gradients_on_the_device(name: str, monkeypatch: pytest
     device = record(CASES[name])
     assert not device.order.races
     assert any(o.kind == "h2d" and o.place == "device.to_device" for o in device.order.operations)
+
+
+class Unbounded(pl.Callback):
+    """Lifts DeepSpeed's bound of the number of fetches under way, for which the host waits."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        coordinator = optimizer_of(trainer).parameter_offload.param_coordinator
+        coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 10**6
+
+
+ON_HOST = replace(CASES["in host memory"], callbacks=(Unbounded(),), flush_after=())
+
+
+def test_fetches_are_ordered_without_a_wait_of_the_host() -> None:
+    """One rank's, of which each is waited for by the stream of the module that needs it."""
+    device = record(ON_HOST)
+    assert not device.order.races
+    operations = device.order.operations
+    ends = [i for i, o in enumerate(operations) if o.kind == "step"]
+    places = {o.place for o in operations[ends[3] : ends[-1]] if o.kind == "host wait"}
+    # DeepSpeed's bound of the gradients under way.
+    assert places == {"stage3.__reduce_and_partition_ipg_grads"}
+
+
+def test_weights_in_host_memory_are_fetched_anew_in_each_step() -> None:
+    """Copies of them, on a device with memory of its own; after training the module has those of the last step."""
+    case = replace(ON_HOST, max_norm=None, steps=6, recorded=True, watched=False, callbacks=())
+    with recorded_device():
+        run = run_here(case)
+    assert_same_run(run, run_here(replace(case, offload_parameters=False)))
+
+
+class FrozenPieces(pl.Callback):
+    """Sees after each step that what is frozen is fetched from page-locked memory."""
+
+    def __init__(self, device: RecordedDevice) -> None:
+        self._device = device
+        self.pieces: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        frozen: list[Any] = [p for p in pl_module.parameters() if not p.requires_grad]
+        self.pieces = [p.ds_tensor.data for p in frozen]
+        assert len(frozen) == 6 and all(map(self._device.is_page_locked, self.pieces))
+
+
+def test_frozen_weights_in_host_memory_are_page_locked_until_the_end() -> None:
+    case = replace(ON_HOST, model="TiedNet", model_options={"frozen": (1,)}, precision="bf16-true", steps=4)
+    with recorded_device() as device:
+        frozen = FrozenPieces(device)
+        run_here(case, callbacks=[StepEnds(device), frozen])
+    assert not device.order.races
+    assert not any(map(device.is_page_locked, frozen.pieces))
+
+
+@pytest.fixture
+def late_fetches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Parameters whose gathers begin where they are needed, since the worker's answers are never seen before they are waited for."""
+    late: list[Any] = []
+    begin = FetchCoordinator._begin
+
+    def begins(coordinator: FetchCoordinator, parameters: list[Any]) -> None:
+        late.extend(parameters)
+        begin(coordinator, parameters)
+
+    monkeypatch.setattr(SupervisedWorker, "has_answered", lambda *_: False)
+    monkeypatch.setattr(FetchCoordinator, "_begin", begins)
+    return late
+
+
+def test_late_fetches_are_ordered(late_fetches: list[Any]) -> None:
+    assert not record(ON_HOST).order.races
+    assert len(late_fetches) > 50
+
+
+def test_a_late_fetch_on_another_stream_is_found(late_fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one that no module waits for."""
+    init = FetchCoordinator.__init__
+
+    def elsewhere(coordinator: FetchCoordinator, deepspeeds: Any, stream: Any, **options: Any) -> None:
+        init(coordinator, deepspeeds, get_accelerator().Stream(), **options)
+
+    monkeypatch.setattr(FetchCoordinator, "__init__", elsewhere)
+    assert record(replace(ON_HOST, steps=4)).order.races
 
 
 class ReadsGradients(pl.Callback):
@@ -138,6 +263,50 @@ def test_fp16_with_a_dynamic_loss_scale_is_exact_in_the_state() -> None:
         assert not device.order.races
     assert_same_state(*runs)
     assert runs[0].skipped > 0
+
+
+class SecondProducer(pl.Callback):
+    """Has every second gradient come up on a stream of its own, as where autograd or torch.compile uses several."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer, calls = optimizer_of(trainer), itertools.count()
+        runtime = runtime_of(optimizer.parts.rank.device)
+        main, second = runtime.current_stream(), runtime.new_stream()
+        process, end = optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue
+
+        def on_its_stream(*args: Any) -> None:
+            if next(calls) % 2:
+                process(*args)
+                return
+            second.wait_stream(main)
+            with runtime.on(second):
+                process(*args)
+
+        def epilogue() -> None:
+            # As autograd does at the end of a backward pass.
+            main.wait_stream(second)
+            end()
+
+        optimizer.process_gradients, optimizer.independent_gradient_partition_epilogue = on_its_stream, epilogue
+
+
+@pytest.mark.parametrize("name", ["fixed gradients", "a network", "submitted in backward", "accumulated"])
+def test_a_bucket_is_refilled_behind_its_copies_to_the_host(name: str) -> None:
+    """Also from a stream that does not wait for the one of the reduction."""
+    assert not record(replace(CASES[name], callbacks=(SecondProducer(),))).order.races
+
+
+LARGE = ("fixed gradients", "a network", "submitted in backward", "accumulated on the host")
+
+
+@pytest.mark.parametrize("name", marked(LARGE, fast=("a network",)))
+def test_gradients_larger_than_a_bucket_are_kept_for_their_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a wait: they have memory of their own, which is not used again before."""
+    case = replace(CASES[name], callbacks=(SecondProducer(),), steps=6).with_keys(reduce_bucket_size=10)
+    assert not record(case).order.races
+    monkeypatch.setattr(RecordedRuntime, "keep_for", lambda *_: None)
+    assert record(case).order.races
 
 
 class Unordered(pl.Callback):
@@ -180,8 +349,14 @@ def without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, method, lambda *_: None)
 
 
+def event_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """Events of the stream of copies to the host are recorded on the current stream."""
+    patch.setattr(SideStream, "record_event", lambda self: self._runtime.record_event())
+
+
 PLANTED = {
-    "no wait for copies": (without(SideStream, "join"), FIXED),
+    "no wait for copies": (without(SideStream, "join"), CASES["a layer of the first micro-batch"]),
+    "a bucket filled again too early": (event_elsewhere, FIXED),
     # Its job's word does not wait for the copies from it.
     "a buffer reused too early in backward": (without(SideStream, "wait_for"), CASES["submitted in backward"]),
     "a buffer reused too early": (without(RecordedEvent, "synchronize"), replace(NETWORK, flush_after=(5, 6))),

@@ -2,14 +2,17 @@
 
 import os
 import signal
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero import GatheredParameters, partition_parameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,7 +78,6 @@ def fit(
         update_interval=1,
         publish_lag=0,
         topk_ratio=0,
-        tail="none",
         worker_cores=1,
         stall_monitor=False,
     )
@@ -200,6 +202,7 @@ READERS: dict[str, Callable[[Any], Tensor]] = {
     "all_gather": gathered_alone,
     "the piece": lambda weight: weight.ds_tensor + 0,
     "in a list": lambda weight: torch.cat([weight.ds_tensor]),
+    "by keyword": lambda weight: torch.clone(input=weight.ds_tensor),
     "safe_get_full_fp32_param": safe_get_full_fp32_param,
 }
 
@@ -262,6 +265,102 @@ def test_interrupted_forward_passes(stride: int) -> None:
     assert interrupted(passed)
     whole = [interrupted(Interrupt(place, time)) for place, time in passed.times(stride=stride)]
     assert sum(whole) > 0.8 * len(whole) > 200 / stride
+
+
+class Reversed(Deep):
+    """One step uses the layers in another order."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        layers = self.layers
+        self.layers = nn.ModuleList(reversed(layers)) if batch_idx == STEPS - 2 else layers
+        loss = super().training_step(batch, batch_idx)
+        self.layers = layers
+        return loss
+
+
+def test_what_was_prefetched_in_vain_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = fit(model=Reversed(), offload_parameters=False)
+    worker = SleepingWorker()
+    with worker.sleeps(monkeypatch):
+        model = fit(worker, model=Reversed())
+    assert model.losses == expected.losses
+
+
+class Fails(Deep):
+    """Fails in the middle of the last forward pass, when the next layers are being prefetched."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx < STEPS - 1:
+            return super().training_step(batch, batch_idx)
+        for layer in self.layers[:3]:
+            layer(torch.ones(1, WIDTH))
+        raise ValueError("in a forward pass")
+
+
+class Ends(pl.Callback):
+    """Notes what is gathered of the weights when training has ended with an error."""
+
+    def __init__(self, worker: SleepingWorker) -> None:
+        self._worker = worker
+        self.statuses: list[ZeroParamStatus] = []
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        pid, self._worker.pid = self._worker.pid, 0
+
+        def wake() -> None:
+            # It may have been killed.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        threading.Timer(0.5, wake).start()
+        optimizer_of(trainer).close()
+        self.statuses = [p.ds_status for p in pl_module.parameters()]
+
+
+def gathers_once_less(patch: pytest.MonkeyPatch) -> None:
+    """The gather of the second layer in the last forward pass is cut: its weights are in flight, without a handle."""
+    fetch_module, gather = FetchCoordinator.fetch_sub_module, partition_parameters._no_gather_coalesced
+    forwards = Counter[nn.Module]()
+
+    def counted(coordinator: FetchCoordinator, module: nn.Module, forward: bool) -> None:
+        forwards[module] += forward
+        fetch_module(coordinator, module, forward)
+
+    def cut(parameters: Any) -> Any:
+        handle = gather(parameters)
+        if max(forwards.values()) == STEPS:
+            raise ValueError("in a gather")
+        return handle
+
+    patch.setattr(FetchCoordinator, "fetch_sub_module", counted)
+    patch.setattr(partition_parameters, "_no_gather_coalesced", cut)
+
+
+class FailsBefore(pl.Callback):
+    """Fails before the last forward pass."""
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if index == STEPS - 1:
+            raise ValueError("before a forward pass")
+
+
+@pytest.mark.parametrize("where", ["in a forward pass", "in a gather", "before a forward pass", "on the device"])
+def test_nothing_stays_gathered_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And weights in host memory are those of the last whole step, which the worker had not written all."""
+    expected, worker, model = weights_of(fit(max_steps=STEPS - 1)), SleepingWorker(), Fails()
+    ends = Ends(worker)
+    if where == "in a gather":
+        gathers_once_less(monkeypatch)
+    before = [FailsBefore()] if where == "before a forward pass" else []
+    with worker.sleeps(monkeypatch), pytest.raises(ValueError, match="in a gather|a forward pass"):
+        fit(worker, ends, *before, model=model, offload_parameters=where != "on the device")
+    assert set(ends.statuses) == {ZeroParamStatus.NOT_AVAILABLE}
+    if where != "on the device":
+        assert all(map(torch.equal, weights_of(model), expected))
 
 
 MANY_STEPS, MAX_NORM = 20, 1e-5

@@ -14,6 +14,7 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from harness import fit
@@ -174,8 +175,8 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]]
     "another gradient": (
         "on_before_optimizer_step",
         replace_gradient,
-        RuntimeError,
-        r"safe_set_full_grad\(weights.0\): .*`parameter.register_hook",
+        MisconfigurationException,
+        r"`parameter.grad` must not be used between backward and step: .*`parameter.register_hook",
     ),
     "before the step": ("on_before_optimizer_step", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
     "in backward": ("on_after_backward", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),

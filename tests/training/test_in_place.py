@@ -5,7 +5,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,12 @@ from harness import Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.deferred.in_place import InPlacePublisher
+from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.memory import Publisher
+from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.worker.process import JobMessage
+from lightning_zenflow.worker.supervisor import SupervisedWorker
+from processes import wait_for
 from removed_waits import not_behind
 from same_bits import assert_is_adamw, assert_same_run
 
@@ -40,7 +45,7 @@ CASE = Case(
     strategy_options={"in_place": True},
 )
 NETWORK = replace(CASE, model="Perceptron", model_options={"widths": [61, 67, 71, 73, 16]})
-EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0, "tail": "none"}
+EXACT_KEYS = {"topk_ratio": 0, "update_interval": 1, "publish_lag": 0}
 EXACT = {
     "no gradient in some steps": CASE,
     "a network": NETWORK,
@@ -51,6 +56,8 @@ EXACT = {
     "flushes, warm-up": replace(NETWORK, flush_after=(4, 5), warm_up=2),
     "frozen and unfrozen": replace(CASE, model_options={"shapes": SHAPES, "frozen_in": {0: (4, 8), 3: (2, 100)}}),
     "never finite": replace(CASE, model_options={"shapes": SHAPES, "factors": {4: float("nan")}}),
+    # When all other blocks have been shown with it.
+    "not finite in the end": replace(CASE, model_options={"shapes": SHAPES, "not_finite": {(4, 0): float("inf")}}),
 }
 CLIPPED = {
     "clipped": replace(NETWORK, max_norm=0.5),
@@ -92,9 +99,88 @@ def test_every_forward_pass_sees_the_true_clip_factor(name: str) -> None:
     assert_same_run(run, run_here(CLIPPED[name].with_keys(optimizer_in_backward=False)))
 
 
-def random_tensors(seed: int, device: torch.device = CPU) -> list[Tensor]:
+@pytest.mark.parametrize("change", ["", "a learning rate", "a norm", "not finite"])
+def test_blocks_are_submitted_again_where_the_factor_was_in_doubt(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without clipping one of them, which says whether the step was applied; all of them where a hook changes what they were shown with."""
+    sent: list[JobMessage] = []
+    enqueue = SupervisedWorker.enqueue
+    monkeypatch.setattr(SupervisedWorker, "enqueue", lambda self, job: (sent.append(job), enqueue(self, job))[1])
+    shown = []
+    for in_backward in (True, False):
+        with direct_step([random_tensors(50)], in_place=True, optimizer_in_backward=in_backward) as direct:
+            for step in range(3):
+                gradients = random_tensors(step)
+                if step == 1 and change == "not finite":
+                    gradients[0][0, 0] = torch.inf
+                sent.clear()
+                direct.backward(gradients)
+                direct.join()
+                n_blocks = len(direct.parts.step.jobs.submitted_in_backward)
+                if step == 1 and change == "a learning rate":
+                    direct.optimizer.param_groups[0]["lr"] /= 2
+                direct.max_norm = 1.0 if step == 1 and change == "a norm" else 0.0
+                direct.step.step()
+                direct.max_norm = 0.0
+                direct.fetch()
+                shown.append([flat.clone() for flat in direct.shown])
+                again = sum(job.tentative is Tentative.TRUE for job in sent)
+                assert again == ((n_blocks if step == 1 and change else 1) if in_backward else 0)
+                assert (n_blocks > 1) == in_backward
+    for ours, expected in zip(shown[:3], shown[3:], strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_bits_do_not_depend_on_when_the_worker_begins(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the step's factor is there, or behind it: moments that have been rounded in between would show.
+
+    Of parameters that are smaller than a block, so that none commits early: a job in backward commits the gradient of the step before.
+    """
+    shapes = [(41, 43)] * 9
+    kinds: set[Tentative] = set()
+    enqueue = SupervisedWorker.enqueue
+    monkeypatch.setattr(
+        SupervisedWorker, "enqueue", lambda self, job: (kinds.add(job.tentative), enqueue(self, job))[1]
+    )
+    shown = []
+    for is_late in (False, True):
+        keys = {"max_norm": 1.0, "moments_dtype": dtype, "clip_prediction": False}
+        with direct_step([random_tensors(50, shapes=shapes)], in_place=True, **keys) as direct:
+            for step in range(4):
+                gradients, jobs = random_tensors(step, shapes=shapes), direct.parts.step.jobs
+
+                def are_done(jobs: JobQueue = jobs) -> bool:
+                    return all(map(jobs.in_flight.has_answers, jobs.submitted_in_backward))
+
+                for index in reversed(range(len(gradients))):
+                    # The last block only: there are slots for few more than the blocks of a step.
+                    if index == 0 and is_late:
+                        wait_for(are_done)
+                        os.kill(direct.parts.worker.pid, signal.SIGSTOP)
+                    direct.receive(index, gradients[index], last=True)
+                direct.join()
+                if not is_late:
+                    wait_for(are_done)
+                # Or the last block's prediction would be right.
+                direct.max_norm = 0.5
+                direct.step.step()
+                direct.max_norm = 1.0
+                if is_late:
+                    os.kill(direct.parts.worker.pid, signal.SIGCONT)
+                direct.fetch()
+                shown.append([flat.clone() for flat in direct.shown])
+    assert kinds == {
+        Tentative.NONE,
+        Tentative.TRUE,
+        Tentative.TRUE_IF_KNOWN if dtype == "float32" else Tentative.PREDICTED,
+    }
+    for ours, late in zip(shown[:4], shown[4:], strict=True):
+        assert all(map(torch.equal, ours, late))
+
+
+def random_tensors(seed: int, device: torch.device = CPU, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
 
 EVENTS = ["step", "step", "flush", "step", "not finite", "step", "interrupted", "step", "accumulated", "interrupted"]
@@ -187,10 +273,6 @@ def test_a_run_continues_in_place_or_elsewhere(tmp_path: Path) -> None:
     [
         ("update_interval", 2),
         ("publish_lag", 1),
-        ("tail", "device"),
-        ("topk_ratio", 0.05),
-        ("weight_prediction", 1.0),
-        ("provisional_scale", 1.0),
     ],
 )
 def test_what_cannot_be_in_place_is_refused_by_name(key: str, value: Any) -> None:

@@ -5,22 +5,28 @@ import math
 import mmap
 import os
 import re
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import deepspeed
 import lightning.pytorch as pl
+import psutil
 import pytest
 import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from harness import Case, fit, make_trainer, run_here, snapshot, workers
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from lightning_zenflow.worker.process import WorkerError
-from models import TINY, LinearLossModule
+from models import TINY, LinearLossModule, TestModule
 from processes import ArenaWatch, arena_mappings, leaves_no_file_open, shared_bytes
 from rank_processes import run_on_ranks
 from reference import adamw_reference
@@ -54,21 +60,60 @@ def test_fit_twice(same_trainer: bool) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
 
-def test_fits_leave_no_memory_behind() -> None:
+class Wide(TestModule):
+    """4 MB of weights, in modules of their own, so that stage 3 fetches them one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1000, 500), nn.Tanh(), nn.Linear(500, 1000))
+
+    @override
+    def loss(self, step: int, micro: int, rank: int) -> Tensor:
+        return self.layers(torch.ones(2, 1000)).square().mean()
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "2": {},
+    "3": {"stage": 3},
+    "3, in host memory": {"stage": 3, "offload_parameters": True},
+}
+
+
+@pytest.mark.parametrize("fits", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
     """Arenas and descriptors are freed with the last reference to the trainer, which set-up collects, as it would count as taken."""
-    fit(linear())
+    process = psutil.Process()
+
+    def train() -> list[Callable[[], Any]]:
+        model, strategy = Wide(), ZenFlowStrategy(**STAGES[stage])
+        trainer = fit(model, strategy, limit_val_batches=1)
+        trainer.test(model, verbose=False)
+        if len(references) % 2:
+            ends = Ends("step 2")
+            with pytest.raises(RuntimeError, match="own mistake"):
+                fit(model, strategy, callbacks=[ends])
+            ends.arena.close()
+        return [weakref.ref(x) for x in (model, strategy, trainer, strategy.zenflow_optimizer)]
+
+    references: list[list[Callable[[], Any]]] = []
+    for _ in range(2):
+        references.append(train())
     gc.collect()
-    before = len(arena_mappings())
+    before, resident = len(arena_mappings()), process.memory_info().rss
     gc.disable()
     try:
         with leaves_no_file_open():
-            for _ in range(3):
-                fit(linear())
+            for _ in range(fits - len(references)):
+                references.append(train())
                 assert len(arena_mappings()) <= before + 1
             gc.collect()
             assert len(arena_mappings()) == before
     finally:
         gc.enable()
+    assert [reference() for of_fit in references for reference in of_fit] == [None] * 4 * fits
+    # Of 4 MB weights, and of 12 MB state, in each fit.
+    assert process.memory_info().rss - resident < 2e7
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])
@@ -131,7 +176,7 @@ def test_nothing_remains_when_steps_are_interrupted(error: type[BaseException], 
     assert workers() == []
     assert ends.arena.n_bytes == 0
     ends.arena.close()
-    assert [p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]] == [0, 0]
+    assert {*trainer.optimizers[0].optimizer.state} == set()
     with pytest.raises(WorkerError, match="training ended before the worker had applied all of its 5 steps"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
     # Its weights are there, for another Trainer too.
@@ -219,3 +264,64 @@ def test_an_error_of_one_rank_at_setup_is_raised_on_all() -> None:
         assert failed.error is not None and other.error is not None
         assert re.search(f"Error: .*{message}|Exception: {message}", failed.error)
         assert re.search(f"(Error|Exception): rank 1: .*{message}", other.error)
+
+
+class Forks(pl.Callback):
+    """Forks a child in the third step, which leaves by `sys.exit`."""
+
+    def __init__(self) -> None:
+        self.child = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            self.child = os.fork()
+            if self.child == 0:
+                sys.exit(7)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_child_leaves_a_training_by_an_exit(stage: str) -> None:
+    """It neither ends the worker nor reads memory that it does not have; the training goes on."""
+    parent, forks = os.getpid(), Forks()
+    try:
+        trainer = fit(Wide(), ZenFlowStrategy(**STAGES[stage]), steps=5, callbacks=[forks])
+    except SystemExit as end:
+        os._exit(end.code if os.getpid() != parent else 1)  # type: ignore[arg-type]
+    finally:
+        if os.getpid() != parent:
+            os._exit(1)
+    _, status = os.waitpid(forks.child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert trainer.global_step == 5
+
+
+def test_two_at_once_in_two_threads() -> None:
+    """The second one's set-up says what is there."""
+    first, second = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def train() -> None:
+        try:
+            fit(Wide(), ZenFlowStrategy())
+        except RuntimeError as error:
+            errors.append(error)
+
+    build = deepspeed.initialize
+
+    def waits(*args: Any, **kwargs: Any) -> Any:
+        if not first.is_set():
+            first.set()
+            assert second.wait(100)
+        return build(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "initialize", waits)
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert first.wait(100)
+        with pytest.raises(RuntimeError, match="another training runs in this process"):
+            fit(Wide(), ZenFlowStrategy())
+        second.set()
+        thread.join(100)
+    assert errors == []

@@ -313,6 +313,5 @@ class OwnHooks(Net):
 
 
 def test_the_modules_own_hooks() -> None:
-    """As under DeepSpeedStrategy."""
     options = {"max_epochs": 2, "gradient_clip_val": 0.01}
-    compare(lambda: OwnHooks(scheduler=EVERY_EPOCH), lambda: dict(options), others=("stock",))
+    compare(lambda: OwnHooks(scheduler=EVERY_EPOCH), lambda: dict(options), others=("plain",))

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import set_z3_leaf_module
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
@@ -26,6 +28,7 @@ from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
+from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from networks import TiedNet
 from rank_processes import run_on_ranks
 from same_bits import assert_same_tensors
@@ -35,7 +38,8 @@ pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 STAGES: dict[str, dict[str, Any]] = {
     "1": {"stage": 1},
     "2": {},
-    "3": {"stage": 3},
+    # One of its modules is gathered as one.
+    "3": {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["layers.2"]}}}},
     "3, in host memory": {"stage": 3, "offload_parameters": True},
 }
 
@@ -49,6 +53,7 @@ class Owned(TiedNet):
         self.calls = 0
         self.head.register_forward_hook(self.count)
         self.head.weight.no_decay = True  # type: ignore[attr-defined]
+        set_z3_leaf_module(self.layers[0], True)
 
     def count(self, *_: Any) -> None:
         self.calls += 1
@@ -137,6 +142,31 @@ def test_evaluation_leaves_nothing(stage: str, function: str, tmp_path: Path) ->
     assert nn.functional.linear is linear
     assert_same_tensors([*model.state_dict().values()], [*weights.values()])
     assert_usable(model, tmp_path)
+
+
+class PatchesLinear(pl.Callback):
+    """Replaces torch's function in the middle of a training."""
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        nn.functional.linear = patched
+
+
+def patched(*args: Any) -> Tensor:
+    """As a library replaces `linear`."""
+    return torch.matmul(args[0], args[1].t()) + args[2]
+
+
+def test_a_users_own_linear_stays() -> None:
+    """One that is there before a training, one that is gone before the next, and one that is put there while a training runs."""
+    torchs = nn.functional.linear
+    for linear in (patched, torchs, patched):
+        nn.functional.linear = linear
+        make_trainer(ZenFlowStrategy(stage=3), max_steps=2).fit(Owned())
+        assert nn.functional.linear is linear
+    nn.functional.linear = torchs
+    make_trainer(ZenFlowStrategy(stage=3), max_steps=2, callbacks=[PatchesLinear()]).fit(Owned())
+    assert nn.functional.linear is patched
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -248,3 +278,54 @@ def test_weights_that_find_no_room_stay_divided() -> None:
     case = replace(SAVES["3"], callbacks=(NoRoom(),), fails=True)
     for run in run_on_ranks({"case": case})["case"]:
         assert run.error is not None and "RuntimeError: all in pieces" in run.error
+
+
+class OwnOptimizer(Owned):
+    """Its optimizer is made once, as Hugging Face's and Lightly's examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.own
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_format: Any, tmp_path: Path) -> None:
+    """It trains a second time, and by itself; the training that has ended can be saved, and leaves no state in it."""
+    model = OwnOptimizer()
+    given = [list(group["params"]) for group in model.own.param_groups]
+    for ends in (False, True, False):
+        strategy = ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format)
+        trainer = make_trainer(strategy, max_steps=4, callbacks=[Stops(ValueError)] if ends else [])
+        with pytest.raises(ValueError) if ends else nullcontext():
+            trainer.fit(model)
+        if not ends:
+            trainer.save_checkpoint(tmp_path / "end")
+        for group, params in zip(model.own.param_groups, given, strict=True):
+            assert [*map(id, group["params"])] == [*map(id, params)]
+        assert model.own.state_dict()["state"] == {}
+    weights = copy.deepcopy(model.state_dict())
+    model.loss(0, 0, 0).backward()
+    model.own.step()
+    assert not any(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("entirely", [False, True])
+def test_pieces_that_a_construction_has_lost(entirely: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C while DeepSpeed moves them: the error is the user's, and not one of the teardown."""
+
+    def loses(optimizer: Any) -> None:
+        lost = next(iter(optimizer.module.parameters()))
+        if entirely:
+            lost.ds_tensor = None
+        else:
+            lost.ds_tensor.data = torch.empty(0, dtype=torch.float32)
+        raise ValueError("the user's own")
+
+    monkeypatch.setattr(ZenFlowZero3Optimizer, "_setup_for_real_optimizer", loses)
+    with pytest.raises(ValueError, match="the user's own"):
+        make_trainer(ZenFlowStrategy(stage=3), max_steps=1).fit(Owned())

@@ -1,5 +1,7 @@
 """Strategies by name and several Trainers in a process, as programs use them that wrap Lightning."""
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins import DeepSpeedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException as LightningsException
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 from typing_extensions import override
 
 from harness import make_trainer
@@ -74,42 +76,100 @@ def test_zenflow_adamw_has_adamws_losses() -> None:
     assert predicted > 100 * relative(ours), "no step is clipped"
 
 
-class Drawn(Wrapped):
-    """Random batches, and a random number in each step."""
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(range(20), batch_size=3, shuffle=True),
+    "generator": lambda: DataLoader(range(20), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "batches": lambda: DataLoader(range(20), batch_sampler=BatchSampler(RandomSampler(range(20)), 3, drop_last=True)),
+    # As scvi-tools' dataset, which takes a batch of indices at once.
+    "index batches": lambda: DataLoader(
+        AtOnce(), sampler=BatchSampler(RandomSampler(range(20)), 3, drop_last=True), batch_size=None
+    ),
+}
 
-    def __init__(self) -> None:
+
+class AtOnce(Dataset[Tensor]):
+    """Takes many indices at once."""
+
+    def __len__(self) -> int:
+        return 20
+
+    @override
+    def __getitem__(self, index: Any) -> Tensor:
+        assert isinstance(index, list)
+        return torch.tensor(index)
+
+
+class Drawn(Wrapped):
+    """Notes its batches, and a random number in each step."""
+
+    def __init__(self, loader: Callable[[], DataLoader[Any]]) -> None:
         super().__init__()
-        self.drawn = [float(torch.rand(()))]
+        self.loader = loader
+        self.drawn: list[Any] = [float(torch.rand(()))]
 
     @override
     def train_dataloader(self) -> Any:
-        return DataLoader(range(self.length), shuffle=True)
+        return self.loader()
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+    def note(self, batch: Tensor) -> Tensor:
+        self.drawn += [batch.tolist(), float(torch.rand(()))]
+        return batch[0]
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.drawn += [float(batch), float(torch.rand(()))]
-        return super().training_step(batch, batch_idx)
+        return super().training_step(self.note(batch), batch_idx)
+
+    @override
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(self.note(batch), batch_idx)
+
+    @override
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return super().predict_step(self.note(batch))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_seed_gives_the_batches_of_auto(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what docs/faq.md says, and not without."""
+@pytest.fixture
+def keeps_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's variables afterwards as they were: `seed_everything` leaves them."""
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(variable, "0")  # seed_everything leaves it
+        monkeypatch.setenv(variable, "0")
 
-    def drawn(strategy: str, *, again: bool = True, **options: Any) -> list[float]:
+
+@pytest.mark.usefixtures("keeps_seed")
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_seed_gives_the_batches_of_auto(kind: str) -> None:
+    """One rank has all batches: nothing is distributed, no sampler replaced, and no seed set again."""
+
+    def drawn(strategy: str) -> list[Any]:
         seed_everything(1)
-        model = Drawn()
-        trainer = make_trainer(strategy, max_epochs=2, **options)
-        if again:
-            seed_everything(1)
+        model = Drawn(LOADERS[kind])
+        trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=True, limit_val_batches=1.0)
         trainer.fit(model)
+        trainer.predict(model)
+        assert os.environ["PL_GLOBAL_SEED"] == "1"
         return model.drawn
 
     expected = drawn("auto")
-    assert drawn(name) == expected
-    assert drawn(name, use_distributed_sampler=True) != expected
-    assert drawn(name, again=False) == expected != drawn("auto", again=False)
+    for name in NAMES:
+        assert drawn(name) == expected
+
+
+@pytest.mark.usefixtures("keeps_seed")
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_seed_gives_the_batches_of_auto_under_fabric(kind: str) -> None:
+    def drawn(strategy: str) -> list[Any]:
+        seed_everything(1)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        drawn = [float(torch.rand(()))]
+        fabric.launch()
+        loader = fabric.setup_dataloaders(LOADERS[kind]())
+        return [*drawn, *(batch.tolist() for _ in range(2) for batch in loader), float(torch.rand(()))]
+
+    expected = drawn("auto")
+    for name in NAMES:
+        assert drawn(name) == expected
 
 
 def test_names_of_fabric() -> None:
@@ -143,10 +203,17 @@ def test_several_trainers(by_name: bool) -> None:
     assert in_bf16.strategy.config["bf16"]["enabled"]  # type: ignore[attr-defined]
 
 
+class UsersPrecision(DeepSpeedPrecision):
+    """A plugin of the user's."""
+
+
 def test_what_the_strategy_was_given_itself_is_kept() -> None:
     with pytest.raises(LightningsException, match="accelerator set through both strategy class and accelerator"):
         make_trainer(ZenFlowStrategy(accelerator=CPUAccelerator()))
-    plugin = DeepSpeedPrecision("bf16-true")
-    strategy = ZenFlowStrategy(precision_plugin=plugin)
-    for _ in range(2):
-        assert make_trainer(strategy).precision_plugin is plugin
+    own = UsersPrecision("bf16-true")
+    for plugin in (DeepSpeedPrecision("bf16-true"), own):
+        strategy = ZenFlowStrategy(precision_plugin=plugin)
+        for _ in range(2):
+            used = make_trainer(strategy).precision_plugin
+            # Lightning's own class only says which precision it is.
+            assert used is own if plugin is own else used.precision == "bf16-true"

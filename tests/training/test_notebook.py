@@ -56,7 +56,6 @@ def test_cells() -> None:
     assert "KeyboardInterrupt" in interrupted
     for shown in (*fits, last):
         assert "64" in shown.splitlines()
-        # The summary's rows, as columns.
-        assert "step, median and p99  " in shown
+        assert "ZenFlow: 64 steps, median " in shown
     assert "devices must be 1, got 2" in several
     assert "%%writefile train.py" in several

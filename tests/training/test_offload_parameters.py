@@ -286,4 +286,4 @@ def test_bytes_of_host_memory(moments: Any, largest: float) -> None:
     n_blocks = blocks_wanted([1], in_backward=True, numel=numel, awaited_singly=True)
     partition = zero.publisher.cut(slices, [numel], n_blocks, torch.bfloat16)
     plan = MemoryPlan(config=config, zero=zero, partition=partition, n_threads=16)
-    assert largest - 0.5 < plan.n_bytes(plan.candidates, tail=config.allows_tail) / numel < largest
+    assert largest - 0.5 < plan.n_bytes(plan.candidates) / numel < largest

@@ -7,9 +7,13 @@ All cases of a number of ranks run in the same processes, one after the other, s
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,6 +25,7 @@ from test_provisional_update import PLAIN, UPDATED, check_updated_entries
 from test_short_moments import CASES as SHORT_MOMENTS
 from test_training import CASES as LATE
 from test_training import compare_with_oracle
+from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.common.processes import fresh_environment
@@ -28,7 +33,8 @@ from harness import APPROXIMATE, EVERYTHING, Case, run_here
 from models import OptimizerOptions
 from node_trainer import KEYS
 from rank_processes import Runs, free_port, run_each, run_on_ranks
-from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_tensors
+from same_bits import assert_close_to_adamw, assert_is_adamw, assert_same_run, assert_same_tensors
+from worker_killer import optimizer_of
 
 SCRIPT = Path(__file__).parents[1] / "support" / "node_trainer.py"
 
@@ -140,6 +146,41 @@ MORE = {
         THREE, model="LinearLossModule", model_options={"factors": {3: math.nan, 5: math.inf}, "ranks": (2,)}
     ),
 }
+
+
+class LateWords(pl.Callback):
+    """The second rank's words of the fourth step come late, or never, as behind a reduction that waits for a rank that saves alone."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            words = optimizer_of(trainer).parts.rank.arena
+            for of_kind in (words.step_words, words.block_words):
+                of_kind.write = functools.partial(self._write, of_kind.write)  # type: ignore[method-assign]
+
+    def _write(self, write: Callable[..., None], index: int, step: int, factor: Tensor) -> None:
+        if step != 4:
+            write(index, step, factor)
+        elif self._seconds < math.inf:
+            threading.Timer(self._seconds, write, (index, step, factor)).start()
+
+
+def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
+    """Words are waited for as long as collectives; when they do not come, all ranks end with an error, and say which wait it was."""
+    case = replace(FIXED, topk_ratio=0, update_interval=1, publish_lag=0, steps=6)
+    late = replace(case, callbacks=(LateWords(2),)).with_keys(worker_timeout=0.5)
+    runs = run_on_ranks({"in time": case, "late": late})
+    for ours, expected in zip(runs["late"], runs["in time"], strict=True):
+        assert_same_run(ours, expected)
+    never = replace(case, callbacks=(LateWords(math.inf),), fails=True)
+    never = never.with_keys(worker_timeout=0.5, timeout=timedelta(seconds=4))
+    other, waiting = (run.error for run in run_on_ranks({"never": never}, timeout_s=60)["never"])
+    assert waiting is not None and other is not None
+    assert re.search("WorkerError.*step 4's clip coefficient did not arrive within 4000 ms", waiting)
+    assert "left no result" not in other
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])

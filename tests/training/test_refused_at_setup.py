@@ -105,7 +105,7 @@ OURS: Refused = [
         lambda: fit(Model(), ZenFlowStrategy(config={"bf16": {"enabled": True}})),
         r"bf16.enabled must be False or absent, got True: the Trainer's precision is '32-true'; or set `Trainer\(precision=",
     ),
-    (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"clipping gradients by value"),
+    (lambda: fit(Model(), gradient_clip_val=1.0, gradient_clip_algorithm="value"), r"must be 'norm', got 'value'"),
     (lambda: fit(Model(), callbacks=[LearningRateFinder()]), r"find the learning rate with another strategy"),
     (
         lambda: fit(Model(), plugins=[DoublePrecision()]),

@@ -31,7 +31,7 @@ def test_the_name_is_known_to_trainer_and_fabric_before_deepspeed_is_imported() 
     assert done.stdout == "lightning_zenflow.strategy lightning_zenflow.fabric.strategy\n"
 
 
-VALUES = {"topk_ratio": 0.25, "update_interval": 3, "moments_dtype": "bfloat16", "timeline": "logs/timeline.json"}
+VALUES = {"topk_ratio": 0.25, "update_interval": 3, "moments_dtype": "bfloat16"}
 
 
 def test_config_and_keywords(tmp_path: Path) -> None:

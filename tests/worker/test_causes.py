@@ -15,7 +15,6 @@ import torch
 from lightning_zenflow.kernels import cpu
 from lightning_zenflow.native.paths import worker_executable
 from lightning_zenflow.telemetry.stalls import StallClock
-from lightning_zenflow.telemetry.tracing import Tracer
 from lightning_zenflow.worker import causes
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import Worker, WorkerError
@@ -32,7 +31,7 @@ def start(arena: Arena) -> SupervisedWorker:
     return SupervisedWorker(
         partial(Worker, arena, cores=allowed_cores()[:1], timeout_s=30),
         max_restarts=1,
-        stalls=StallClock(cpu, Tracer(cpu)),
+        stalls=StallClock(cpu),
     )
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Partition, Slice, build_partition, group_begins
+from lightning_zenflow.core.partition import Partition, Slice, build_partition, column_count, group_begins
 from lightning_zenflow.telemetry.counters import Traffic
 from lightning_zenflow.topk.columns import DeviceColumns
-from lightning_zenflow.topk.importance import column_count
 from lightning_zenflow.topk.state_export import Columns, export_regions
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState

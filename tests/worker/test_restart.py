@@ -8,8 +8,10 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -18,9 +20,10 @@ from typing_extensions import override
 
 from direct_step import direct_step
 from harness import UP_TO_TWO, Case, run_here
+from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.engine import environment
 from lightning_zenflow.telemetry.stalls import StallClock
-from lightning_zenflow.telemetry.tracing import Tracer
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -28,7 +31,7 @@ from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, write_step
-from worker_killer import KillsWorker
+from worker_killer import KillsWorker, optimizer_of
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left")
 
@@ -99,8 +102,7 @@ class KilledAtStart(Worker):
 
 
 def supervised(start: Start, *, max_restarts: int = 3) -> tuple[SupervisedWorker, StallClock]:
-    cpu = torch.device("cpu")
-    stalls = StallClock(cpu, Tracer(cpu))
+    stalls = StallClock(torch.device("cpu"))
     return SupervisedWorker(start, max_restarts=max_restarts, stalls=stalls), stalls
 
 
@@ -181,10 +183,14 @@ def test_the_last_words_of_one_that_dies_too_often(arena: Arena, partition: Part
     assert start.n == 3
 
 
-def test_one_that_reports_an_error_is_not_replaced(arena: Arena) -> None:
+def test_one_that_reports_an_error_is_not_replaced(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, stalls = supervised(Start(arena))
+    job = JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)
+    with pytest.raises(AssertionError):
+        worker._worker.submit(job)
+    monkeypatch.setattr(arena, "assert_has", lambda **_: None)
     with pytest.raises(WorkerError, match="failed: job: block must be below n_blocks = 3, got 77"):
-        worker.wait_for(worker.submit(JobMessage(job_id=1, block=77, first_step=1, slots=[], publish_buffer=0)))
+        worker.wait_for(worker.submit(job))
     worker.close()
     assert stalls.worker_restarts == 0
 
@@ -196,11 +202,86 @@ def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
     job = worker.submit(jobs_of(arena, partition)[0])
-    with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`"):
+    with pytest.raises(WorkerError, match="did not answer within 0.3 s; raise `worker_timeout`") as error:
         worker.wait_for(job)
+    assert "Worker: job 0 begun, job 0 completed, step 0 resolved; waits for no word" in str(error.value)
+    assert "Trainer: 1 messages without an answer, 1 of them sent" in str(error.value)
     worker.close()
     assert not psutil.pid_exists(pid)
     assert stalls.worker_restarts == 0
+
+
+def test_one_that_waits_for_other_ranks_is_waited_for(arena: Arena, partition: Partition) -> None:
+    """Beyond `worker_timeout`, until the word arrives; not if it hangs meanwhile."""
+    worker, _ = supervised(Start(arena))
+    worker._worker._timeout_s = 0.3
+    (job, *_) = jobs_of(arena, partition)
+    arena.step_words.reset()
+    arrival = threading.Timer(1.5, write_step, (arena, 1))
+    arrival.start()
+    worker.wait_for(worker.submit(job))
+    arrival.join()
+    missing = worker.submit(dataclasses.replace(job, job_id=2, first_step=2))
+    looks = arena.n_looks
+    wait_for(lambda: arena.n_looks > looks)
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="job 1 completed, step 1 resolved; waits for the word of step 2\n"):
+        worker.wait_for(missing)
+    worker.close()
+
+
+def test_what_the_trainer_says_of_one_that_does_not_answer() -> None:
+    with direct_step([[torch.ones(8, 8)]], update_interval=1, publish_lag=0) as direct:
+        worker = direct.parts.worker
+        worker._worker._timeout_s = 0.3
+        os.kill(worker.pid, signal.SIGSTOP)
+        with pytest.raises(
+            WorkerError, match=r"\d+ jobs submitted; \d+ of \d+ slots and \d+ of .* buffers free.*job_id=1"
+        ):
+            direct.backward([torch.ones(8, 8)])
+            direct.step.step()
+        worker.kill()
+
+
+class FlushesInVain(pl.Callback):
+    """Flushes while the worker is stopped."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        optimizer = optimizer_of(trainer)
+        assert optimizer._worker is not None
+        optimizer._worker._worker._timeout_s = 0.3
+        pid = optimizer._worker.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="did not answer within 0.3 s"):
+            optimizer.flush()
+        assert optimizer.closed and not psutil.pid_exists(pid)
+        raise RuntimeError("seen")
+
+
+def test_a_flush_that_fails_ends_the_worker() -> None:
+    with pytest.raises(RuntimeError, match="seen"):
+        run_here(dataclasses.replace(CASE, steps=2), callbacks=[FlushesInVain()])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "timeout", "expected"),
+    [(1, timedelta(hours=2), 600), (2, timedelta(hours=2), 7200), (2, timedelta(seconds=5), 600), (2, None, 1800)],
+)
+def test_words_are_waited_for_as_long_as_collectives(
+    world_size: int, timeout: timedelta | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "places_on_this_host", lambda place: ([place], 0))
+    found = environment.rank_resources(
+        ZenFlowConfig(), torch.device("cpu"), ranks_on_host=1, world_size=world_size, timeout=timeout
+    )
+    assert found.word_timeout_s == expected
+
+
+def test_the_worker_has_the_limit_of_words(arena: Arena) -> None:
+    worker = Worker(arena, cores=allowed_cores()[:1], timeout_s=30, word_timeout_s=1800)
+    assert "--word-timeout-ms 1800000" in " ".join(psutil.Process(worker.pid).cmdline())
+    worker.close()
 
 
 def test_a_slow_worker_counts_as_stall() -> None:

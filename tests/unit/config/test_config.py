@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -30,7 +31,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "publish_lag": (["auto", 0, 1024], [1025]),
     "optimizer_in_backward": BOOLEAN,
     "clip_prediction": ([True, False, "auto"], [0, 1, "true"]),
-    "tail": (["auto", "none", "device"], ["lag", "Device", "gpu", 0.15]),
     "full_warm_up_rounds": ([0, 10], ["auto"]),
     "overlap_step": BOOLEAN,
     "weight_prediction": FACTOR,
@@ -46,8 +46,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "checkpoint_format": (["auto", "deepspeed", "lightning"], ["file", "Lightning", 1]),
     "sync_checkpoints": BOOLEAN,
     "stall_monitor": BOOLEAN,
-    "timeline": (["logs/timeline.json", Path("a.json")], [1, "timeline.png", []]),
-    "timeline_steps": ([[2, 2], [5, 9]], [5, "auto", [5], [1, 2], [2.0, 3], [2, 3, 4]]),
 }
 """Allowed values of each key, and values that are not."""
 
@@ -61,7 +59,7 @@ def test_values_of_each_key(key: str) -> None:
     for value in allowed:
         stored = getattr(ZenFlowConfig(**{key: value}), key)
         plain = list(stored) if isinstance(stored, tuple) else stored
-        assert plain == (list(value) if isinstance(value, range) else str(value) if key == "timeline" else value)
+        assert plain == (list(value) if isinstance(value, range) else value)
     default, names = KEYS[key]["default"], allowed_values(KEYS[key])
     for value in [
         *refused,
@@ -110,9 +108,22 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
 @pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
 def test_keywords_override_the_file(strategy: Any, tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
-    path.write_text("zenflow: {timeline: a.json, topk_ratio: 0.3}")
-    assert strategy(config=path, timeline="b.json").zenflow_config == ZenFlowConfig(timeline="b.json", topk_ratio=0.3)
-    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(timeline="a.json", topk_ratio=0.3)
+    path.write_text("zenflow: {publish_lag: 2, topk_ratio: 0.3}")
+    assert strategy(config=path, publish_lag=1).zenflow_config == ZenFlowConfig(publish_lag=1, topk_ratio=0.3)
+    assert strategy(config=path, topk_ratio=None).zenflow_config == ZenFlowConfig(publish_lag=2, topk_ratio=0.3)
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        *((key, "Trainer(profiler='pytorch'), or") for key in ("timeline", "timeline_steps")),
+        ("tail", "publish_lag='auto', or a fixed publish_lag of 1, hides"),
+    ],
+)
+def test_a_key_that_was_removed(key: str, instead: str) -> None:
+    for make in (ZenFlowConfig, ZenFlowStrategy, FabricStrategy):
+        with pytest.raises(MisconfigurationException, match=re.escape(f"{key!r} was removed: {instead}")):
+            make(**{key: "a.json"})
 
 
 def from_command_line(keys: dict[str, Any]) -> ZenFlowConfig:
@@ -128,9 +139,9 @@ def from_command_line(keys: dict[str, Any]) -> ZenFlowConfig:
 
 def test_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "zenflow.yaml"
-    path.write_text("zenflow: {timeline: a.json}")
-    keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1, "timeline_steps": [3, 4]}
-    assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(timeline="a.json", **keys)
+    path.write_text("zenflow: {publish_lag: 2}")
+    keys = {"worker_cores": [0], "update_interval": "auto", "topk_ratio": 0.1}
+    assert from_command_line({"config": str(path), **keys}) == ZenFlowConfig(publish_lag=2, **keys)
     with pytest.raises(ValueError, match="ZenFlowConfig: topk_ratio must be a number from 0 to 1, got 7"):
         from_command_line({"topk_ratio": 7})
 
@@ -141,24 +152,19 @@ def test_documented_table_is_that_of_the_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "intervals", "lags", "allows_tail"),
+    ("keys", "intervals", "lags"),
     [
-        ({}, [1, 2, 4, 8, 16], [0, 1], True),
-        ({"max_update_interval": 7}, [1, 2, 4], [0, 1], True),
-        ({"update_interval": 6, "publish_lag": 3}, [6], [3], False),
-        ({"publish_lag": 3, "overlap_step": False, "max_update_interval": 1}, [1], [0], False),
-        ({"update_interval": 1, "publish_lag": 0}, [1], [0], False),  # asked for: nothing late
-        ({"update_interval": 1, "publish_lag": 0, "tail": "device"}, [1], [0], True),
-        ({"tail": "none", "update_interval": 1}, [1], [0, 1], False),
-        ({"publish_lag": 1, "tail": "device", "update_interval": 1}, [1], [1], False),
-        ({"optimizer_in_backward": False, "update_interval": 1}, [1], [0, 1], False),
+        ({}, [1, 2, 4, 8, 16], [0, 1]),
+        ({"max_update_interval": 7}, [1, 2, 4], [0, 1]),
+        ({"update_interval": 6, "publish_lag": 3}, [6], [3]),
+        ({"publish_lag": 3, "overlap_step": False, "max_update_interval": 1}, [1], [0]),
+        ({"update_interval": 1, "publish_lag": 0}, [1], [0]),  # asked for: nothing late
+        ({"optimizer_in_backward": False, "update_interval": 1}, [1], [0, 1]),
     ],
 )
-def test_schedules_to_choose_from(
-    keys: dict[str, Any], intervals: list[int], lags: list[int], allows_tail: bool
-) -> None:
+def test_schedules_to_choose_from(keys: dict[str, Any], intervals: list[int], lags: list[int]) -> None:
     config = ZenFlowConfig(**keys)
-    assert (config.update_intervals, config.publish_lags, config.allows_tail) == (intervals, lags, allows_tail)
+    assert (config.update_intervals, config.publish_lags) == (intervals, lags)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +187,25 @@ def test_compensation_of_staleness(keys: dict[str, Any], weight_prediction: Any,
         ({}, 1, 0),
         ({"optimizer_in_backward": False}, 1, 1),
         ({"overlap_step": False}, 1, 0),
-        ({"update_interval": 4, "tail": "device"}, 4, 0),
-        ({"publish_lag": 2, "tail": "device"}, 1, 2),
+        ({"update_interval": 4}, 4, 0),
+        ({"publish_lag": 2}, 1, 2),
         ({"update_interval": 4, "publish_lag": 1}, 4, 1),
     ],
 )
 def test_without_measurements(keys: dict[str, Any], s: int, d: int) -> None:
-    """What is given stays; of what is "auto", S and d are the least stale that may hide, and there is no tail."""
+    """What is given stays; of what is "auto", S and d are the least stale that may hide."""
     config = ZenFlowConfig(topk_ratio=0.3, **keys).without_measurements()
     assert (config.update_intervals, config.publish_lags) == ([s], [d])
     assert not config.measures and config.topk_ratio == 0.3
     assert config.without_measurements() == config
+
+
+def test_numbers_do_not_depend_on_how_a_value_is_said() -> None:
+    said, resolved = (
+        {"clip_prediction": "auto", "select_strategy": "auto"},
+        {"clip_prediction": True, "select_strategy": "step"},
+    )
+    first, second = (ZenFlowConfig(**keys).numeric_values() for keys in (said, resolved))
+    assert first == second
+    for other in ({"clip_prediction": False}, {"select_strategy": "epoch"}):
+        assert ZenFlowConfig(**other).numeric_values() != first

@@ -41,14 +41,20 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels_for(META)
 
 
-def test_without_a_compiler_torch_takes_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The first launch compiles, and raises what Triton raises then."""
+PASSES = ["squared_norms", "factored_step_", "provisional_update_", "gather_columns", "column_writer", "adamw_"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_where_a_kernel_cannot_be_compiled_torch_takes_over(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its first launch compiles, and raises what Triton raises then."""
     triton = pytest.importorskip("lightning_zenflow.kernels.triton", reason="Triton has no wheel for this platform")
 
     def no_compiler(*_: object, **__: object) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(triton.TritonKernels, "squared_norms", no_compiler)
+    monkeypatch.setattr(triton.TritonKernels, name, no_compiler)
     monkeypatch.setenv("ZENFLOW_KERNELS", "triton")
     assert type(kernels_for(CPU)) is Kernels
     assert "Triton's kernels cannot be used, torch's are" in caplog.text

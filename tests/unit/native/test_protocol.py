@@ -8,8 +8,20 @@ import pytest
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import worker_executable
 
-STRUCTURES = [kind for kind in vars(protocol).values() if isinstance(kind, type) and issubclass(kind, ctypes.Structure)]
-CONSTANTS = ("MAGIC", "VERSION", "HEADER_BYTES", "MAX_MESSAGE_BYTES", "TILE_ELEMENTS", "JOURNAL_ENTRY_BYTES")
+STRUCTURES = [
+    kind
+    for kind in vars(protocol).values()
+    if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and hasattr(kind, "_fields_")
+]
+CONSTANTS = (
+    "MAGIC",
+    "VERSION",
+    "HEADER_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "TILE_ELEMENTS",
+    "JOURNAL_ENTRY_BYTES",
+    "NO_BLOCK",
+)
 
 
 def output_of(option: str) -> str:

@@ -1,6 +1,5 @@
 """Closing and publish steps, and the numbers of slots, buffers and records, against a simulation of training."""
 
-import dataclasses
 import itertools
 import random
 from collections import deque
@@ -18,21 +17,6 @@ def test_each_block_closes_once_in_every_interval(update_interval: int, n_blocks
         closed = [list(schedule.closing_blocks(step)) for step in range(first, first + update_interval)]
         assert sorted(itertools.chain(*closed)) == list(range(n_blocks))
         assert max(map(len, closed)) - min(map(len, closed)) <= 1, "steps are equally heavy"
-
-
-@pytest.mark.parametrize(("publish_lag", "expected"), [(0, 1), (1, 1), (2, 2)])
-def test_jobs_of_the_tail_have_a_lag_of_their_own(publish_lag: int, expected: int) -> None:
-    schedule = StaggeredSchedule(n_blocks=4, update_interval=1, publish_lag=publish_lag, tail=frozenset({0, 3}))
-    assert [schedule.publish_step(9, block) - 9 for block in range(4)] == [expected, publish_lag, publish_lag, expected]
-
-
-def test_memory_of_a_tail() -> None:
-    """Beside what others need: a job in flight for each late block that closes in a step, and the buffers of two such steps."""
-    for update_interval, n_late in ((1, 3), (2, 2), (4, 1)):
-        plain = StaggeredSchedule(n_blocks=16, update_interval=update_interval, publish_lag=0, in_backward=True)
-        late = dataclasses.replace(plain, tail=frozenset({0, 1, 2}))
-        assert late.n_slots - plain.n_slots == update_interval * n_late
-        assert late.n_publish_buffers - plain.n_publish_buffers == 2 * n_late
 
 
 @pytest.mark.parametrize("update_interval", [1, 2, 4, 8])
@@ -68,7 +52,7 @@ def simulate(
             records = max(records, step - min(held) + 1)
         is_synchronous = step <= synchronous
         for block in range(schedule.n_blocks) if is_synchronous else schedule.closing_blocks(step):
-            jobs.append((step if is_synchronous else schedule.publish_step(step, block), windows[block]))
+            jobs.append((step if is_synchronous else step + schedule.publish_lag, windows[block]))
             windows[block] = []
         if not is_synchronous:
             buffers = max(buffers, len(jobs))

@@ -1,4 +1,4 @@
-"""Which slices and blocks of a step are complete, and in which order."""
+"""Which slices and blocks of a step are complete."""
 
 from lightning_zenflow.step.arrivals import Arrivals
 from small_arena import make_partition
@@ -11,7 +11,6 @@ def test_each_step_begins_with_nothing() -> None:
         arrivals.open()
         assert (arrivals.missing, arrivals.take_new()) == ([0, 1], set())
         assert [arrivals.slice_complete(index) for index in order] == complete
-        assert arrivals.in_order == [block for blocks in complete for block in blocks]
         assert (arrivals.missing, arrivals.arrived, arrivals.take_new()) == ([], {0, 1}, {0, 1})
         arrivals.slice_complete(0)
     # What is frozen is not waited for.

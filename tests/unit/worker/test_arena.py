@@ -1,5 +1,6 @@
 """Which of the arena's memory a device uses, and so is page-locked; moments of a rank that has only padding."""
 
+import itertools
 import os
 import re
 from typing import Any
@@ -138,6 +139,24 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
     arena.close(keep_state=False)
     unlocked = [address for call, address in recording.calls if call == "unlock"]
     assert unlocked == [begin for i, begin in enumerate(begins, 1) if i not in (1, 3)]
+
+
+def test_copies_are_page_locked_on_pages_of_their_own(recording: type[Recording]) -> None:
+    """And take hardly more memory than their values: torch's allocator would round up to powers of two."""
+    arena, ranges = recording.arena, list[tuple[int, int]]()
+    for numel in (1, 2047, 2048, 2049, 300_001):
+        values = torch.randn(numel).bfloat16()
+        copy = arena.page_locked_copy(values)
+        assert torch.equal(copy, values) and copy.data_ptr() % 4096 == 0
+        assert copy.untyped_storage().nbytes() <= values.nbytes + 2 * 4096
+        ranges.append((copy.data_ptr(), copy.data_ptr() + copy.untyped_storage().nbytes()))
+    locked = [arena._address() + offset for call, offset in recording.calls if call == "lock"]
+    assert locked == [begin for begin, _ in ranges]
+    # They are not freed before, whoever has dropped them.
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(ranges)))
+    arena.close(keep_state=False)
+    assert [arena._address() + offset for call, offset in recording.calls if call == "unlock"] == locked
+    assert arena.page_locked_copy(torch.ones(0)).numel() == 0
 
 
 def test_after_a_fault_of_the_device_everything_is_released(

@@ -1,5 +1,6 @@
 """What is read of the machine: from folders as the kernel shows them, and from this one."""
 
+import math
 import os
 from pathlib import Path
 
@@ -10,10 +11,7 @@ import torch.distributed as dist
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.worker.topology import (
     Place,
-    Quota,
     allowed_cores,
-    core_siblings,
-    numa_nodes,
     parse_core_list,
     places_on_this_host,
     read_place,
@@ -21,28 +19,17 @@ from lightning_zenflow.worker.topology import (
 )
 from machine_files import write
 
-CPU = "sys/devices/system/cpu/cpu{}/"
 GPU = "sys/bus/pci/devices/0000:3b:00.0/"
-GPU_OF_A_NODE = {GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n"}
 
 
-def test_lists_of_cores(tmp_path: Path) -> None:
+def test_lists_of_cores() -> None:
     assert [parse_core_list(text) for text in ("", "3", "0-3,8")] == [[], [3], [0, 1, 2, 3, 8]]
-    siblings = CPU + "topology/thread_siblings_list"
-    write(tmp_path, {siblings.format(0): "0,4\n", siblings.format(1): "1-3\n"})
-    assert core_siblings([0, 1, 7], tmp_path) == {0: (0, 4), 1: (1, 2, 3), 7: (7,)}
-    for core, node in ((0, 0), (1, 1), (2, 1)):
-        (tmp_path / CPU.format(core) / f"node{node}").mkdir(parents=True)
-    assert [numa_nodes(cores, tmp_path) for cores in ([1, 2], [2, 0], [5])] == [[1], [0, 1], []]
 
 
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        # The node alone, or its socket, by the file's name before Linux 5.3 and since.
-        (GPU_OF_A_NODE, (4, 5, 12)),
-        ({**GPU_OF_A_NODE, CPU.format(4) + "topology/core_siblings_list": "0-7\n"}, tuple(range(8))),
-        ({**GPU_OF_A_NODE, CPU.format(4) + "topology/package_cpus_list": "4-7\n"}, (4, 5, 6, 7)),
+        ({GPU + "numa_node": "1\n", GPU + "local_cpulist": "4-5,12\n"}, (4, 5, 12)),
         # A virtual machine's: no node, and all cores are local.
         ({GPU + "numa_node": "-1\n", GPU + "local_cpulist": "0-15\n"}, ()),
         # A node of memory only.
@@ -50,7 +37,7 @@ def test_lists_of_cores(tmp_path: Path) -> None:
         ({}, ()),
     ],
 )
-def test_cores_of_a_gpus_socket(
+def test_cores_of_a_gpus_node(
     files: dict[str, str], cores: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OnABus(HostRuntime):
@@ -61,35 +48,33 @@ def test_cores_of_a_gpus_socket(
     place = read_place(torch.device("cpu"), write(tmp_path, files))
     assert place.gpu_cores == cores
     # What the other files would say.
-    assert (place.host, place.allowed, place.quotas) == (os.uname().nodename, tuple(allowed_cores()), ())
+    assert (place.host, place.allowed, place.cpu_limit) == (os.uname().nodename, tuple(allowed_cores()), math.inf)
 
 
 @pytest.mark.parametrize(
     ("files", "cpus"),
     [
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, {}),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
         (
             {
                 "proc/self/cgroup": "0::/pod/job\n",
                 "sys/fs/cgroup/pod/job/cpu.max": "250000 100000\n",
                 "sys/fs/cgroup/pod/cpu.max": "800000 100000\n",
             },
-            {"pod/job": 2.5, "pod": 8.0},
+            2.5,
         ),
         # In a container the group's own path does not exist.
-        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, {".": 3.0}),
+        ({"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": "150000 50000\n"}, 3.0),
     ],
     ids=["without limit", "two limits", "in a container"],
 )
-def test_quotas(files: dict[str, str], cpus: dict[str, float], tmp_path: Path) -> None:
+def test_limits_of_cpu_time(files: dict[str, str], cpus: float, tmp_path: Path) -> None:
     place = read_place(torch.device("cpu"), write(tmp_path, files))
-    mount = tmp_path / "sys/fs/cgroup"
-    assert place.quotas == tuple(Quota(cpus=n, group=(mount / folder).stat().st_ino) for folder, n in cpus.items())
-    assert place.gpu_cores == ()
+    assert (place.cpu_limit, place.gpu_cores) == (cpus, ())
 
 
 def test_ranks_on_other_hosts_are_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [Place(host=host, allowed=(rank,), gpu_cores=(), quotas=()) for rank, host in enumerate("abab")]
+    places = [Place(host=host, allowed=(rank,), gpu_cores=(), cpu_limit=math.inf) for rank, host in enumerate("abab")]
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", lambda gathered, _: gathered.__setitem__(slice(None), places))

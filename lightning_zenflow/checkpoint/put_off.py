@@ -1,0 +1,74 @@
+"""Saves that are asked for at a moment at which none is possible, as by the handler of a signal that comes at any instruction."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class PutOffSaves:
+    """Saves that wait for the next moment at which the state is whole: before an optimizer step, at the end of a batch, or of a call that
+    must not be disturbed.
+
+    Args:
+        save: saves at once: path, whether weights only, storage options.
+
+    Attributes:
+        in_batch: whether a batch is under way, from before its forward pass until the records of its step are complete.
+        wanted: what waits.
+    """
+
+    def __init__(self, save: Callable[[Any, bool, Any], None]) -> None:
+        self._save = save
+        self._depth = 0
+        self.in_batch = False
+        self.wanted: list[tuple[Any, bool, Any]] = []
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether nothing can be saved at present."""
+        return self.in_batch or self._depth > 0
+
+    def put_off(self, path: Any, weights_only: bool, storage_options: Any) -> None:
+        """Notes a save."""
+        self.wanted.append((path, weights_only, storage_options))
+        rank_zero_info(
+            f"ZenFlow: {path} will be saved as soon as the state is whole: a batch, a save or the like is under way"
+        )
+
+    def make_up(self) -> None:
+        """Saves what waits, where that is possible now."""
+        while self.wanted and not self.must_wait:
+            self._save(*self.wanted.pop(0))
+
+    def end_batch(self) -> None:
+        """Ends the batch that is under way, and after an exception whatever else was."""
+        self.in_batch, self._depth = False, 0
+        self.make_up()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Context in which saves wait until its end; after an exception longer, until `end_batch`."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self.make_up()
+
+
+def undisturbed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Decorates a method of a strategy during which saves wait."""
+
+    @wraps(method)
+    def wrapper(strategy: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        saves: PutOffSaves = strategy._saves
+        with saves.undisturbed():
+            return method(strategy, *args, **kwargs)
+
+    return wrapper

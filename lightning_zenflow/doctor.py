@@ -1,0 +1,85 @@
+"""The report of `lightning-zenflow doctor`: what this machine has, for issues too, and how fast the worker is on it."""
+
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+from importlib.metadata import version
+from statistics import median
+
+import psutil
+import torch
+from tabulate import tabulate
+
+from lightning_zenflow.config import ZenFlowConfig
+from lightning_zenflow.native.paths import worker_executable
+from lightning_zenflow.worker.cores import worker_cores
+from lightning_zenflow.worker.memory import free_host_memory
+from lightning_zenflow.worker.process import worker_environment
+from lightning_zenflow.worker.topology import Place, read_place
+
+_ELEMENTS = 1 << 24
+"""Of the worker's benchmark: 128 MiB are read and written by its triad, more than most caches hold; all its arrays take 512 MiB."""
+
+_BENCH_OPTIONS = ("--repeats", "3", "--max-steps", "4")
+
+_TIMEOUT_S = 120.0
+
+
+def examine() -> str:
+    """A table of facts and measurements of this machine; takes some seconds.
+
+    Raises:
+        ValueError: `LIGHTNING_ZENFLOW_HOST_GIB` is not a number above 0.
+    """
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    place, free = read_place(torch.device("cuda", 0) if gpus else torch.device("cpu")), free_host_memory()
+    limit = "" if place.cpu_limit == math.inf else f"; a control group grants {place.cpu_limit:g} CPUs"
+    memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rows = {
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("lightning-zenflow", "lightning", "deepspeed")),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "compiler": str(shutil.which(os.environ.get("CXX") or "g++")),
+        "cores": f"{psutil.cpu_count(logical=False)} physical, {psutil.cpu_count()} logical; of this process"
+        f" {len(place.allowed)}, of the GPU's NUMA node {len(place.gpu_cores) or 'unknown'}{limit}",
+        "memory": f"{psutil.virtual_memory().total / 1e9:.1f} GB, {free.n_bytes / 1e9:.1f} GB free ({free.limit})",
+        "memlock": "unlimited" if memlock == resource.RLIM_INFINITY else f"{memlock / 1e9:.3g} GB",
+    }
+    rows |= {f"GPU {i}": f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB" for i, gpu in enumerate(gpus)}
+    if not gpus:
+        rows["GPU"] = "none: training runs on the CPU, for tests and small models"
+    try:
+        rows["worker"] = _worker(place)
+    except RuntimeError as error:
+        rows["worker"] = f"training cannot start: {error}"
+    return str(tabulate(rows.items(), tablefmt="plain", disable_numparse=True))
+
+
+def _worker(place: Place) -> str:
+    """Runs the worker's own benchmark on the cores that it would get beside one rank at this place.
+
+    Raises:
+        RuntimeError: the executable is missing, fails, or takes too long.
+    """
+    reserved_share = ZenFlowConfig().pt_reserved_cores_perc
+    cores = worker_cores("auto", places=[place], index=0, reserved_share=reserved_share).cores
+    command = [str(worker_executable()), "--bench", "--cores", ",".join(map(str, cores)), "--elements", str(_ELEMENTS)]
+    command += _BENCH_OPTIONS
+    try:
+        done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"the worker's benchmark did not end: {error}") from error
+    if done.returncode != 0:
+        raise RuntimeError(f"the worker's benchmark failed with status {done.returncode}: {done.stderr.strip()}")
+    head, *lines = map(json.loads, done.stdout.splitlines())
+
+    def of(kernel: str, n_steps: int, key: str) -> float:
+        return median(float(line[key]) for line in lines if (line["kernel"], line["steps"]) == (kernel, n_steps))
+
+    times = ", ".join(f"S = {s}: {of('replay', s, 'ns_per_parameter') / s:.2f}" for s in (1, 2, 4))
+    speed = f"{of('triad', 0, 'gb_per_s'):.1f} GB/s of host memory"
+    return f"{head['instruction_set']}, cores {cores}, {speed}; ns a parameter and step, {times}"

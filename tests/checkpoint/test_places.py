@@ -1,0 +1,185 @@
+"""Where checkpoints may go: what else is there stays; a store by its URL; a plugin of the user's."""
+
+import threading
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from fabric_runs import set_up, train_step
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import LinearLossModule
+from networks import SmallNet
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LIMIT: dict[str, Any] = {"topk_ratio": 0.0, "update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+
+
+@pytest.mark.parametrize("format_", ["lightning", "deepspeed"])
+def test_a_folder_of_the_users_is_neither_replaced_nor_removed(
+    format_: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results" / "out").mkdir(parents=True)
+    (tmp_path / "results" / "table.csv").write_text("1,2")
+    strategy = ZenFlowStrategy(**LIMIT, checkpoint_format=format_)
+    trainer = make_trainer(strategy, max_steps=2)
+    trainer.fit(LinearLossModule(length=2))
+    before = sorted(tmp_path.rglob("*"))
+    for path, weights_only in product(("results", tmp_path / "results", "results/", "results/out/.."), (False, True)):
+        with pytest.raises(IsADirectoryError, match=r"results must be a checkpoint.*got a folder with"):
+            trainer.save_checkpoint(path, weights_only=weights_only)
+        with pytest.warns(UserWarning, match=r"nothing was removed: .*results"):
+            trainer.strategy.remove_checkpoint(path)
+        assert sorted(tmp_path.rglob("*")) == before
+    # An empty one may be replaced, and so may a checkpoint.
+    for _ in range(2):
+        trainer.save_checkpoint("results/out")
+    strategy.remove_checkpoint("results/out")
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["table.csv"]
+
+
+def fit(steps: int, *, resume: str | None = None, strategy: Any = None, **options: Any) -> tuple[SmallNet, pl.Trainer]:
+    model = SmallNet(length=8)
+    trainer = make_trainer(strategy or ZenFlowStrategy(**LIMIT), max_steps=steps, **options)
+    trainer.fit(model, ckpt_path=resume)
+    return model, trainer
+
+
+def assert_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["", "asynchronous"])
+def test_a_store(plugins: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `strategy="auto"`: the callback keeps the best there, removes others, finds the last one; a run goes on bit for bit."""
+    monkeypatch.chdir(tmp_path)
+    root, store = "memory://bucket", fsspec.filesystem("memory")
+    whole, _ = fit(8)
+    for steps, resume in ((4, None), (8, "last")):
+        files = ModelCheckpoint(
+            dirpath=f"{root}/runs", every_n_train_steps=2, save_last=True, enable_version_counter=False
+        )
+        rest, trainer = fit(steps, resume=resume, enable_checkpointing=True, callbacks=[files], plugins=plugins)
+        assert sorted(p.rpartition("/")[2] for p in store.ls(f"{root}/runs", detail=False)) == [
+            f"epoch=0-step={steps}.ckpt",
+            "last.ckpt",
+        ]
+    assert_same(rest, whole)
+    trainer.save_checkpoint(f"{root}/own.ckpt", weights_only=True)
+    trainer.strategy.teardown()
+    trainer.strategy.remove_checkpoint(files.best_model_path)
+    assert store.exists(f"{root}/own.ckpt") and not store.exists(files.best_model_path)
+    assert not list(tmp_path.iterdir())
+    store.rm(root, recursive=True)
+    trainer.save_checkpoint(f"file://{tmp_path}/own.ckpt")
+    trainer.strategy.teardown()
+    rest, _ = fit(8, resume=f"file://{tmp_path}/own.ckpt")
+    assert_same(rest, whole)
+
+
+class Unpicklable(SmallNet):
+    """Gives checkpoints what no file can hold."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lock"] = threading.Lock()
+
+
+def test_what_cannot_be_pickled_is_named_for_a_store_too() -> None:
+    trainer = make_trainer(ZenFlowStrategy(**LIMIT), max_steps=2)
+    trainer.fit(Unpicklable(length=2))
+    with pytest.raises(
+        OSError, match=r"could not be saved: cannot pickle '_thread.lock' object; training can continue\.$"
+    ):
+        trainer.save_checkpoint("memory://bucket/lock.ckpt")
+
+
+def test_folders_for_a_store_or_a_plugin_are_refused_before_training(tmp_path: Path) -> None:
+    for dirpath, plugins in (("memory://bucket", []), (str(tmp_path), [AsyncCheckpointIO()])):
+        files = ModelCheckpoint(dirpath=dirpath)
+        model = SmallNet(length=2)
+        strategy = ZenFlowStrategy(**LIMIT, checkpoint_format="deepspeed")
+        trainer = make_trainer(strategy, max_steps=1, enable_checkpointing=True, callbacks=[files], plugins=plugins)
+        with pytest.raises(
+            MisconfigurationException, match=f"must be 'lightning', one file, for checkpoints in {dirpath}"
+        ):
+            trainer.fit(model)
+        assert trainer.global_step == 0
+    # A save that nobody has announced; weights only are a file.
+    _, trainer = fit(1, strategy=ZenFlowStrategy(**LIMIT, checkpoint_format="deepspeed"))
+    with pytest.raises(MisconfigurationException, match=r"must be 'lightning'.* in memory://bucket/a\.ckpt"):
+        trainer.save_checkpoint("memory://bucket/a.ckpt")
+    trainer.save_checkpoint("memory://bucket/weights.ckpt", weights_only=True)
+    assert [p["name"] for p in fsspec.filesystem("memory").ls("bucket")] == ["/bucket/weights.ckpt"]
+
+
+class Noting(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.calls.append(("save", f"{Path(path).name} {storage_options}"))
+        super().save_checkpoint(checkpoint, path)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append(("load", Path(path).name))
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(("remove", Path(path).name))
+        super().remove_checkpoint(path)
+
+
+def test_a_plugin_saves_loads_and_removes(tmp_path: Path) -> None:
+    """That of the present Trainer, where one strategy is given to several in turn."""
+    whole, _ = fit(8)
+    strategy, path = ZenFlowStrategy(**LIMIT), tmp_path / "a.ckpt"
+    first, second = Noting(), Noting()
+    _, trainer = fit(4, strategy=strategy, plugins=[first])
+    trainer.save_checkpoint(path, storage_options=7)
+    rest, trainer = fit(8, resume=str(path), strategy=strategy, plugins=[second])
+    assert_same(rest, whole)
+    strategy.remove_checkpoint(path)
+    assert first.calls == [("save", "a.ckpt 7")]
+    assert second.calls == [("load", "a.ckpt"), ("remove", "a.ckpt")]
+    _, trainer = fit(1, strategy=strategy)
+    trainer.save_checkpoint(path)
+    with pytest.raises(TypeError, match="storage_options must be None without a plugin"):
+        trainer.save_checkpoint(path, storage_options=7)
+    assert len(first.calls) + len(second.calls) == 3
+
+
+def test_a_store_under_fabric() -> None:
+    def run(steps: range, *, load: bool, save: bool) -> list[torch.Tensor]:
+        fabric, model, optimizer = set_up(SmallNet(), **LIMIT)[:3]
+        state = {"model": model, "optimizer": optimizer}
+        if load:
+            fabric.load("memory://fabric/a.ckpt", state)
+        for step in steps:
+            train_step(fabric, model, optimizer, step)
+        if save:
+            fabric.save("memory://fabric/a.ckpt", state)
+        weights = [p.detach().clone() for p in model.parameters()]
+        fabric.strategy.teardown()
+        return weights
+
+    whole = run(range(6), load=False, save=False)
+    run(range(3), load=False, save=True)
+    rest = run(range(3, 6), load=True, save=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole, rest, strict=True))

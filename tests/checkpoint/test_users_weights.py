@@ -1,0 +1,231 @@
+"""A checkpoint that is one file has what users make of weights: hooks that change entries, averaged weights that are put in for a while."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from networks import Perceptron
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+SAVED, STEPS = 4, 7
+
+
+def limit(**options: Any) -> ZenFlowStrategy:
+    return ZenFlowStrategy(topk_ratio=0, update_interval=1, publish_lag=0, worker_cores=1, **options)
+
+
+def changed(weights: Mapping[str, Tensor], *, back: bool = False) -> dict[str, Tensor]:
+    """Square matrices transposed, with memory of their own or not; other matrices as they are, biases scaled."""
+    return {
+        name: w * (0.25 if back else 4)
+        if w.ndim == 1
+        else w.t().contiguous()
+        if name == "layers.0.weight"
+        else w.t()
+        if w.shape[0] == w.shape[1]
+        else w
+        for name, w in weights.items()
+    }
+
+
+class Net(Perceptron):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(widths=[12, 12, 12, 5], length=STEPS, **options)
+
+    @override
+    def validation_step(self, *_: Any) -> None:
+        self.log("validated", self.loss(0, 0, 0))
+
+    @override
+    def val_dataloader(self) -> Any:
+        return [torch.zeros(1)]
+
+
+class InHooks(Net):
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = changed(checkpoint["state_dict"])
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = changed(checkpoint["state_dict"], back=True)
+
+
+class InStateDict(Net):
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return changed(super().state_dict(*args, **kwargs))
+
+    @override
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(changed(state_dict, back=True), strict, assign)
+
+
+class OfTorch(Net):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_state_dict_post_hook(lambda module, weights, *_: weights.update(changed(weights)))
+        self.register_load_state_dict_pre_hook(lambda module, weights, *_: weights.update(changed(weights, back=True)))
+
+
+class RenamedAndCast(Net):
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"net.{name}": w.float() for name, w in super().state_dict(*args, **kwargs).items()}
+
+    @override
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({k.removeprefix("net."): w for k, w in state_dict.items()}, strict, assign)
+
+
+class Flat(Net):
+    """Three fifths of each weight in one dimension, so that it is not restored to the bit."""
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"_{k}": 0.6 * w.flatten() for k, w in checkpoint["state_dict"].items()}
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {k: (saved[f"_{k}"] / 0.6).view(w.shape) for k, w in self.state_dict().items()}
+
+
+def halves(make: Callable[[], Any], model: type[Net], path: Path, **options: Any) -> tuple[Any, list[Tensor]]:
+    """Weights in the file of the first half; and of the module after the second."""
+    trainer = make_trainer(make(), max_steps=SAVED, **options)
+    trainer.fit(model())
+    trainer.save_checkpoint(path)
+    rest = model()
+    make_trainer(make(), max_steps=STEPS, **options).fit(rest, ckpt_path=path)
+    return torch.load(path, weights_only=True)["state_dict"], [p.detach().clone() for p in rest.parameters()]
+
+
+@pytest.mark.parametrize("model", [InHooks, InStateDict, OfTorch, RenamedAndCast, Flat])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_what_hooks_make_of_weights(model: type[Net], precision: Any, tmp_path: Path) -> None:
+    """The file is that of `strategy="auto"`; the resumed run has the bits of one without hooks, in 16 bits too."""
+    file, rest = halves(limit, model, tmp_path / "ours", precision=precision)
+    _, plain = halves(limit, Net, tmp_path / "plain", precision=precision)
+    # In 16 bits, the hook itself rounds.
+    its = {"rtol": 0, "atol": 1e-6 if precision == "32-true" else 1e-2} if model is Flat else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(rest, plain, **its)
+    if precision == "32-true":
+        theirs = halves(lambda: "auto", model, tmp_path / "theirs")
+        torch.testing.assert_close((dict(file), rest), (dict(theirs[0]), theirs[1]), rtol=1e-5, atol=2e-6)
+
+
+def test_hooks_that_change_pieces_are_refused(tmp_path: Path) -> None:
+    class Scales(Net):
+        @override
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {name: 2 * w for name, w in checkpoint["state_dict"].items()}
+
+    class Saves(pl.Callback):
+        @override
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    with pytest.raises(MisconfigurationException, match=r"got 'layers.0.weight', which was renamed or changed"):
+        make_trainer(limit(stage=3), max_steps=1, callbacks=[Saves()]).fit(Scales())
+    assert not list(tmp_path.iterdir())
+
+
+class Averages(pl.Callback):
+    """Trains on; validates the mean of all weights so far."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[Tensor]] = []
+        self._trained: list[Tensor] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+        with GatheredParameters(list(pl_module.parameters())):
+            self._seen.append([p.detach().clone() for p in pl_module.parameters()])
+
+    @override
+    def on_validation_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad(), GatheredParameters(list(pl_module.parameters()), modifier_rank=0):
+            self._trained = [p.detach().clone() for p in pl_module.parameters()]
+            for p, *seen in zip(pl_module.parameters(), *self._seen, strict=True):
+                p.copy_(torch.stack(seen).mean(0))
+
+    @override
+    def on_validation_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        with torch.no_grad(), GatheredParameters(list(pl_module.parameters()), modifier_rank=0):
+            for p, trained in zip(pl_module.parameters(), self._trained, strict=True):
+                p.copy_(trained)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}], ids=str)
+def test_averaged_weights_of_a_validation(options: dict[str, Any], tmp_path: Path) -> None:
+    """The file has what was validated, as under `strategy="auto"`, and training goes on with its own weights."""
+    results = []
+    for make in (lambda: limit(**options), lambda: "auto"):
+        files = ModelCheckpoint(dirpath=tmp_path, filename="a", enable_version_counter=False, monitor="validated")
+        model = Net()
+        trainer = make_trainer(
+            make(),
+            max_steps=STEPS,
+            enable_checkpointing=True,
+            val_check_interval=SAVED,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+            callbacks=[Averages(), files],
+        )
+        trainer.fit(model)
+        saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        results.append((dict(saved["state_dict"]), dict(model.state_dict())))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 3}], ids=str)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_what_hooks_see_is_what_is_written(options: dict[str, Any], weights_only: bool, tmp_path: Path) -> None:
+    seen: dict[str, dict[str, Tensor]] = {}
+
+    def look(name: str, module: pl.LightningModule) -> None:
+        with GatheredParameters(list(module.parameters())):
+            seen[name] = {n: p.detach().clone() for n, p in module.named_parameters()}
+
+    class Looks(Net):
+        @override
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            look("module", self)
+            if not options:
+                seen["entries"] = {n: w.clone() for n, w in checkpoint["state_dict"].items()}
+
+    class Saves(pl.Callback):
+        @override
+        def on_save_checkpoint(self, trainer: Any, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+            look("callback", pl_module)
+
+        @override
+        def state_dict(self) -> dict[str, Any]:
+            look("state_dict", self._module)
+            return {}
+
+        @override
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            self._module = pl_module
+            if trainer.global_step == STEPS - 1:
+                trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=weights_only)
+
+    strategy = ZenFlowStrategy(update_interval=4, publish_lag=1, topk_ratio=0.3, worker_cores=1, **options)
+    make_trainer(strategy, max_steps=STEPS, callbacks=[Saves()]).fit(Looks())
+    file = dict(torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"])
+    assert len(seen) == (1 if weights_only else 3) + (not options)
+    for weights in seen.values():
+        torch.testing.assert_close(weights, file, rtol=0, atol=0)

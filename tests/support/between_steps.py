@@ -1,0 +1,211 @@
+"""What users do between two steps, in which hooks, and what happens: `USES` is tested (`test_between_steps.py`) and documented
+(`docs/between_steps.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+Act = Callable[[pl.Trainer], object]
+
+WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start")
+BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Something that users do."""
+
+    acts: Mapping[str, Act]
+    """Ways to do it. Tensors that they return are compared."""
+    hooks: tuple[str, ...]
+    """Hooks of a callback or of the module."""
+    refused: str = ""
+    """Pattern that the error's message has; none: the effect is that under `strategy="auto"`."""
+    instead: str = ""
+    """For the reader, where it is refused."""
+
+
+class At(pl.Callback):
+    """Calls a function with the Trainer at one of Lightning's hooks."""
+
+    def __init__(self, hook: str, action: Act) -> None:
+        setattr(self, hook, lambda trainer, *_: action(trainer))
+
+
+class Does(pl.Callback):
+    """Writes weights in the way that `WRITES` has under a name, behind each batch; other processes can import it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        WRITES[self._name](trainer)
+
+
+class Wrapper:
+    """Passes all on to an optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def head(module: nn.Module) -> list[Tensor]:
+    """Parameters of a module's last layer."""
+    return list(list(module.children())[-1].parameters())
+
+
+def writes(write: Callable[[Any, pl.Trainer], object]) -> Act:
+    """Calls a function with the module, which may write its weights, whatever the stage."""
+
+    def act(trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        with GatheredParameters(list(module.parameters()), modifier_rank=0), torch.no_grad():
+            write(module, trainer)
+
+    return act
+
+
+def load(module: nn.Module, *_: Any) -> None:
+    """Loads other weights."""
+    module.load_state_dict({name: 0.9 * w if w.is_floating_point() else w for name, w in module.state_dict().items()})
+
+
+def change_hyperparameters(trainer: pl.Trainer) -> None:
+    """Gives each step others."""
+    step = trainer.global_step
+    for group in trainer.optimizers[0].param_groups:
+        group.update(lr=1e-3 * (1 + step), betas=(0.8, 0.9 + 0.01 * step), weight_decay=0.1 * step, eps=1e-6)
+
+
+def change(trainer: pl.Trainer, name: str, value: Any) -> None:
+    """Changes an option of the Trainer in mid-run."""
+    if trainer.global_step == 3:
+        setattr(trainer, name, value)
+
+
+def drop(trainer: pl.Trainer) -> None:
+    """Drops the gradients of two steps."""
+    if trainer.global_step == 2:
+        trainer.optimizers[0].zero_grad()
+    if trainer.global_step == 4:
+        trainer.lightning_module.zero_grad()
+
+
+def gradients(use: Callable[[Tensor], object]) -> Act:
+    """Calls a function with each gradient that is there."""
+    return lambda trainer: [use(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
+
+
+WRITES: dict[str, Act] = {
+    "clamped": writes(lambda m, _: [p.clamp_(-0.1, 0.1) for p in head(m)]),
+    "clamped through data": writes(lambda m, _: [p.data.clamp_(-0.1, 0.1) for p in head(m)]),
+    "some rows zeroed": writes(lambda m, _: m.embedding.weight[::3].zero_()),
+    "normalised": writes(lambda m, _: m.head.weight.copy_(nn.functional.normalize(m.head.weight, dim=1))),
+    "initialised anew": writes(lambda m, t: t.global_step != 3 or nn.init.eye_(m.hidden.weight)),
+    "reset": writes(lambda m, t: t.global_step != 3 or nn.init.constant_(m.head.weight.data, 0.1)),
+    "averaged": writes(lambda m, _: m.hidden.weight.lerp_(torch.ones((), dtype=torch.float32), 0.01)),
+}
+
+USES: dict[str, Use] = {
+    "write weights in place (`p.clamp_()`, `p.data.clamp_()`, `p.copy_()`, `nn.init`, `reset_parameters`)": Use(
+        acts=WRITES, hooks=WEIGHTS
+    ),
+    "`module.load_state_dict(...)`": Use(acts={"load": writes(load)}, hooks=("on_train_start", "on_train_epoch_start")),
+    "write weights between backward and step": Use(
+        acts={"clamped": WRITES["clamped"]},
+        hooks=BEFORE_STEP,
+        refused="head.weight must not be written between backward and step",
+        instead="write them in `on_train_batch_start` or `on_train_batch_end`",
+    ),
+    "give weights other memory (`p.data = ...`, `load_state_dict(..., assign=True)`)": Use(
+        acts={"data": lambda t: [setattr(p, "data", p.data.clone()) for p in head(t.lightning_module)]},
+        hooks=("on_train_batch_start", "on_train_batch_end"),
+        refused="head.weight must keep its memory",
+        instead="write them in place",
+    ),
+    "read weights": Use(
+        acts={"read": lambda t: t.lightning_module.head.weight.detach().clone()}, hooks=("on_train_batch_end",)
+    ),
+    "freeze parameters (`p.requires_grad_(False)`)": Use(
+        acts={"frozen": lambda t: [p.requires_grad_(t.global_step < 3) for p in head(t.lightning_module)]},
+        hooks=("on_train_batch_start", "on_train_batch_end"),
+    ),
+    "read, change or clip gradients": Use(
+        acts={
+            "norm": gradients(lambda g: g.norm()),
+            "scaled": gradients(lambda g: g.mul_(0.5)),
+            "through data": gradients(lambda g: g.data.zero_()),
+            "clipped": lambda t: nn.utils.clip_grad_norm_(t.lightning_module.parameters(), 1.0),
+            "clipped by value": lambda t: nn.utils.clip_grad_value_(t.lightning_module.parameters(), 1.0),
+            "Lightning's norms": lambda t: grad_norm(t.lightning_module, 2),
+            "set to zero": lambda t: t.lightning_module.zero_grad(set_to_none=False),
+        },
+        hooks=BEFORE_STEP,
+        refused="must not be used between backward .*register_hook",
+        instead="use `safe_get_full_grad`, `p.register_hook`, `gradient_clip_val`",
+    ),
+    "assign gradients (`p.grad = ...`)": Use(
+        acts={
+            "removed": lambda t: [setattr(p, "grad", None) for p in head(t.lightning_module)],
+            "replaced": lambda t: [setattr(p, "grad", torch.ones_like(p)) for p in t.lightning_module.parameters()],
+        },
+        hooks=BEFORE_STEP,
+        refused=r"head.weight, .*head.bias: .*requires_grad_\(False\)",
+        instead="use `p.register_hook`, or `p.requires_grad_(False)` before the forward pass",
+    ),
+    "drop a step's gradients (`zero_grad()` of optimizer or module)": Use(acts={"drop": drop}, hooks=BEFORE_STEP),
+    "write hyperparameters to `optimizer.param_groups`": Use(
+        acts={"changed": change_hyperparameters},
+        hooks=("on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"),
+    ),
+    "change `trainer.gradient_clip_val`": Use(
+        acts={"set": lambda t: change(t, "gradient_clip_val", 0.01)},
+        hooks=("on_train_batch_start", "on_before_optimizer_step"),
+    ),
+    "clip by value (`trainer.gradient_clip_algorithm`)": Use(
+        acts={
+            "by value": lambda t: (
+                setattr(t, "gradient_clip_val", 0.1),
+                setattr(t, "gradient_clip_algorithm", "value"),
+            )
+        },
+        hooks=("on_train_batch_start",),
+        refused="gradient_clip_algorithm must be 'norm'",
+        instead="clip by norm",
+    ),
+    "read or write `optimizer.state`": Use(
+        acts={
+            "of the Trainer": lambda t: t.optimizers[0].state.clear(),
+            "of the module": lambda t: t.lightning_module.optimizers().state.clear(),
+        },
+        hooks=("on_train_batch_start",),
+        refused="safe_set_full_optimizer_state",
+        instead="use `safe_get_full_optimizer_state`, `safe_set_full_optimizer_state`",
+    ),
+    "wrap the optimizer (`trainer.optimizers = ...`)": Use(
+        acts={"wrapped": lambda t: setattr(t, "optimizers", [Wrapper(o) for o in t.optimizers])},
+        hooks=("on_train_batch_start",),
+        refused=r"trainer.optimizers must be the strategy's own, got between_steps.Wrapper",
+        instead="use a callback",
+    ),
+    "`add_param_group`, `strategy.setup_optimizers`": Use(
+        acts={
+            "group": lambda t: t.optimizers[0].add_param_group({"params": []}),
+            "group of the module's": lambda t: t.lightning_module.optimizers().add_param_group({"params": []}),
+            "set-up": lambda t: t.strategy.setup_optimizers(t),
+        },
+        hooks=("on_train_batch_start",),
+        refused="(add_param_group|setup_optimizers) must not be called",
+        instead="give `configure_optimizers` all parameters",
+    ),
+}

@@ -1,0 +1,405 @@
+"""What users do between two steps has the effect that it has under plain Lightning, or is refused by name."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_grad
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from between_steps import USES, WRITES, Act, At, Does, head
+from docs.between_steps import DOCUMENT, with_table
+from fabric_runs import set_up, train_step
+from harness import Case, fit, snapshot
+from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.written_weights import WrittenWeights
+from models import OneGroup, TestModule
+from networks import SmallNet
+from rank_processes import run_each
+from side_by_side import NOTHING_LATE
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "full_warm_up_rounds": 0, "worker_cores": 1}
+IN_BACKWARD: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "worker_cores": 1}
+STAGE_3: dict[str, Any] = {**NOTHING_LATE, "stage": 3}
+IN_HOST_MEMORY: dict[str, Any] = {"stage": 3, "offload_parameters": True, "worker_cores": 1}
+HOW = {
+    "nothing late": NOTHING_LATE,
+    "in backward": IN_BACKWARD,
+    "late": LATE,
+    "stage 3": STAGE_3,
+    "in host memory": IN_HOST_MEMORY,
+}
+
+
+def both(
+    keys: dict[str, Any],
+    make_callbacks: Callable[[], list[pl.Callback]],
+    make_model: Callable[[], TestModule] = SmallNet,
+    **options: Any,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights after the same run under ZenFlow and under plain Lightning."""
+    ends = []
+    for strategy in (ZenFlowStrategy(**keys), "auto"):
+        model = make_model()
+        fit(model, strategy, callbacks=make_callbacks(), **{"steps": 6, **options})
+        ends.append(snapshot(model))
+    return ends[0], ends[1]
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], atol: float = 2e-6) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def id_of(use: str, act: str, hook: str) -> str:
+    return f"{use.partition(' (')[0].replace('`', '')}, {act}, {hook}"
+
+
+CASES = {id_of(u, a, h): (use, act, h) for u, use in USES.items() for a, act in use.acts.items() for h in use.hooks}
+"""Each use in each of its ways and hooks."""
+
+
+def seen_in(act: Act, hook: str, strategy: Any) -> list[Tensor]:
+    """What the user's code has seen, and the weights at the end."""
+    seen: list[Tensor] = []
+    # Two epochs, in which each step does the same.
+    model = SmallNet(length=3)
+
+    def action(trainer: pl.Trainer) -> None:
+        result = act(trainer)
+        seen.extend([result] if isinstance(result, Tensor) else [])
+
+    fit(model, strategy, steps=6, callbacks=[At(hook, action)])
+    return [*seen, *snapshot(model)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uses(case: str) -> None:
+    """What `docs/reliability.md` has a table of."""
+    use, act, hook = CASES[case]
+    if use.refused:
+        with pytest.raises(MisconfigurationException, match=use.refused):
+            seen_in(act, hook, ZenFlowStrategy(**NOTHING_LATE))
+    else:
+        assert_same(seen_in(act, hook, ZenFlowStrategy(**NOTHING_LATE)), seen_in(act, hook, "auto"))
+
+
+def test_documented_table_is_what_is_tested() -> None:
+    text = DOCUMENT.read_text()
+    assert with_table(text) == text, "docs/reliability.md is out of date: run `python -m docs.between_steps`"
+
+
+class TestGradients:
+    """They are not in `parameter.grad`."""
+
+    @pytest.mark.parametrize("how", ["late", "stage 3", "in host memory"])
+    @pytest.mark.parametrize("name", ["read, change or clip gradients", "assign gradients (`p.grad = ...`)"])
+    def test_refused(self, name: str, how: str) -> None:
+        callback = At("on_after_backward", next(iter(USES[name].acts.values())))
+        with pytest.raises(MisconfigurationException, match=USES[name].refused):
+            fit(SmallNet(), ZenFlowStrategy(**HOW[how]), callbacks=[callback], accumulate_grad_batches=2)
+
+    @pytest.mark.parametrize("how", HOW)
+    def test_dropped(self, how: str) -> None:
+        """By the optimizer or the module, after backward or before the step: no update, and no decay."""
+
+        def drop(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 2:
+                trainer.optimizers[0].zero_grad()
+            if trainer.global_step == 4:
+                trainer.lightning_module.zero_grad()
+
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            ours, theirs = both(HOW[how], lambda hook=hook: [At(hook, drop)])
+            if how != "late":
+                assert_same(ours, theirs)
+        steps: list[Tensor] = []
+        model = SmallNet()
+        weights = At("on_train_batch_end", lambda _: steps.append(snapshot(model)[0]))
+        fit(model, ZenFlowStrategy(**HOW[how]), steps=4, callbacks=[At("on_after_backward", drop), weights])
+        assert torch.equal(steps[1], steps[2]) or how == "late"
+
+    def test_read(self) -> None:
+        """By DeepSpeed's function, and in a hook of the parameter, that changes it as well."""
+        read: list[Tensor] = []
+        ours, theirs = SmallNet(), SmallNet()
+        for model in (ours, theirs):
+            model.head.weight.register_hook(lambda gradient: 0.5 * gradient)
+        callback = At("on_before_optimizer_step", lambda _: read.append(safe_get_full_grad(ours.head.weight)))
+        fit(ours, ZenFlowStrategy(**NOTHING_LATE), steps=1, callbacks=[callback])
+        fit(theirs, "auto", steps=1)
+        torch.testing.assert_close(read[0], theirs.head.weight.grad)
+        assert_same(snapshot(ours), snapshot(theirs))
+        assert all(p.grad is None for p in ours.parameters())
+
+    def test_under_fabric(self) -> None:
+        fabric, model, optimizer, _ = set_up(SmallNet(), **NOTHING_LATE)
+        train_step(fabric, model, optimizer, 0)
+        fabric.backward(model.loss(1, 0, 0))
+        with pytest.raises(MisconfigurationException, match="must not be used between .*fabric.clip_gradients"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for p in head(model.module):
+            p.grad = None
+        with pytest.raises(MisconfigurationException, match="head.weight, head.bias: "):
+            optimizer.step()
+        fabric.strategy.teardown()
+
+    def test_nothing_is_marked_where_no_hook_looks(self) -> None:
+        seen: list[bool] = []
+        model = OneGroup()
+        model.register_full_backward_pre_hook(lambda *_: None)
+        trainer = fit(model, steps=1)
+        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
+        trainer = fit(model, steps=1, callbacks=[At("on_after_backward", lambda _: None)])
+        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
+        assert seen == [False, True]
+
+
+class ClipsItself(SmallNet):
+    """Clips by another norm in each step, and not at all in every third."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        step = self.trainer.global_step
+        if step % 3:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01 * step, gradient_clip_algorithm="norm")
+
+
+class TestClipping:
+    """The norm is asked for in each step."""
+
+    CHANGES = ((None, 0.01), (0.01, None), (1e3, 0.02))
+
+    @pytest.mark.parametrize(("before", "after"), CHANGES)
+    @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+    @pytest.mark.parametrize("how", ["nothing late", "stage 3", "in host memory"])
+    def test_changed(self, how: str, hook: str, before: float | None, after: float | None) -> None:
+        def change(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 3:
+                trainer.gradient_clip_val = after
+
+        assert_same(*both(HOW[how], lambda: [At(hook, change)], gradient_clip_val=before))
+
+    @pytest.mark.parametrize("how", ["nothing late", "in backward"])
+    def test_by_the_module(self, how: str) -> None:
+        keys = {**HOW[how], "clip_prediction": False}
+        assert_same(*both(keys, list, ClipsItself))
+
+    def test_deepspeeds_norm_counts_where_the_trainer_has_none(self) -> None:
+        ends = []
+        for options, clip in (({"config": {"gradient_clipping": 0.01}}, None), ({}, 0.01)):
+            model = SmallNet()
+            fit(model, ZenFlowStrategy(**NOTHING_LATE, **options), gradient_clip_val=clip)
+            ends.append(snapshot(model))
+        assert all(map(torch.equal, *ends))
+
+
+class StepsItself(SmallNet):
+    """Runs the closure before the step, and leaves steps out.
+
+    Args:
+        left_out: of three steps.
+    """
+
+    left_out = 1
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        if batch_idx % 3 != self.left_out:
+            optimizer.step()
+
+
+class TestOptimizer:
+    """What users do with it."""
+
+    def test_the_closure_may_have_been_run(self) -> None:
+        for accumulate in (1, 2):
+            make = lambda: StepsItself(length=12)  # noqa: E731
+            assert_same(*both(NOTHING_LATE, list, make, accumulate_grad_batches=accumulate))
+
+    def test_its_hooks_run(self) -> None:
+        called: list[str] = []
+        model = SmallNet()
+        configured = model.configure_optimizers()
+        configured["optimizer"].register_step_pre_hook(lambda *_: called.append("before"))
+        configured["optimizer"].register_step_post_hook(lambda *_: called.append("after"))
+        model.configure_optimizers = lambda: configured  # type: ignore[method-assign]
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=2)
+        assert called == ["before", "after"] * 2
+
+
+class Adversarial(SmallNet):
+    """Calls `backward` in its training step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.loss(batch_idx, 1, 0).backward()
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("bucket", [50, 100_000])
+def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int) -> None:
+    strategy = ZenFlowStrategy(**HOW[how], reduce_bucket_size=bucket)
+    with pytest.raises(MisconfigurationException, match=r"torch.autograd.grad\(loss, input\)"):
+        fit(Adversarial(), strategy)
+
+
+def test_the_state_is_there_again_after_training() -> None:
+    trainer = fit(SmallNet(), steps=1)
+    assert trainer.optimizers == [] or trainer.optimizers[0].state is not None
+
+
+class TestWeights:
+    """What is written in place goes on from there; `test_uses` has the hooks."""
+
+    @pytest.mark.parametrize("how", ["in backward", "stage 3", "in host memory"])
+    @pytest.mark.parametrize("write", WRITES)
+    def test_anywhere(self, write: str, how: str) -> None:
+        assert_same(*both(HOW[how], lambda: [Does(write)], lambda: SmallNet(length=12), accumulate_grad_batches=2))
+
+    @pytest.mark.parametrize("write", ["clamped", "clamped through data", "initialised anew"])
+    @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+    def test_in_16_bits(self, precision: str, write: str) -> None:
+        model, plain = SmallNet(), SmallNet()
+        fit(model, ZenFlowStrategy(**NOTHING_LATE), steps=6, callbacks=[Does(write)], precision=precision)
+        # In 16 bits torch's AdamW has its state in them as well.
+        fit(plain, "auto", steps=6, callbacks=[Does(write)])
+        assert_same([p.float() for p in snapshot(model)], snapshot(plain), atol=0.02)
+        assert write == "initialised anew" or all(p.float().abs().max() < 0.1001 for p in head(model))
+
+    @pytest.mark.parametrize("stage", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True}])
+    def test_on_two_ranks(self, stage: dict[str, Any]) -> None:
+        """As under plain Lightning on one, since both see the same data."""
+        names = [name for name in WRITES if not (stage and name == "clamped through data")]
+        cases = {
+            name: Case(
+                model="SmallNet",
+                model_options={"ranks_differ": False},
+                steps=6,
+                callbacks=(Does(name),),
+                topk_ratio=0,
+                update_interval=1,
+                publish_lag=0,
+                watched=False,
+                **stage,
+            )
+            for name in names
+        }
+        runs = run_each(cases, ranks=2)
+        for name in names:
+            plain = cases[name].make_model()
+            fit(plain, "auto", steps=6, callbacks=[Does(name)])
+            for run in runs[name]:
+                assert_same(run.weights, snapshot(plain))
+
+    @pytest.mark.parametrize("how", ["late", "in backward"])
+    @pytest.mark.parametrize("clip", [None, 0.01])
+    def test_after_a_flush_nothing_is_late(self, clip: float | None, how: str) -> None:
+        """A flush behind each step, after the first write."""
+
+        def act(trainer: pl.Trainer) -> None:
+            if trainer.global_step == 1 and hasattr(trainer.strategy, "flush"):
+                trainer.strategy.flush()
+            WRITES["clamped"](trainer)
+
+        model, plain = SmallNet(), SmallNet()
+        for of, strategy in ((model, ZenFlowStrategy(**HOW[how])), (plain, "auto")):
+            fit(of, strategy, steps=6, callbacks=[At("on_train_batch_end", act)], gradient_clip_val=clip)
+        # Clip factors are predicted, and provisional updates are shown.
+        is_exact = how == "in backward" and clip is None
+        assert_same(snapshot(model), snapshot(plain), atol=2e-6 if is_exact else 0.05)
+        assert all(p.abs().max() <= 0.1 for p in head(model))
+
+    def test_what_was_not_written_keeps_its_precision(self) -> None:
+        model = OneGroup()
+        masters: list[Tensor] = []
+
+        def act(trainer: pl.Trainer) -> None:
+            optimizer = trainer.strategy.zenflow_optimizer
+            if trainer.global_step == 2:
+                masters.append(optimizer.full_state.read(0).clone())
+                with torch.no_grad():
+                    model.weights[0].data[:3] = 0.1
+
+        start = At(
+            "on_before_zero_grad", lambda t: masters.append(t.strategy.zenflow_optimizer.full_state.read(0).clone())
+        )
+        fit(
+            model,
+            ZenFlowStrategy(**NOTHING_LATE),
+            callbacks=[At("on_train_batch_end", act), start],
+            precision="bf16-true",
+        )
+        *_, before, after = masters
+        assert torch.equal(after[3:], before[3:])
+        assert not torch.equal(after[3:], after[3:].bfloat16().float())
+        assert torch.equal(after[:3], torch.tensor(0.1).bfloat16().float().expand_as(after[:3]))
+
+    def test_before_a_validation(self) -> None:
+        """Which makes weights exact, and sees them."""
+        seen: list[Tensor] = []
+        look = lambda trainer: seen.append(trainer.lightning_module.head.weight.abs().max())  # noqa: E731
+        options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        for write in ("clamped", "clamped through data"):
+            callbacks = lambda write=write: [Does(write), At("on_validation_start", look)]  # noqa: E731
+            assert_same(*both(NOTHING_LATE, callbacks, lambda: SmallNet(length=6), **options))
+        assert max(seen) <= 0.1
+
+    def test_under_fabric(self) -> None:
+        ends = []
+        for zenflow in (True, False):
+            model = SmallNet()
+            if zenflow:
+                fabric, wrapped, optimizer, _ = set_up(model, **NOTHING_LATE)
+            else:
+                optimizer = model.configure_optimizers()["optimizer"]
+            for step in range(4):
+                if zenflow:
+                    train_step(fabric, wrapped, optimizer, step)
+                else:
+                    optimizer.zero_grad()
+                    model.loss(step, 0, 0).backward()
+                    optimizer.step()
+                for p in head(model):
+                    p.data.clamp_(-0.1, 0.1)
+            if zenflow:
+                fabric.strategy.flush()
+            ends.append(snapshot(model))
+        assert_same(*ends)
+        fabric.strategy.teardown()
+
+    @pytest.mark.parametrize("how", HOW)
+    def test_nothing_is_noticed_where_nothing_is_written(self, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        found: list[bool] = []
+        look = WrittenWeights.look
+        monkeypatch.setattr(WrittenWeights, "look", lambda *a, **k: found.append(look(*a, **k)) or found[-1])
+        options = {"limit_val_batches": 1, "val_check_interval": 5, "num_sanity_val_steps": 1}
+        model = SmallNet(length=40)
+        fit(model, ZenFlowStrategy(**HOW[how]), steps=40, gradient_clip_val=0.1, **options)
+        assert len(found) >= 80
+        assert not any(found)
+
+    REFUSED: ClassVar[dict[str, tuple[str, Act, str]]] = {
+        "late": ("late", WRITES["clamped"], "hidden.weight|head.weight must not be written in place while updates"),
+        "without the end of a gather": (
+            "stage 3",
+            lambda t: head(t.lightning_module)[0].detach().zero_(),
+            "head.weight must not be written under stage=3 but in `deepspeed.zero.GatheredParameters",
+        ),
+        "seldom, through data": (
+            "nothing late",
+            lambda t: t.global_step < 20 or t.lightning_module.head.weight.data.mul_(0.9),
+            "head.weight must not be written through `parameter.data`",
+        ),
+    }
+
+    @pytest.mark.parametrize("case", REFUSED)
+    def test_refused(self, case: str) -> None:
+        how, act, message = self.REFUSED[case]
+        with pytest.raises(MisconfigurationException, match=message):
+            fit(SmallNet(length=80), ZenFlowStrategy(**HOW[how]), steps=80, callbacks=[At("on_train_batch_end", act)])

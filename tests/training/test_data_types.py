@@ -1,0 +1,210 @@
+"""Types that the user's program chooses: torch's default, those of batches."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from fabric_runs import set_up
+from harness import fit, make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from models import generator
+from networks import SmallNet
+from side_by_side import NOTHING_LATE
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+LATE: dict[str, Any] = {
+    "topk_ratio": 0.3,
+    "update_interval": 4,
+    "publish_lag": 1,
+    "select_interval": 2,
+    "full_warm_up_rounds": 0,
+    "worker_cores": 1,
+}
+
+
+class OwnTypes(pl.LightningModule):
+    """A module that names the type of all that it makes.
+
+    Args:
+        default: torch's default from the second step on; None: unchanged.
+    """
+
+    def __init__(self, default: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.default = default
+        # A prime width, so that blocks cut in mid-row.
+        self.layers = nn.Sequential(nn.Linear(13, 29), nn.Tanh(), nn.Linear(29, 3)).float()
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.randn(p.shape, generator=generator(1, i), dtype=torch.float32))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.default is not None:
+            torch.set_default_dtype(self.default)
+        x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32)
+        return self.layers(x).square().mean()
+
+    @override
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(10))
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """torch's own after each test."""
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+DEFAULTS = [torch.bfloat16, torch.float64]
+HOW: dict[str, dict[str, Any]] = {
+    "nothing late": NOTHING_LATE,
+    "in backward": {"update_interval": 1, "publish_lag": 0, "worker_cores": 1},
+    "late": LATE,
+    "short moments": {**LATE, "moments_dtype": "bfloat16", "accumulate_on": "host"},
+    "in host memory": {"stage": 3, "offload_parameters": True, "worker_cores": 1},
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_torchs_default_changes_no_bit(how: str, default: torch.dtype, tmp_path: Any) -> None:
+    """Neither when it is set before the fit nor when it changes in a step; checkpoints of such runs go on."""
+    ends = []
+    for before, later in ((torch.float32, None), (default, None), (torch.float32, default)):
+        torch.set_default_dtype(before)
+        model = OwnTypes(later)
+        options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+        trainer = fit(model, ZenFlowStrategy(**HOW[how]), steps=3, **options)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        torch.set_default_dtype(before)
+        resumed = OwnTypes(later)
+        make_trainer(ZenFlowStrategy(**HOW[how]), max_steps=5, **options).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+        ends.append((weights(model), weights(resumed)))
+    for end in ends[1:]:
+        for ours, theirs in zip(end, ends[0], strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("default", DEFAULTS, ids=str)
+def test_torchs_own_kernels_under_another_default(default: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that take the place of compiled ones."""
+    monkeypatch.setenv("ZENFLOW_KERNELS", "torch")
+    ends = []
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        model = OwnTypes()
+        fit(model, ZenFlowStrategy(**LATE), steps=6, gradient_clip_val=0.5)
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+class Sees(OwnTypes):
+    """Keeps the batch that it gets, and trains on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.seen = batch
+        x = batch["x"] if self.trainer.precision.endswith("mixed") else batch["x"].to(self.layers[0].weight.dtype)
+        return torch.nn.functional.mse_loss(self.layers(x), batch["target"].to(x.dtype))
+
+    validation_step = training_step
+
+    @override
+    def train_dataloader(self) -> DataLoader[Any]:
+        sample = {
+            "x": torch.randn(13, generator=generator(3), dtype=torch.float32),
+            "target": torch.full((3,), 1003.25, dtype=torch.float32),
+            "time": torch.tensor(1764086400.123456, dtype=torch.float64),
+            "number": torch.tensor(2**40 + 1, dtype=torch.int64),
+        }
+        return DataLoader([sample] * 4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_batches_arrive_as_under_plain_lightning(precision: Any, stage: int) -> None:
+    ours, theirs = Sees(), Sees()
+    for module, strategy in ((ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage)), (theirs, "auto")):
+        fit(module, strategy, precision=precision, limit_val_batches=1)
+    assert ours.seen.keys() == theirs.seen.keys()
+    for name, theirs_now in theirs.seen.items():
+        assert ours.seen[name].dtype == theirs_now.dtype and torch.equal(ours.seen[name], theirs_now), name
+
+
+def test_inputs_under_fabric() -> None:
+    fabric, model, _, _ = set_up(SmallNet(), **NOTHING_LATE)
+    x = torch.full((2, 3), 1 + 2**-40, dtype=torch.float64)
+    model.module.forward = lambda value: value
+    assert torch.equal(model(x), x) and model(x).dtype == torch.float64
+    fabric.strategy.teardown()
+
+
+class OtherTypes(OwnTypes):
+    """Has integers before all else, and frozen parameters and buffers of other types.
+
+    Args:
+        trains: whether the parameters of another type are trained.
+    """
+
+    def __init__(self, *, trains: bool = False) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.arange(12, dtype=torch.uint8), requires_grad=False)
+        self.short = nn.Parameter(torch.full((13,), 0.5, dtype=torch.bfloat16), requires_grad=trains)
+        self.register_buffer("long", torch.tensor(1 + 2**-40, dtype=torch.float64))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32) * self.short.float()
+        return self.layers(x * (self.codes.float().mean() / 6)).square().mean() * self.long.float()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_not_trained_keeps_its_type(stage: int, tmp_path: Any) -> None:
+    ours, theirs = OtherTypes(), OtherTypes()
+    trainer = fit(ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    fit(theirs, "auto")
+    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype, name
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=False)["state_dict"]
+    assert {name: t.dtype for name, t in saved.items()} == {name: t.dtype for name, t in theirs.state_dict().items()}
+
+
+def test_what_is_trained_becomes_float32(caplog: pytest.LogCaptureFixture) -> None:
+    module = OtherTypes(trains=True)
+    fit(module, ZenFlowStrategy(**NOTHING_LATE))
+    assert module.short.dtype == torch.float32 and "1 trained parameters become float32" in caplog.text
+
+
+def test_keys_without_effect_on_parameters_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"stage": 3, "offload_parameters": True, "worker_cores": 1}
+    models = OwnTypes(), OwnTypes()
+    fit(models[0], ZenFlowStrategy(**keys))
+    assert "has no effect" not in caplog.text
+    fit(models[1], ZenFlowStrategy(**keys, topk_ratio=0.05, weight_prediction=1.0))
+    assert caplog.text.count("topk_ratio, weight_prediction has no effect") == 1
+    assert all(map(torch.equal, *map(weights, models)))

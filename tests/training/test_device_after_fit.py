@@ -1,0 +1,109 @@
+"""After training on a recorded device: files that are saved, by a process group that refuses tensors of the host as one does that has NCCL
+alone; and where the module is.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from benchmarks.recorded_device.watch import recorded_device
+from fabric_runs import set_up, train_step
+from harness import Case, Run, run_here
+from rank_processes import run_on_ranks
+from same_bits import assert_same_tensors
+from stage3_runs import PiecesNet
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+CASE = Case(model="TiedNet", steps=4, topk_ratio=0, update_interval=1, publish_lag=0, loop="recorded")
+PLACES: dict[str, dict[str, Any]] = {
+    "stage 2": {},
+    "stage 3": {"stage": 3},
+    "in host memory": {"stage": 3, "offload_parameters": True},
+}
+
+
+class SavesAfterwards(pl.Callback):
+    """Saves one file when the parameters have left the device, and reads them on all ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert {p.device for p in pl_module.parameters()} == {torch.device("cpu")}
+        trainer.save_checkpoint(self._path)
+
+
+def saving(folder: Path, **options: Any) -> dict[str, tuple[Case, Path]]:
+    """Cases that save after fit, by name, each with its file."""
+    cases = {}
+    for index, (place, keys) in enumerate(PLACES.items()):
+        path = folder / f"{index}.ckpt"
+        case = replace(CASE, **keys, callbacks=(SavesAfterwards(path),))
+        cases[place] = case.with_keys(checkpoint_format="lightning", **options), path
+    return cases
+
+
+def assert_saved(path: Path, run: Run, case: Case) -> None:
+    """The file has the state at the end."""
+    content, model = torch.load(path, weights_only=True), case.make_model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    ours = [content["state_dict"][names[id(p)]] for group in model.parameter_groups() for p in group]
+    assert_same_tensors(ours, run.master)
+    states = content["optimizer_states"][0]["state"]
+    for key, theirs in (("exp_avg", run.exp_avg), ("exp_avg_sq", run.exp_avg_sq)):
+        assert_same_tensors([states[i][key] for i in sorted(states)], [t.float() for t in theirs], key)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_rank_saves_short_moments_after_fit(place: str, moments: str, tmp_path: Path) -> None:
+    case, path = saving(tmp_path, moments_dtype=moments)[place]
+    run = run_here(case)
+    assert_saved(path, run, case)
+    assert not run.races
+
+
+def test_two_ranks_save_a_file_after_fit(tmp_path: Path) -> None:
+    saved = saving(tmp_path)
+    runs = run_on_ranks({name: case for name, (case, _) in saved.items()})
+    for name, (case, path) in saved.items():
+        assert_saved(path, runs[name][0], case)
+        assert not any(run.races for run in runs[name])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_of_fabric_is_in_one_place(place: str) -> None:
+    """Weights, buffers, and with them what a forward pass needs; one that was in host memory stays there."""
+    case = replace(CASE, **PLACES[place])
+    model = PiecesNet(length=case.steps)
+    with recorded_device():
+        fabric, wrapped, optimizer, _ = set_up(model, **case.keys())
+        train_step(fabric, wrapped, optimizer, 0)
+        fabric.strategy.teardown()
+        expected = torch.device("cpu") if case.offload_parameters else fabric.strategy.root_device
+        assert {t.device for t in (*model.parameters(), *model.buffers())} == {expected}
+        assert model.device == expected and model.loss(1, 0, 0).isfinite()
+
+
+def test_a_tensor_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the process group of these tests, of objects too, which torch puts on the group's device."""
+
+    def reduces(_: Any, trainer: pl.Trainer, *__: Any) -> None:
+        values = torch.ones(2)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(values)
+        dist.all_reduce(values.to(trainer.strategy.root_device))
+        found: list[Any] = [None]
+        dist.all_gather_object(found, "an object")
+        assert found == ["an object"]
+
+    monkeypatch.setattr(SavesAfterwards, "on_fit_end", reduces)
+    run_here(replace(CASE, callbacks=(SavesAfterwards(Path()),)))

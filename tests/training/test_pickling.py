@@ -1,0 +1,176 @@
+"""What users pickle and copy while a training runs: modules, parameters, checkpoints that have them, as under plain Lightning."""
+
+import copy
+import copyreg
+import io
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from deepspeed.runtime.zero import GatheredParameters
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
+from typing_extensions import override
+
+from harness import After, Case, make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from networks import TiedNet
+from rank_processes import run_on_ranks
+from same_bits import assert_same_tensors
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+STAGES: dict[str, dict[str, Any]] = {
+    "2": {},
+    "3": {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["layers.2"]}}}},
+    "3, in host memory": {"stage": 3, "offload_parameters": True},
+}
+
+
+class Hooked(TiedNet):
+    """Tied and frozen weights, a hook and an attribute of the user's, and a module among the hyperparameters."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__(frozen=(1,))
+        self.save_hyperparameters()
+        self.net = net
+        self.calls = 0
+        self.head.register_forward_hook(self.count)
+        self.head.weight.no_decay = True  # type: ignore[attr-defined]
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def written(value: Any) -> bytes:
+    """A file of torch's with a value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
+def facts(module: nn.Module) -> list[Any]:
+    """What can be seen of a module besides weights; the same under all strategies."""
+    seen: list[Any] = []
+    for name, m in module.named_modules(remove_duplicate=False):
+        tables = {key: len(table) for key, table in vars(m).items() if "_hooks" in key and isinstance(table, dict)}
+        seen.append((name, type(m), type(m._parameters), sorted(vars(m)), tables))
+    for name, p in module.named_parameters(remove_duplicate=False):
+        seen.append((name, type(p), p.shape, p.stride(), p.requires_grad, vars(p), p.untyped_storage().nbytes()))
+    return seen
+
+
+class Pickles(pl.Callback):
+    """Pickles and copies between two steps and in a validation; a checkpoint has a module and a parameter in its state."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.module: Any = None
+
+    def look(self, module: Any) -> None:
+        with GatheredParameters(list(module.parameters())):
+            weights = [p.detach().clone() for p in module.parameters()]
+            self.seen.append(len(written(module.head)))
+        parts = [module, module.layers[0], module.layers[2], module.head, module.head.bias]
+        self.seen += [len(written(part)) for part in parts]
+        for twin in (read(written(module)), copy.deepcopy(module)):
+            assert_same_tensors([*twin.parameters()], weights)
+            assert twin.head.weight is twin.embedding.weight
+            assert torch.isfinite(twin.loss(0, 0, 0)) and twin.calls == module.calls + 1
+            self.seen.append(facts(twin))
+        assert_same_tensors([*copy.deepcopy(module.layers[0]).parameters()], weights[1:7])
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.look(pl_module)
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any, **__: Any) -> None:
+        self.look(pl_module)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        self.module = pl_module
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"layer": self.module.layers[0], "bias": self.module.head.bias}
+
+
+def train(strategy: Any, folder: Path) -> tuple[Pickles, list[Any]]:
+    """Trains with a checkpoint in a step and one after the fit; returns what the checkpoints have of modules as well."""
+    model, pickles, table = Hooked(nn.Linear(2, 3)), Pickles(), dict(copyreg.dispatch_table)
+    options = {"limit_val_batches": 1, "val_check_interval": 4, "num_sanity_val_steps": 0}
+    save = After([2], lambda trainer: trainer.save_checkpoint(folder / "step"))
+    trainer = make_trainer(strategy, max_steps=4, callbacks=[pickles, save], **options)
+    trainer.fit(model)
+    trainer.save_checkpoint(folder / "end")
+    assert copyreg.dispatch_table == table
+    kept = []
+    for path in (folder / "step", folder / "end"):
+        file = path if path.is_file() else next(path.glob("*/*mp_rank_00_model_states.pt"))
+        content = torch.load(file, weights_only=False)
+        state = content["callbacks"]["Pickles"]
+        kept.append([facts(content["hyper_parameters"]["net"]), facts(state["layer"]), vars(state["bias"])])
+        torch.testing.assert_close(state["layer"](torch.ones(2, 12)).isfinite().all(), torch.tensor(True))
+    return pickles, kept
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pickles, list[Any]]:
+    """Under plain Lightning."""
+    return train("auto", tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
+def test_as_under_plain_lightning(stage: str, checkpoint_format: Any, plain: Any, tmp_path: Path) -> None:
+    """Only the memory of what is named is written, and nothing of DeepSpeed's."""
+    pickles, kept = train(ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format), tmp_path)
+    assert pickles.seen == plain[0].seen
+    assert kept == plain[1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("function", ["fit", "predict"])
+def test_trainer_and_strategy_afterwards(stage: str, function: str) -> None:
+    """A copy has the module, trains further and flushes its own strategy."""
+    trainer = make_trainer(ZenFlowStrategy(**STAGES[stage]), max_steps=2)
+    getattr(trainer, function)(Hooked())
+    for again in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+        assert again.strategy is not trainer.strategy and again.strategy.zenflow_optimizer is None
+        assert_same_tensors([*again.lightning_module.parameters()], [*trainer.lightning_module.parameters()])
+    again.fit_loop.epoch_loop.max_steps = 4
+    again.fit(again.lightning_module)
+    assert again.global_step == 4 and trainer.global_step == (2 if function == "fit" else 0)
+    flushing = next(c for c in again.callbacks if isinstance(c, LambdaCallback))
+    assert flushing.on_train_end.__self__ is again.strategy  # type: ignore[attr-defined]
+
+
+class PicklesAlone(pl.Callback):
+    """On several ranks: a divided parameter is an error, a gathered one is not."""
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        for function in (written, copy.deepcopy):
+            with pytest.raises(RuntimeError, match="within `deepspeed.zero.GatheredParameters"):
+                function(pl_module.head)
+        with GatheredParameters([pl_module.head.weight, pl_module.head.bias]):
+            whole = pl_module.head.weight.detach().clone()
+            assert_same_tensors(
+                [copy.deepcopy(pl_module.head).weight, read(written(pl_module.head)).weight], [whole] * 2
+            )
+
+
+def test_divided_parameters_on_several_ranks() -> None:
+    case = Case(model="TiedNet", stage=3, steps=2, topk_ratio=0, update_interval=1, publish_lag=0)
+    run_on_ranks({"case": replace(case, callbacks=(PicklesAlone(),))})

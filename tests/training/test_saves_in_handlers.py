@@ -1,0 +1,234 @@
+"""Saves and stops in a signal's handler, at any Python call of a batch: a file is the state after a whole step, and the run goes on.
+
+SLURM's warning signal comes so (`SLURMEnvironment(auto_requeue=True)`).
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from typing_extensions import override
+
+from harness import make_trainer
+from lightning_zenflow import ZenFlowStrategy
+from networks import SmallNet
+
+pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+
+FIRST, BATCHES = 3, 12
+"""Batch of the first signal, and of a fit."""
+EXACT: dict[str, Any] = {"update_interval": 1, "publish_lag": 0, "topk_ratio": 0.0}
+LATE: dict[str, Any] = {"update_interval": 4, "publish_lag": 1, "topk_ratio": 0.3}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "S = 1": (EXACT, {}),
+    "clipped": ({**EXACT, "clip_prediction": False}, {"gradient_clip_val": 0.05}),
+    "small buckets": ({**EXACT, "reduce_bucket_size": 500}, {}),
+    "micro-batches": (EXACT, {"accumulate_grad_batches": 2}),
+    "micro-batches in host memory": ({**EXACT, "accumulate_on": "host"}, {"accumulate_grad_batches": 2}),
+    "stage 3": ({**EXACT, "stage": 3}, {}),
+    "parameters on the host": ({**EXACT, "stage": 3, "offload_parameters": True}, {}),
+}
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a predicted factor": (EXACT, {"gradient_clip_val": 0.05}),
+    "S = 4": (LATE, {}),
+    "S = 4, stage 3": ({**LATE, "stage": 3}, {}),
+}
+"""Where a save changes what later forward passes see."""
+
+thorough = pytest.mark.parametrize(
+    "n_fits", [2, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])], ids=["", "every"]
+)
+
+
+class Rings(pl.Callback):
+    """Sends a signal at a Python call of some batches, from the begin of each.
+
+    Args:
+        at: the call, by batch.
+        handler: of the signal.
+
+    Attributes:
+        n_calls: the most of a batch from the first with a signal on.
+        n_rung: signals so far.
+    """
+
+    def __init__(self, at: dict[int, int], handler: Callable[[pl.Trainer], None] = lambda _: None) -> None:
+        self._at, self._handler = at, handler
+        self.n_calls = self.n_rung = 0
+        self.losses: list[float] = []
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        calls, at = count(), self._at.get(batch_idx, -1)
+        before = signal.signal(signal.SIGUSR1, lambda *_: self._handler(trainer))
+
+        def profile(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call":
+                n = next(calls)
+                if batch_idx >= FIRST:
+                    self.n_calls = max(self.n_calls, n)
+                if n == at:
+                    sys.setprofile(None)
+                    self.n_rung += 1
+                    try:
+                        signal.raise_signal(signal.SIGUSR1)
+                    finally:
+                        signal.signal(signal.SIGUSR1, before)
+
+        sys.setprofile(profile)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        sys.setprofile(None)
+        self.losses.append(float(outputs["loss"]))
+
+
+class Saves(pl.Callback):
+    """Saves after each step, or one of them, by its number."""
+
+    def __init__(self, folder: Path, step: int | None = None) -> None:
+        self._folder, self._step = folder, step
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._step in (None, trainer.global_step):
+            trainer.save_checkpoint(self._folder / f"{trainer.global_step}.ckpt")
+
+
+def fit(name: str, *callbacks: pl.Callback, **more: Any) -> pl.Trainer:
+    keys, options = (CASES | CHANGED)[name]
+    strategy = ZenFlowStrategy(**keys, checkpoint_format="lightning", worker_cores=1)
+    options = {"max_epochs": 1, "limit_train_batches": BATCHES, **options, **more}
+    trainer = make_trainer(strategy, callbacks=list(callbacks), **options)
+    trainer.fit(SmallNet(length=BATCHES, accumulate=options.get("accumulate_grad_batches", 1)))
+    return trainer
+
+
+def state_of(path: Path, *, after_exception: bool = False) -> tuple[int, Any]:
+    """Steps of a file, and its weights and moments. An exception may come between a step and the Trainer's count of it."""
+    content = torch.load(path, weights_only=True)
+    (optimizer,) = content["optimizer_states"]
+    (step,) = {int(state["step"]) for state in optimizer["state"].values()}
+    assert step - content["global_step"] in ((0, 1) if after_exception else (0,))
+    return step, [dict(content["state_dict"]), optimizer["state"]]
+
+
+def rung(name: str, at: dict[int, int], folder: Path) -> tuple[Rings, list[tuple[int, Any]]]:
+    """A fit that is disturbed; steps and states of the files that the handler has saved."""
+    names = count()
+    rings = Rings(at, lambda trainer: trainer.save_checkpoint(folder / f"handler{next(names)}.ckpt"))
+    fit(name, rings)
+    files = [folder / f"handler{number}.ckpt" for number in range(rings.n_rung)]
+    states = [state_of(file) for file in files]
+    for file in files:
+        file.unlink()
+    return rings, states
+
+
+def calls_of(name: str, *, every: int) -> list[int]:
+    watch = Rings({})
+    fit(name, watch)
+    assert watch.n_calls > 300
+    stride = max(1, watch.n_calls // every)
+    return list(range(stride // 3, watch.n_calls, stride))
+
+
+@pytest.mark.parametrize("name", CASES)
+@thorough
+def test_a_save_changes_nothing(name: str, n_fits: int, tmp_path: Path) -> None:
+    """A signal in each batch from the first on."""
+    undisturbed = Rings({})
+    fit(name, undisturbed)
+    fit(name, Saves(tmp_path))
+    batches = range(FIRST, BATCHES)
+    points = calls_of(name, every=n_fits * len(batches))
+    while points:
+        at, points = dict(zip(batches, points, strict=False)), points[len(batches) :]
+        rings, files = rung(name, at, tmp_path)
+        assert rings.losses == undisturbed.losses, at
+        for step, state in files:
+            expected = state_of(tmp_path / f"{step}.ckpt")
+            torch.testing.assert_close((step, state), expected, rtol=0, atol=0, msg=lambda m, at=at: f"{at}: {m}")
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@thorough
+def test_a_save_is_the_state_after_a_step(name: str, n_fits: int, tmp_path: Path) -> None:
+    for step in (FIRST, FIRST + 1):
+        fit(name, Saves(tmp_path, step), max_epochs=None, max_steps=step)
+    for point in calls_of(name, every=2 * n_fits):
+        # Not all batches have as many calls.
+        for step, state in rung(name, {FIRST: point}, tmp_path)[1]:
+            expected = state_of(tmp_path / f"{step}.ckpt")
+            torch.testing.assert_close((step, state), expected, rtol=0, atol=0, msg=lambda m, at=point: f"{at}: {m}")
+
+
+@pytest.mark.parametrize("name", ["S = 1", "S = 4, stage 3"])
+@thorough
+def test_a_stop(name: str, n_fits: int, tmp_path: Path) -> None:
+    """By the flag, after the batch; or by an exception, with a save before it."""
+
+    def stop(trainer: pl.Trainer) -> None:
+        trainer.should_stop = True
+
+    def leave(trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(tmp_path / "handler.ckpt")
+        sys.exit(7)
+
+    for step in (FIRST, FIRST + 1):
+        fit(name, Saves(tmp_path, step), max_epochs=None, max_steps=step)
+    n_rung = n_saved = 0
+    for point in calls_of(name, every=2 * n_fits):
+        rings = Rings({FIRST: point}, stop)
+        assert fit(name, rings).global_step == (FIRST + 1 if rings.n_rung else BATCHES)
+        rings = Rings({FIRST: point}, leave)
+        with suppress(SystemExit):
+            fit(name, rings)
+            assert not rings.n_rung
+        n_rung += rings.n_rung
+        # An exception may come between two records of what the worker has been given: the state is lost, and a warning says so.
+        if (tmp_path / "handler.ckpt").exists():
+            n_saved += 1
+            step, state = state_of(tmp_path / "handler.ckpt", after_exception=True)
+            torch.testing.assert_close((step, state), state_of(tmp_path / f"{step}.ckpt"), rtol=0, atol=0)
+            (tmp_path / "handler.ckpt").unlink()
+    assert n_rung - n_saved <= 0.2 * n_rung + 1
+
+
+@thorough
+def test_a_save_during_a_save(n_fits: int, tmp_path: Path) -> None:
+    """Or a validation's flush, or the end of training."""
+
+    class Busy(Rings):
+        def __init__(self, at: int) -> None:
+            super().__init__({FIRST: at}, lambda trainer: trainer.save_checkpoint(tmp_path / "handler.ckpt"))
+
+        on_train_batch_start = pl.Callback.on_train_batch_start
+
+        @override
+        def on_train_batch_end(
+            self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == FIRST:
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+                trainer.strategy.flush()
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+                sys.setprofile(None)
+
+    watch = Busy(-1)
+    fit("S = 4", watch)
+    for point in range(5, watch.n_calls, max(1, watch.n_calls // (8 * n_fits))):
+        busy = Busy(point)
+        fit("S = 4", busy)
+        if busy.n_rung:
+            handler, saved = (state_of(tmp_path / f"{name}.ckpt") for name in ("handler", "saved"))
+            torch.testing.assert_close(handler, saved, rtol=0, atol=0)
+            (tmp_path / "handler.ckpt").unlink()

@@ -1,0 +1,61 @@
+"""What goes to the compiled library and to the worker is checked before, since C++ sees addresses and integers only."""
+
+import pytest
+import torch
+
+from lightning_zenflow.kernels.base import Destination
+from lightning_zenflow.kernels.cpu import CpuKernels
+from lightning_zenflow.native import protocol
+from lightning_zenflow.worker.process import JobMessage
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [torch.zeros(4, 6, dtype=torch.float32), torch.zeros(6, 4, dtype=torch.bfloat16).t()],
+    ids=["another type", "transposed"],
+)
+def test_tensors_that_the_library_would_misread(slot: torch.Tensor) -> None:
+    gradient = torch.ones(4, 6, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        CpuKernels().route(gradient, [Destination(begin=0, slot=slot)], per_axis=False)
+
+
+def test_another_default_type() -> None:
+    """The library's outputs are float32: with another type sums would be written behind the end of their memory."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        norm = CpuKernels().squared_norms(torch.ones(4, 6, dtype=torch.float32), per_axis=True).parts.sum()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert norm == 24
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (protocol.Touch, {"n_rows": -1}),
+        (protocol.Export, {"n_tiles": 2**32}),
+        (protocol.UpdateJob, {"block": -1}),
+        (protocol.ArenaHeader, {"n_slots": 2**32 + 3}),
+    ],
+)
+def test_integers_that_a_field_cannot_hold(kind: type[protocol.Structure], values: dict[str, int]) -> None:
+    with pytest.raises(AssertionError, match="cannot hold"):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"job_id": 0},
+        {"first_step": 0},
+        {"prediction_steps": float("nan")},
+        {"slots": [], "tentative": protocol.Tentative.PREDICTED},
+        {"slots": [1, 2], "tentative": protocol.Tentative.TRUE},
+    ],
+)
+def test_jobs_that_the_worker_would_refuse(wrong: dict[str, object]) -> None:
+    right = {"job_id": 1, "block": 0, "first_step": 1, "slots": [1], "publish_buffer": 0}
+    assert bytes(JobMessage(**right))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        JobMessage(**{**right, **wrong})  # type: ignore[arg-type]
