@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -112,8 +113,27 @@ def test_fits_leave_nothing_behind(stage: str, fits: int) -> None:
     finally:
         gc.enable()
     assert [reference() for of_fit in references for reference in of_fit] == [None] * 4 * fits
-    # Of 4 MB weights, and of 12 MB state, in each fit.
-    assert process.memory_info().rss - resident < 2e7
+    # Of 4 MB weights, and of 12 MB state, in each fit; allocators and caches grow by up to 20 MB at first.
+    assert process.memory_info().rss - resident < 3e7
+
+
+def test_a_training_that_is_collected_leaves_the_next_one_as_it_is() -> None:
+    """DeepSpeed's engine is destroyed once more by its collection, when the next training may have replaced torch's functions."""
+    strategy, during = ZenFlowStrategy(**STAGES["3"]), []
+
+    class Collects(pl.Callback):
+        @override
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            strategies.clear()
+            gc.collect()
+            during.append(torch.nn.functional.linear)
+
+    before = torch.nn.functional.linear
+    fit(Wide(), strategy, steps=1)
+    strategies = [strategy]
+    del strategy
+    fit(Wide(), ZenFlowStrategy(**STAGES["3"]), steps=2, callbacks=[Collects()])
+    assert during == [zero3_linear_wrap] * 2 and torch.nn.functional.linear is before
 
 
 @pytest.mark.parametrize("given", [{}, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "29511"}])
