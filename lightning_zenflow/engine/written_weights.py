@@ -133,10 +133,9 @@ class WrittenWeights:
         return kept
 
     def _read_counters(self) -> tuple[list[int], list[int]]:
-        # Private: torch's counter. Without the function of a piece in host memory, which would wait for the worker.
-        with torch._C.DisableTorchFunctionSubclass():
-            pieces = [p.ds_tensor._version for p in self._names] if self._is_divided else []
-            return [p._version for p in self._names], pieces
+        # Private: torch's counter.
+        pieces = [p.ds_tensor._version for p in self._names] if self._is_divided else []
+        return [p._version for p in self._names], pieces
 
     def _refuse(self, numbers: set[int], how: str) -> None:
         name = list(self._names.values())[min(numbers)]

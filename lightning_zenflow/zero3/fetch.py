@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
 
+_KNOWN_WITHOUT = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
 _WITHOUT_ELEMENTS = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "is_cuda", "layout", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in _KNOWN_WITHOUT),
         *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
         Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
     ]
@@ -45,8 +46,8 @@ class Piece(Tensor):
         if func not in _WITHOUT_ELEMENTS:
             for piece in _pieces_in([args, kwargs or {}]):
                 piece.before_use()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        # Private. A `with` of torch's would stay in force if an interrupt came between its block and its end.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
 
 def _pieces_in(values: Any) -> Iterable[Piece]:
