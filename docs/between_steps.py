@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-DOCUMENT = Path(__file__).with_name("reliability.md")
+from docs.generated import with_part
 
-_BEGIN, _END = "<!-- between steps -->\n", "<!-- end -->\n"
+DOCUMENT = Path(__file__).with_name("reliability.md")
 
 
 def table() -> str:
@@ -23,8 +23,7 @@ def table() -> str:
 
 def with_table(document: str) -> str:
     """The document with the table of what the tests hold now."""
-    before, _, rest = document.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n{table()}\n\n{_END}{rest.partition(_END)[2]}"
+    return with_part(document, "between steps", table())
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
+from docs.generated import with_part
 from lightning_zenflow.config import KEYS, allowed_values
 
 DOCUMENT = Path(__file__).with_suffix(".md")
-
-_BEGIN, _END = "<!-- keys -->\n", "<!-- end -->\n"
 
 
 def table() -> str:
@@ -23,8 +22,7 @@ def table() -> str:
 
 def with_table(document: str) -> str:
     """The document with the table of the keys as they are now."""
-    before, _, rest = document.partition(_BEGIN)
-    return f"{before}{_BEGIN}\n{table()}\n\n{_END}{rest.partition(_END)[2]}"
+    return with_part(document, "keys", table())
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_zenflow.core.device import Stream
 
-_KNOWN_WITHOUT = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
+_PROPERTIES = "dtype", "device", "shape", "is_cuda", "layout", "requires_grad", "_version"
 _WITHOUT_ELEMENTS = frozenset(
     [
-        *(getattr(Tensor, name).__get__ for name in _KNOWN_WITHOUT),
+        *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
         *(Tensor.numel, Tensor.size, Tensor.dim, Tensor.stride, Tensor.element_size, Tensor.data_ptr),
         Tensor.data.__set__,  # type: ignore[attr-defined]  # of other memory
     ]
