@@ -179,7 +179,7 @@ def test_a_rank_that_waits_for_another_outlives_its_workers_limit() -> None:
     never = never.with_keys(worker_timeout=0.5, timeout=timedelta(seconds=4))
     other, waiting = (run.error for run in run_on_ranks({"never": never}, timeout_s=60)["never"])
     assert waiting is not None and other is not None
-    assert re.search("WorkerError.*step 4's clip coefficient did not arrive within 4000 ms", waiting)
+    assert re.search(r"WorkerError[\s\S]*step 4's clip coefficient did not arrive within 4000 ms", waiting)
     assert "left no result" not in other
 
 
