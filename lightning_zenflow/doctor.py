@@ -16,10 +16,9 @@ from tabulate import tabulate
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.native.paths import worker_executable
-from lightning_zenflow.worker.cores import worker_cores
+from lightning_zenflow.worker.cores import Place, read_place, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
 from lightning_zenflow.worker.process import worker_environment
-from lightning_zenflow.worker.topology import Place, read_place
 
 _ELEMENTS = 1 << 24
 """Of the worker's benchmark: 128 MiB are read and written by its triad, more than most caches hold; all its arrays take 512 MiB."""

@@ -47,8 +47,8 @@ from lightning_zenflow.engine.release import Released, as_in_training, make_whol
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
-from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
+from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 

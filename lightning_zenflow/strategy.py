@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.client_state import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.collective import load_weights_together
+from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
 from lightning_zenflow.checkpoint.single_file import SavedFile

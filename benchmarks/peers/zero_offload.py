@@ -21,7 +21,7 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.engine.config import set_bucket_size
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
-from lightning_zenflow.zero.engine import zenflow_optimizer as zero_in_engine
+from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 
 

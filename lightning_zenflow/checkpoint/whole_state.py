@@ -12,8 +12,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 from torch import Tensor
 
-from lightning_zenflow.checkpoint.client_state import further_names
-from lightning_zenflow.checkpoint.engine_content import counts_of
+from lightning_zenflow.checkpoint.engine_content import counts_of, further_names
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.host_state import MOMENTS

@@ -22,9 +22,8 @@ from typing_extensions import override
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.distributed import raising_together
-from lightning_zenflow.worker.cores import WorkerCores, worker_cores
+from lightning_zenflow.worker.cores import WorkerCores, places_on_this_host, read_place, worker_cores
 from lightning_zenflow.worker.memory import free_host_memory
-from lightning_zenflow.worker.topology import places_on_this_host, read_place
 
 
 @dataclass(frozen=True, kw_only=True)

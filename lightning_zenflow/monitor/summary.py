@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.metrics import difference
 from lightning_zenflow.schedule.auto_policy import HIDDEN, SMALL_STALL
-from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.telemetry import Reading
 
 _MANY_SKIPPED = 0.02
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import DeviceNumber, runtime_of
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.arrivals import BackwardSubmission
-from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.telemetry import Reading
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 

@@ -23,9 +23,9 @@ from lightning_zenflow.core.device import runtime_of, warn_of_pageable_memory
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
+from lightning_zenflow.worker.cores import running_on
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales, n_scales
-from lightning_zenflow.worker.topology import running_on
 
 _log = logging.getLogger(__name__)
 

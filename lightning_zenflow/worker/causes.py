@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-from lightning_zenflow.worker.topology import control_groups, read_table
+from lightning_zenflow.worker.cores import control_groups, read_table
 
 _ROOT = Path("/")
 

@@ -1,9 +1,137 @@
-"""Choice of the cores that the worker's threads run on. Pure; `lightning_zenflow.worker.topology` reads the machine."""
+"""The cores that the worker's threads run on: what a rank may use, the cores of its GPU's NUMA node, control groups, and the choice.
 
-from collections.abc import Sequence
+Read from the kernel's files in /proc and /sys. A missing file, as in some containers, means unknown and unlimited.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from lightning_zenflow.worker.topology import Place
+import torch
+import torch.distributed as dist
+
+from lightning_zenflow.core.device import runtime_of
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Cores and limits of a rank on its host."""
+
+    host: str
+    """Identity of the kernel: core numbers are comparable between ranks with the same one."""
+    allowed: tuple[int, ...]
+    """Logical cores the rank may use, ascending."""
+    gpu_cores: tuple[int, ...]
+    """Cores of the GPU's NUMA node, allowed or not; empty if unknown or without a GPU."""
+    cpu_limit: float
+    """CPU time per time that its control groups grant; infinite without a limit."""
+
+
+def allowed_cores() -> list[int]:
+    """Logical cores this process may use, after ``taskset``, cgroup cpusets and DeepSpeed's core binding."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def read_place(device: torch.device, root: Path = _ROOT) -> Place:
+    """Reads the place of this rank.
+
+    Args:
+        device: device of the model.
+        root: folder with ``proc`` and ``sys``.
+    """
+    return Place(
+        host=read_file(root / "proc/sys/kernel/random/boot_id") or os.uname().nodename,
+        allowed=tuple(allowed_cores()),
+        gpu_cores=_gpu_cores(runtime_of(device).pci_address(), root),
+        cpu_limit=cpu_limit(root),
+    )
+
+
+def places_on_this_host(place: Place) -> tuple[list[Place], int]:
+    """Gathers the places of all ranks on this host, in rank order, and the index of this rank's. A collective: all ranks must call it."""
+    places: list[Place | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, place)
+    neighbours = [(rank, p) for rank, p in enumerate(places) if p is not None and p.host == place.host]
+    return [p for _, p in neighbours], [rank for rank, _ in neighbours].index(dist.get_rank())
+
+
+def _gpu_cores(pci_address: str | None, root: Path) -> tuple[int, ...]:
+    """Cores of a GPU's NUMA node; none if unknown, as in most virtual machines, or without a GPU."""
+    folder = root / "sys/bus/pci/devices" / str(pci_address)
+    # local_cpulist of a device without a node lists all cores.
+    if read_file(folder / "numa_node") in ("", "-1"):
+        return ()
+    return tuple(parse_core_list(read_file(folder / "local_cpulist")))
+
+
+def cpu_limit(root: Path = _ROOT) -> float:
+    """CPU time per time that the control groups of this process grant all of its processes together; infinite without a limit."""
+    fields = [read_file(folder / "cpu.max").split() for folder in control_groups(root)]
+    # "max" stands for no limit.
+    return min((int(quota) / int(period) for quota, period in filter(None, fields) if quota != "max"), default=math.inf)
+
+
+@contextmanager
+def running_on(cores: Sequence[int]) -> Iterator[None]:
+    """Binds this thread to the given cores, if any, so that memory it touches first is allocated on their NUMA node."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    # The process may have lost these cores in the meantime; placement is an optimisation and not worth an error.
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def parse_core_list(text: str) -> list[int]:
+    """Parses the kernel's lists of cores, for example "0-3,8"."""
+    cores: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def read_file(path: Path) -> str:
+    """Stripped content of a file; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def read_table(path: Path) -> dict[str, int]:
+    """Numbers by name, from a file with one of each a line; empty if it cannot be read."""
+    rows = map(str.split, read_file(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def control_groups(root: Path) -> Iterator[Path]:
+    """Folders of this process' control groups (version 2; limits of version 1 are unknown), each group before its ancestors.
+
+    In a container the kernel may report the host's path, of which only the root is visible: folders may not exist.
+
+    Args:
+        root: folder with ``proc`` and ``sys``.
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in read_file(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            folder = mount / line[3:].strip("/")
+            while folder != mount:
+                yield folder
+                folder = folder.parent
+            yield mount
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_zenflow.worker.topology import control_groups, read_file, read_table
+from lightning_zenflow.worker.cores import control_groups, read_file, read_table
 
 _log = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """DeepSpeed's ZeRO-2 offload optimizer around `ZenFlowStep`."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
+import deepspeed.runtime.engine as engine_module
 import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
@@ -16,6 +17,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_zenflow.core.device import runtime_of
@@ -24,12 +26,12 @@ from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import FlatLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.supported import refuse_moved
+from lightning_zenflow.engine.substitution import in_place_of
+from lightning_zenflow.engine.supported import refuse_features, refuse_moved
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero.exchange import OrderedCopy
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.slices import flat_layouts, fragments, parameters_in_order, read_slices
-from lightning_zenflow.zero.supported import refuse_unsupported
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information
@@ -64,7 +66,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     @override
     def initialize_optimizer_states(self) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
-        refuse_unsupported(self)
+        _refuse_unsupported(self)
         # Buffers of the size of the largest parameter, which only the stock offload path needs.
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
             0, dtype=self.dtype, device="cpu"
@@ -252,3 +254,23 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
         super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         self._continue_from(own, optimizer_states=load_optimizer_states)
+
+
+def _refuse_unsupported(zero_optimizer: Any) -> None:
+    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before."""
+    features = {
+        "mixture of experts": zero_optimizer.has_moe_layers,
+        "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
+        "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
+        "data_types.grad_accum_dtype other than the model's": (
+            zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
+        ),
+    }
+    refuse_features(features)
+
+
+def zenflow_optimizer(
+    factory: Callable[..., ZenFlowZeroOptimizer], module: Module
+) -> AbstractContextManager[list[ZenFlowZeroOptimizer]]:
+    """As `in_place_of`, of the optimizer of ZeRO stage 1 and 2, which the engine's module imports."""
+    return in_place_of(DeepSpeedZeroOptimizer, engine_module, factory, ZenFlowZeroOptimizer, module)

@@ -19,9 +19,8 @@ from lightning_zenflow.engine.user_optimizer import read_hyperparameters
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.step import ZenFlowStep
-from lightning_zenflow.worker.cores import WorkerCores
+from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment
-from lightning_zenflow.worker.topology import allowed_cores
 from reference import slices_of_rank
 from scripted_schedule import scripted
 

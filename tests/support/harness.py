@@ -28,7 +28,7 @@ from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.strategy import ZenFlowPrecision
-from lightning_zenflow.worker.topology import allowed_cores
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer

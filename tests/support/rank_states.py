@@ -13,10 +13,10 @@ from lightning_zenflow.kernels.select import kernels_for
 from lightning_zenflow.telemetry.telemetry import Telemetry
 from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import Worker
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
-from lightning_zenflow.worker.topology import allowed_cores
 
 
 def make_rank_state(

@@ -17,7 +17,7 @@ from lightning_zenflow.core.partition import Slice, build_partition, group_begin
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
-from lightning_zenflow.worker.topology import allowed_cores
+from lightning_zenflow.worker.cores import allowed_cores
 
 _HANG_S = 60.0
 """The worker's own wait for a step's word is 10 ms; nothing else takes long."""

@@ -14,7 +14,7 @@ from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_h
 from lightning_zenflow.deferred import memory
 from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.memory import SlotPool
+from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES

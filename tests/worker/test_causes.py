@@ -17,9 +17,9 @@ from lightning_zenflow.native.paths import worker_executable
 from lightning_zenflow.telemetry.stalls import StallClock
 from lightning_zenflow.worker import causes
 from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import Worker, WorkerError
 from lightning_zenflow.worker.supervisor import SupervisedWorker
-from lightning_zenflow.worker.topology import allowed_cores
 from machine_files import write
 from processes import is_alive, leaves_no_file_open, wait_for
 

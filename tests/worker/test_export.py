@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, column_count, group_begins
-from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.telemetry import Traffic
 from lightning_zenflow.topk.columns import DeviceColumns
 from lightning_zenflow.topk.state_export import Columns, export_regions
 from lightning_zenflow.worker.process import JobMessage, WorkerError

@@ -14,8 +14,8 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.engine import build as assembly
 from lightning_zenflow.engine.host_state import HostState
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
-from lightning_zenflow.worker.topology import allowed_cores
 from processes import leaves_no_file_open
 from small_arena import fill_slot, make_arena, write_step
 

@@ -25,9 +25,9 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.engine import environment
 from lightning_zenflow.telemetry.stalls import StallClock
 from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
-from lightning_zenflow.worker.topology import allowed_cores
 from processes import is_alive, leaves_no_file_open, wait_for
 from same_bits import assert_same_run
 from small_arena import fill_slot, make_arena, write_step

@@ -14,7 +14,7 @@ from lightning_zenflow.deferred.provisional_update import LateGradient, Provisio
 from lightning_zenflow.kernels.base import Destination, Kernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
-from lightning_zenflow.telemetry.counters import Traffic
+from lightning_zenflow.telemetry.telemetry import Traffic
 from lightning_zenflow.worker.rank_state import RankState
 from rank_states import make_rank_state
 

@@ -8,7 +8,7 @@ import pytest
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.monitor.metrics import METRICS, interval_metrics
 from lightning_zenflow.monitor.summary import advice, summary
-from lightning_zenflow.telemetry.counters import Reading
+from lightning_zenflow.telemetry.telemetry import Reading
 
 
 def reading(**values: Any) -> Reading:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zenflow.topk.importance import column_count, select_columns
-from lightning_zenflow.topk.selector import AUTO_INTERVAL, Selector
+from lightning_zenflow.topk.selector import AUTO_INTERVAL, Selector, column_count, select_columns
 from reference import owned_elements
 
 WAITS = ("cpu", "tolist", "item", "numpy", "__bool__", "__int__", "__float__")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
-from lightning_zenflow.worker.topology import (
+from lightning_zenflow.worker.cores import (
     Place,
     allowed_cores,
     parse_core_list,

@@ -1,12 +1,13 @@
-"""Memory of the arena that goes back and forth between the training thread and the worker, and the way of new weights into the model."""
+"""The way of new weights into the model: from publish buffers, or where the worker writes them."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_zenflow.core.device import Event, SideStream
+from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.core.partition import (
     Partition,
     Range,
@@ -16,96 +17,8 @@ from lightning_zenflow.core.partition import (
     ranges_of_block,
 )
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
-from lightning_zenflow.worker.arena import Arena
+from lightning_zenflow.worker.arena import PAGE_BYTES, Arena
 from lightning_zenflow.worker.rank_state import RankState
-
-MAX_VIEWS = 1 << 16
-"""Of tiles in slots that are kept, some 50 MB: long windows of large models have more of them."""
-
-
-class SlotPool:
-    """Owner of the arena's gradient slots: host memory for one gradient of one block.
-
-    A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
-    free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
-
-    `end_step` and `free` are called within `RankState.books`, together with the callers' own changes.
-
-    Attributes:
-        n_slots: slots in use at most.
-    """
-
-    def __init__(self, rank: RankState) -> None:
-        self._rank = rank
-        self.n_slots = 0
-        self._free: list[int] = []
-        self._of_step: dict[int, int] = {}  # for each block that has acquired one, the slot of the present or next step
-        self._views: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def n_free(self) -> int:
-        """Slots that can be acquired."""
-        return len(self._free)
-
-    def grow(self, n_slots: int) -> None:
-        """Allows the pool to use the first `n_slots` slots of the arena."""
-        with self._rank.books:
-            self._free[:0] = reversed(range(self.n_slots, n_slots))
-            self.n_slots = max(self.n_slots, n_slots)
-
-    def has_acquired(self, block: int) -> bool:
-        """Whether a block has a slot for the present or next step."""
-        return block in self._of_step
-
-    def acquire(self, block: int) -> None:
-        """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
-        with self._rank.books:
-            self._of_step[block] = self._free.pop()
-
-    def of_block(self, block: int) -> int:
-        """The slot that a block has acquired."""
-        return self._of_step[block]
-
-    def end_step(self) -> Mapping[int, int]:
-        """Ends phase *fill*; returns the slots that blocks have acquired for the step, by block."""
-        of_step, self._of_step = self._of_step, {}
-        return of_step
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Takes back slots whose gradients have been applied or dropped."""
-        self._free.extend(slots)
-
-    def view(self, tile_index: int) -> Tensor:
-        """Destination of a tile's gradient in the slot that its block has acquired.
-
-        Args:
-            tile_index: index into `Partition.tiles`.
-
-        Returns:
-            [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
-        """
-        # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
-        partition = self._rank.partition
-        block = partition.block_of_tile[tile_index]
-        slot = self._of_step[block]
-        view = self._views.get((tile_index, slot))
-        if view is None:
-            tile = partition.tiles[tile_index]
-            slots = self._rank.arena.slots
-            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - partition.blocks[block].begin
-            view = slots.as_strided((tile.rows, tile.width), (tile.width, 1), first)
-            if len(self._views) < MAX_VIEWS:
-                self._views[tile_index, slot] = view
-        return view
-
-    def views_of_slice(self, slice_index: int) -> list[tuple[int, Tensor]]:
-        """Destinations of a slice's gradient: for each tile its first element in the slice, and its part of the slot, flat."""
-        partition = self._rank.partition
-        begin = partition.slices[slice_index].begin
-        return [
-            (partition.tiles[tile].begin - begin, self.view(tile).view(-1))
-            for tile in partition.tiles_by_slice[slice_index]
-        ]
 
 
 class Publisher:
@@ -212,3 +125,62 @@ class Publisher:
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         self._rank.telemetry.traffic.h2d_bytes += numel * new_weights.element_size()
+
+
+class InPlacePublisher(Publisher):
+    """The publish buffers are the weights: block b always publishes to buffer b, one behind the other; the buffer behind them is scratch.
+
+    With S = 1, d = 0 only (`ZenFlowConfig.with_weights_on_host`): a step reads weights when their jobs of the step before are published
+    (`JobsInFlight.publish_blocks`). Layers whose gradients come last in backward are fetched first in the next forward pass. So the newest
+    job is the most urgent one, and each is in time if the work fits into backward and forward.
+
+    A job owns its block's weights from its submission until *done*, and writes them while backward may still be running: its word is behind
+    the gradients of all slices of the block, and these are behind the step's last reads of their weights, by kernels or by copies to the
+    device that kernels wait for. A copy that nothing waits for may read a mixture. In a flush the word was written before the job is
+    submitted, so the training thread waits for the device.
+    """
+
+    in_place = True
+
+    def __init__(self, rank: RankState) -> None:
+        super().__init__(rank)
+        self.scratch = len(rank.partition.blocks)
+
+    @staticmethod
+    @override
+    def cut(slices: Sequence[Slice], partition_sizes: Sequence[int], n_blocks: int, dtype: torch.dtype) -> Partition:
+        # Of whole memory pages, as buffers are, so that there is nothing between two of them.
+        return build_partition(slices, partition_sizes, n_blocks, multiple=PAGE_BYTES // dtype.itemsize)
+
+    @staticmethod
+    @override
+    def n_buffers(schedule: StaggeredSchedule) -> int:
+        return schedule.n_blocks + schedule.in_backward
+
+    @staticmethod
+    @override
+    def place(weights: Sequence[Tensor], partition: Partition, arena: Arena) -> Sequence[Tensor]:
+        whole = arena.publish.view(-1)
+        return [
+            whole.narrow(0, begin, of_group.numel())
+            for begin, of_group in zip(partition.group_begins, weights, strict=True)
+        ]
+
+    @override
+    def take_over(self) -> None:
+        for ours, begin in zip(self._rank.weights, self._rank.partition.group_begins, strict=True):
+            ours.copy_(self._rank.arena.master.narrow(0, begin, ours.numel()))
+
+    @override
+    def buffer_for(self, block: int, free: Collection[int]) -> int | None:
+        return block if block in free else None
+
+    @override
+    def wait_for_readers(self) -> None:
+        with self._rank.telemetry.stalls.measure("flush"):
+            runtime_of(self._rank.device).synchronize()
+
+    @override
+    def use(self, partition: Partition) -> None:
+        """Leaves nothing to copy."""
+        self._ranges = [{} for _ in partition.blocks]
