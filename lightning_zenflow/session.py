@@ -212,6 +212,7 @@ class Session(RankEnvironment):
         if self.zenflow_optimizer is None:
             return
         step = self.zenflow_optimizer.zenflow_step
+        self.zenflow_optimizer.taken.hide()
         self.zenflow_optimizer.begin_micro_batch()
         if step.was_interrupted:
             self.flush()

@@ -46,12 +46,6 @@ from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.monitor.callbacks import StallMonitor, StallMonitoring, insert_first
 from lightning_zenflow.session import FromTrainer, Session
 
-_BETWEEN_BACKWARD_AND_STEP = (
-    *("on_after_backward", "on_before_optimizer_step"),
-    *("configure_gradient_clipping", "optimizer_step"),
-)
-"""Hooks of modules and callbacks in which gradients may be looked at."""
-
 
 class TrainerStrategy(Session):
     """Trains with ZeRO-2, or ZeRO-3, and the optimizer states in host memory, without waiting for the CPU.
@@ -285,11 +279,7 @@ class TrainerStrategy(Session):
         initialize = partial(super()._setup_model_and_optimizer, model, optimizer, lr_scheduler)
         engine: tuple[Any, Optimizer] = self._set_up(initialize, model, optimizer)
         assert self.lightning_module is not None and self.zenflow_optimizer is not None
-        observers = [self.lightning_module, *self.lightning_module.trainer.callbacks]
         overridden: Callable[..., bool] = self.lightning.utilities.model_helpers.is_overridden
-        self.zenflow_optimizer.marks_gradients = any(
-            hasattr(o, hook) and overridden(hook, o) for o in observers for hook in _BETWEEN_BACKWARD_AND_STEP
-        )
         if self.lightning_module.trainer.gradient_clip_val is None and isinstance(
             self.precision_plugin, TrainerPrecision
         ):
@@ -343,6 +333,9 @@ class TrainerStrategy(Session):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output: STEP_OUTPUT = super().training_step(*args, **kwargs)
         refuse_missing_loss(output)
+        if self.zenflow_optimizer is not None:
+            # For `on_before_zero_grad`.
+            self.zenflow_optimizer.taken.show()
         return output
 
     @override

@@ -61,7 +61,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         zenflow_config: configuration of this training.
         before_step: called before the next step; None: nothing is.
         zenflow_step: the step. Not `zenflow`, which is a flag of the base class.
-        marks_gradients: whether `TakenGradient` stands in `parameter.grad` between backward and step, where the user's code may look.
+        taken: what stands in `parameter.grad`.
     """
 
     # DeepSpeed's own, declared for the type checker.
@@ -76,10 +76,12 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self._resources = resources
         self.worker_cores = list(resources.cores.cores)
         self._worker: SupervisedWorker | None = None
-        self._destroyed = self._in_backward = False
-        self.marks_gradients = True
+        self._destroyed = self._in_backward = self._is_behind_step = False
         self.before_step: Callable[[], None] | None = None
         self._process = os.getpid()
+        # The user's, which DeepSpeed gives other parameters.
+        (users,) = (argument for argument in args if isinstance(argument, Optimizer))
+        self._of_groups = [list(group["params"]) for group in users.param_groups]
         try:
             super().__init__(*args, **kwargs)
         except BaseException:
@@ -88,6 +90,37 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             raise
         # Lightning's `LearningRateMonitor` reads them, as from torch's.
         self.defaults = dict(self.optimizer.defaults)
+        self._flats = self._exchange_params(self._of_groups)
+        self._is_read = False
+        self._reading = self.optimizer.register_state_dict_pre_hook(self._refuse_reading)
+
+    def _exchange_params(self, of_groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Gives the groups of the user's optimizer other parameters, and returns those that they had."""
+        groups = self.optimizer.param_groups
+        before = [group["params"] for group in groups]
+        for group, params in zip(groups, of_groups, strict=True):
+            group["params"] = list(params)
+        return before
+
+    @contextmanager
+    def _with_flat_groups(self) -> Iterator[None]:
+        """Context of DeepSpeed's code for checkpoints, for which the groups have what it left in them: flat partitions, the keys of the
+        state. Everywhere else they have the module's parameters, as the user's code finds them under torch.
+        """
+        self._is_read = True
+        self._exchange_params(self._flats)
+        try:
+            yield
+        finally:
+            self._exchange_params(self._of_groups)
+            self._is_read = False
+
+    def _refuse_reading(self, _: Optimizer) -> None:
+        if not self._is_read:
+            raise MisconfigurationException(
+                "ZenFlowStrategy: state_dict of the optimizer from configure_optimizers must not be called in training, when the worker has"
+                " AdamW's moments: save a checkpoint, or read them with `deepspeed.utils.safe_get_full_optimizer_state`"
+            )
 
     def _build_step(self, zero: ZeroPartition, parameters: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker.
@@ -113,7 +146,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             gather_weights=self._weights_change,
         )
         self._full_state = FullState(self, parameters, shapes)
-        self._taken = TakenGradients(parameters)
+        self.taken = TakenGradients(parameters)
         names = {p: str(self.param_names[p]) for p in parameters}
         self._written = WrittenWeights(self._rank, names, in_place=zero.in_place, group=self.dp_process_group)
         for number, parameter in enumerate(parameters):
@@ -144,8 +177,6 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
 
     def begin_micro_batch(self) -> None:
         """Before a forward pass, and before a backward pass."""
-        if self.marks_gradients:
-            self._taken.clear()
         if self._has_found_writes():
             self.flush()
 
@@ -158,8 +189,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """`ZenFlowStep.begin_backward`.
 
         Raises:
-            MisconfigurationException: there was a backward pass of the user's own.
+            MisconfigurationException: there was a backward pass of the user's own, or the gradients of the step before were not zeroed.
         """
+        if self.zenflow_step.micro_batches == 0:
+            self.taken.refuse_accumulation()
+        self.taken.clear()
         self.begin_micro_batch()
         # Private: DeepSpeed's buckets, which the end of a backward pass empties.
         if any(bucket.params for bucket in self.ipg_buckets.values()):
@@ -178,12 +212,11 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         """As DeepSpeed's, which has taken all gradients by then."""
         super().exit_backward()
         self._in_backward = False
-        if self.marks_gradients:
-            self._taken.mark()
+        self.taken.mark()
 
     def _has_gradients(self) -> bool:
         """Whether there was a backward pass since the last step whose gradients the user has not dropped."""
-        if self.marks_gradients and (replaced := self._taken.replaced()):
+        if replaced := self.taken.replaced():
             if any(p.grad is not None for p in self._trained_parameters):
                 refuse_replaced([self.param_names[p] for p in replaced])
             # By `module.zero_grad()`.
@@ -216,6 +249,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not self._has_gradients():
             # As torch's, which skips parameters without a gradient.
+            self.taken.refuse_second_step()
             return
         self._written.refuse()
         if not self.ignore_unused_parameters:
@@ -232,6 +266,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if self._written.follows(self.zenflow_step.number):
             self.flush()
         self._written.note(self.zenflow_step.number)
+        self._is_behind_step = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Refused: the ranks divide all parameters at set-up."""
@@ -257,10 +292,22 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
-        if self.marks_gradients:
-            self._taken.clear()
+        # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
+        stays, self._is_behind_step = self._is_behind_step, False
+        self.taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
+        if stays:
+            self.taken.mark()
+
+    def _refuse_whole_state(self, states: Any) -> None:
+        """Refuses what torch's `load_state_dict` takes; DeepSpeed's gets a list of all ranks' states."""
+        if isinstance(states, Mapping):
+            raise MisconfigurationException(
+                "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
+                " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"
+                " `deepspeed.utils.safe_set_full_optimizer_state`"
+            )
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""
@@ -422,7 +469,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if not self.closed:
             self.close()
         if not self._destroyed:
-            self._taken.clear()
+            self.taken.clear()
+            self._reading.remove()
             self._destroyed = True
             super().destroy()
             # The strategy outlives the training, and a module refers to it.

@@ -176,7 +176,8 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        state: dict[str, Any] = super().state_dict()
+        with self._with_flat_groups():
+            state: dict[str, Any] = super().state_dict()
         base = state[BASE_OPTIMIZER_STATE]
         if self._saved is None:
             state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(base)
@@ -246,13 +247,15 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         A checkpoint of this strategy with the same configuration and the same ranks continues the run that wrote it; after any other one
         nothing is device-owned until the first step has selected columns.
         """
+        self._refuse_whole_state(state_dict_list)
         self.flush()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank] if state_dict_list else None
         if own and load_optimizer_states:
             own = {**own, BASE_OPTIMIZER_STATE: self._host_state.read_moments(own[BASE_OPTIMIZER_STATE])}
             state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
-        super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        with self._with_flat_groups():
+            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         self._continue_from(own, optimizer_states=load_optimizer_states)
 
 

@@ -310,7 +310,8 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's ZeRO-3 state with exact master weights and moments, and what else continues this run bit for bit."""
         self.flush()
-        state: dict[str, Any] = super().state_dict()
+        with self._with_flat_groups():
+            state: dict[str, Any] = super().state_dict()
         state[OPTIMIZER_STATE_DICT] = self._host_state.as_saved(state[OPTIMIZER_STATE_DICT])
         state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
         return state
@@ -383,11 +384,13 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     @override
     def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
         """Loads DeepSpeed's ZeRO-3 state into the arena; as of stage 2."""
+        self._refuse_whole_state(state_dict_list)
         self.flush()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank]
         if load_optimizer_states:
             own = {**own, OPTIMIZER_STATE_DICT: self._host_state.read_moments(own[OPTIMIZER_STATE_DICT])}
             state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
-        super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        with self._with_flat_groups():
+            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         self._continue_from(own, optimizer_states=load_optimizer_states)

@@ -16,6 +16,7 @@ Act = Callable[[pl.Trainer], object]
 
 WEIGHTS = ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+GRADIENTS = (*BEFORE_STEP, "on_train_batch_end", "on_before_zero_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,11 @@ def drop(trainer: pl.Trainer) -> None:
         trainer.lightning_module.zero_grad()
 
 
+def optimized(trainer: pl.Trainer) -> list[Tensor]:
+    """Parameters that the optimizer's groups have."""
+    return [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
+
+
 def gradients(use: Callable[[Tensor], object]) -> Act:
     """Calls a function with each gradient that is there."""
     return lambda trainer: [use(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
@@ -113,6 +119,7 @@ WRITES: dict[str, Act] = {
     "normalised": writes(lambda m, _: m.head.weight.copy_(nn.functional.normalize(m.head.weight, dim=1))),
     "initialised anew": writes(lambda m, t: t.global_step != 3 or nn.init.eye_(m.hidden.weight)),
     "reset": writes(lambda m, t: t.global_step != 3 or nn.init.constant_(m.head.weight.data, 0.1)),
+    "halved, as the optimizer has them": writes(lambda _, t: [p.mul_(0.5) for p in optimized(t)]),
     "averaged": writes(lambda m, _: m.hidden.weight.lerp_(torch.ones((), dtype=torch.float32), 0.01)),
 }
 
@@ -146,11 +153,15 @@ USES: dict[str, Use] = {
             "scaled": gradients(lambda g: g.mul_(0.5)),
             "through data": gradients(lambda g: g.data.zero_()),
             "clipped": lambda t: nn.utils.clip_grad_norm_(t.lightning_module.parameters(), 1.0),
-            "clipped by value": lambda t: nn.utils.clip_grad_value_(t.lightning_module.parameters(), 1.0),
+            "clipped, as the optimizer has them": lambda t: nn.utils.clip_grad_norm_(optimized(t), 1.0),
+            # torch refuses to clip none.
+            "clipped by value": lambda t: (
+                t.global_step and nn.utils.clip_grad_value_(t.lightning_module.parameters(), 1.0)
+            ),
             "Lightning's norms": lambda t: grad_norm(t.lightning_module, 2),
             "set to zero": lambda t: t.lightning_module.zero_grad(set_to_none=False),
         },
-        hooks=BEFORE_STEP,
+        hooks=GRADIENTS,
         refused="must not be used between backward .*register_hook",
         instead="use `safe_get_full_grad`, `p.register_hook`, `gradient_clip_val`",
     ),
@@ -191,6 +202,12 @@ USES: dict[str, Use] = {
         hooks=("on_train_batch_start",),
         refused="safe_set_full_optimizer_state",
         instead="use `safe_get_full_optimizer_state`, `safe_set_full_optimizer_state`",
+    ),
+    "`optimizer.load_state_dict(...)`": Use(
+        acts={"own": lambda t: t.optimizers[0].load_state_dict(t.optimizers[0].state_dict())},
+        hooks=("on_train_batch_start",),
+        refused="load_state_dict must not be called in training",
+        instead="use `fit(ckpt_path=...)`, `safe_set_full_optimizer_state`",
     ),
     "wrap the optimizer (`trainer.optimizers = ...`)": Use(
         acts={"wrapped": lambda t: setattr(t, "optimizers", [Wrapper(o) for o in t.optimizers])},

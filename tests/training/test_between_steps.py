@@ -1,5 +1,6 @@
 """What users do between two steps has the effect that it has under plain Lightning, or is refused by name."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -149,15 +150,41 @@ class TestGradients:
             optimizer.step()
         fabric.strategy.teardown()
 
-    def test_nothing_is_marked_where_no_hook_looks(self) -> None:
-        seen: list[bool] = []
-        model = OneGroup()
-        model.register_full_backward_pre_hook(lambda *_: None)
-        trainer = fit(model, steps=1)
-        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
-        trainer = fit(model, steps=1, callbacks=[At("on_after_backward", lambda _: None)])
-        seen.append(trainer.strategy.zenflow_optimizer.marks_gradients)
-        assert seen == [False, True]
+    @pytest.mark.parametrize("how", HOW)
+    def test_left_from_a_step_before(self, how: str) -> None:
+        """torch would add to them."""
+        with pytest.raises(
+            MisconfigurationException, match="optimizer_zero_grad.* must call .*accumulate_grad_batches"
+        ):
+            fit(LeavesGradients(), ZenFlowStrategy(**HOW[how]))
+        ours, theirs = (LeavesGradients(accumulates=False) for _ in range(2))
+        fit(ours, ZenFlowStrategy(**{**HOW[how], "clip_prediction": False}))
+        fit(theirs, "auto")
+        if how != "late":
+            assert_same(snapshot(ours), snapshot(theirs))
+
+    def test_a_module_is_compiled_and_copied_while_they_are_there(self) -> None:
+        copies: list[nn.Module] = []
+        model = SmallNet()
+
+        def look(trainer: pl.Trainer) -> None:
+            copies.append(copy.deepcopy(trainer.lightning_module.hidden))
+            torch.compile(trainer.lightning_module.hidden, backend="eager")(torch.zeros(1, model.hidden.in_features))
+
+        fit(model, steps=2, callbacks=[At("on_train_batch_end", look)])
+        assert len(copies) == 2
+
+
+class LeavesGradients(SmallNet):
+    """Removes gradients in every other batch only, or sets them to zero."""
+
+    def __init__(self, *, accumulates: bool = True) -> None:
+        super().__init__()
+        self._accumulates = accumulates
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 or not self._accumulates:
+            optimizer.zero_grad(set_to_none=False)
 
 
 class ClipsItself(SmallNet):

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensor], object], type[Exception], str]]
         "on_before_optimizer_step",
         replace_gradient,
         MisconfigurationException,
-        r"`parameter.grad` must not be used between backward and step: .*`parameter.register_hook",
+        r"`parameter.grad` must not be used between backward and `zero_grad`: .*`parameter.register_hook",
     ),
     "before the step": ("on_before_optimizer_step", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
     "in backward": ("on_after_backward", safe_get_full_fp32_param, RuntimeError, BEFORE_THE_STEP),
