@@ -31,7 +31,6 @@ from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.config import (
     offloads_parameters,
     prepare_deepspeed_config,
@@ -44,6 +43,7 @@ from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
+from lightning_zenflow.engine.substitution import missing_overrides
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError

@@ -10,7 +10,7 @@ from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.deferred.publisher import Publisher
 from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.native.protocol import Tentative
-from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker

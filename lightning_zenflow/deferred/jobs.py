@@ -15,7 +15,7 @@ from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
-from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.arena import WORD_BYTES, StepWords
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker

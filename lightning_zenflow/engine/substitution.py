@@ -10,7 +10,6 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Module, Parameter
 
-from lightning_zenflow.core.overrides import missing_overrides
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.release import note_users_flags
 
@@ -83,6 +82,25 @@ def in_place_of(
     finally:
         restore_scalars()
         setattr(namespace, name, base)
+
+
+def missing_overrides(subclass: type, base: type) -> list[str]:
+    """Methods that `subclass` overrides and `base` does not define, so that the library would never call them.
+
+    Args:
+        subclass: a class, any of whose bases in this package may mark methods with `override`. Names that one of these bases defines
+            without the mark are the package's own.
+        base: a class of another library among its bases.
+    """
+    package = __name__.partition(".")[0]
+    marked: dict[bool, set[str]] = {True: set(), False: set()}
+    for owner in subclass.__mro__:
+        if owner.__module__.partition(".")[0] == package:
+            for name, member in vars(owner).items():
+                # A property or a class method is made of a function, which has the mark.
+                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                marked[getattr(function, "__override__", False)].add(name)
+    return sorted(name for name in marked[True] - marked[False] if not hasattr(base, name))
 
 
 def _lay_out_for_broadcast(module: Module) -> list[Parameter]:

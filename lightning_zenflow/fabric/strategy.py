@@ -26,7 +26,7 @@ from lightning_zenflow.engine.precision import PlainPrecision
 from lightning_zenflow.engine.supported import refuse_unsupported_module
 from lightning_zenflow.engine.user_optimizer import validate_optimizer
 from lightning_zenflow.fabric.checkpoints import FabricCheckpoints
-from lightning_zenflow.monitor.step_meter import StepMeter
+from lightning_zenflow.monitor.summary import StepMeter
 from lightning_zenflow.session import FromTrainer
 from lightning_zenflow.step.step import ZenFlowStep
 

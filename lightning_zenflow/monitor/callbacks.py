@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.monitor.step_meter import StepMeter
+from lightning_zenflow.monitor.summary import StepMeter
 
 if TYPE_CHECKING:
     from lightning_zenflow.engine.optimizer import ZenFlowOptimizer

@@ -6,8 +6,7 @@ docs/tuning.md repeats `METRICS`; a test compares both with what a training logs
 import math
 from collections.abc import Mapping
 
-from lightning_zenflow.telemetry.stalls import CAUSES, Cause
-from lightning_zenflow.telemetry.telemetry import Reading
+from lightning_zenflow.telemetry.telemetry import CAUSES, Cause, Reading
 
 _WAITS: dict[str, tuple[Cause, ...]] = {
     "worker": ("publish_wait", "slot"),

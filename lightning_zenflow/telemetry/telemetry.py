@@ -1,12 +1,97 @@
-"""Clocks and byte counts of one rank, and a snapshot of all its counters."""
+"""Waits of the training thread and the device by cause, byte counts, and a snapshot of all counters, of one rank."""
 
-from collections.abc import Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
+from torch.profiler import record_function
 from typing_extensions import Self
 
-from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.core.device import Event, runtime_of
+
+Cause = Literal["publish_wait", "slot", "publish_buffer", "select", "flush", "restart", "reserve", "loss_scale"]
+"""Cause of a wait of the training thread:
+
+* "publish_wait": a job that is due is not done;
+* "slot": in backward, all gradient slots or publish buffers are in use by jobs that are not done;
+* "publish_buffer": the device still reads a buffer that is about to be reused;
+* "select": the proxies of a selection are read, or the state of the selected columns is not exported yet;
+* "flush": all open windows are completed, and the state of the device-owned columns is exported; or it is looked for weights that the user
+  has written, before a flush;
+* "restart": a killed worker is replaced, found at a submission;
+* "reserve": slots and publish buffers for a longer window or lag are allocated and page-locked;
+* "loss_scale": a dynamic loss scale (fp16) needs to know whether the step overflowed.
+"""
+
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+class StallClock:
+    """Sums of waiting times by cause. Used by the training thread of one rank only.
+
+    A CUDA device executes asynchronously, so a wait of the training thread is not always a wait of the device. The device's share is the
+    time between two events: the first is recorded before the wait and reached when the work enqueued so far is done, the second is
+    recorded after the wait. Elapsed times are read without synchronisation, once the device has reached both.
+
+    Args:
+        device: the training device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._device_seconds: defaultdict[str, float] = defaultdict(float)
+        self._events: deque[tuple[str, Event, Event]] = deque()
+        self.worker_busy_s = 0.0
+        """Seconds of computation of the worker since the start."""
+        self.steps = 0
+        """Optimizer steps."""
+        self.worker_restarts = 0
+        """Restarts of a worker that a signal had killed."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of waiting of the training thread since the start, by cause."""
+        return dict(self._seconds)
+
+    @property
+    def device_seconds(self) -> dict[str, float]:
+        """Seconds since the start that the device was idle because of a wait, by cause."""
+        self._add_reached()
+        return dict(self._device_seconds)
+
+    @property
+    def device_s(self) -> float:
+        """Sum of `device_seconds`."""
+        return sum(self.device_seconds.values())
+
+    @contextmanager
+    def measure(self, cause: Cause) -> Iterator[None]:
+        """Adds the time spent in the context to a cause; `torch.profiler` shows the context as "zenflow wait: (cause)"."""
+        # Here as well, because no monitor reads the times on most ranks: the device would keep two events a wait.
+        self._add_reached()
+        before = self._runtime.record_event(timing=True) if self._runtime.runs_behind else None
+        begin_ns = time.perf_counter_ns()
+        try:
+            with record_function(f"zenflow wait: {cause}"):
+                yield
+        finally:
+            seconds = 1e-9 * (time.perf_counter_ns() - begin_ns)
+            self._seconds[cause] += seconds
+            if before is None:
+                self._device_seconds[cause] += seconds
+            else:
+                self._events.append((cause, before, self._runtime.record_event(timing=True)))
+
+    def _add_reached(self) -> None:
+        """Adds the times between events that the device has reached, and drops the events."""
+        while self._events and self._events[0][2].query():
+            cause, before, after = self._events.popleft()
+            self._device_seconds[cause] += 1e-3 * before.elapsed_time(after)
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
-from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.topk.state_export import Columns, ExportRegion, OwnedTile
 from lightning_zenflow.worker.rank_state import RankState
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align, column_count
 from lightning_zenflow.native import protocol
-from lightning_zenflow.telemetry.stalls import Cause
+from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
 

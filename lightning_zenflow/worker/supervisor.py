@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
-from lightning_zenflow.telemetry.stalls import Cause, StallClock
+from lightning_zenflow.telemetry.telemetry import Cause, StallClock
 from lightning_zenflow.worker.causes import OutOfMemoryKills
 from lightning_zenflow.worker.process import (
     Answer,

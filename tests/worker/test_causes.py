@@ -14,7 +14,7 @@ import torch
 
 from lightning_zenflow.kernels import cpu
 from lightning_zenflow.native.paths import worker_executable
-from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.telemetry import StallClock
 from lightning_zenflow.worker import causes
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.cores import allowed_cores

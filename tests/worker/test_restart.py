@@ -23,7 +23,7 @@ from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.engine import environment
-from lightning_zenflow.telemetry.stalls import StallClock
+from lightning_zenflow.telemetry.telemetry import StallClock
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
