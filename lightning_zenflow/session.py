@@ -105,6 +105,8 @@ class Session(RankEnvironment):
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
     accelerator = FromTrainer()
+    # As the device of modules on it: `module.to` with an index would give weights other memory.
+    _cpu = torch.device("cpu")
 
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
@@ -191,8 +193,12 @@ class Session(RankEnvironment):
             entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
         else:
             entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
-        with entry as optimizers:
-            built = initialize()
+        self._cpu = RankEnvironment._cpu
+        try:
+            with entry as optimizers:
+                built = initialize()
+        finally:
+            del self._cpu
         (self.zenflow_optimizer,) = optimizers
         self._trained = built[0]
         if optimizer is None:

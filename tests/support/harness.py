@@ -26,6 +26,7 @@ import models
 import networks
 from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.environment import RankEnvironment
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.topology import allowed_cores
@@ -283,6 +284,7 @@ class StockStrategy(ZenFlowStrategy):
     """DeepSpeed's own ZeRO offload: of `ZenFlowStrategy` it has only what makes DeepSpeed run on the CPU, and its saves."""
 
     precision_class = DeepSpeedPrecision  # Lightning's own
+    _cpu = RankEnvironment._cpu
 
     @override
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
