@@ -44,7 +44,7 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.substitution import missing_overrides
-from lightning_zenflow.engine.supported import refuse_unfrozen
+from lightning_zenflow.engine.supported import refuse_other_types, refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -105,6 +105,8 @@ class Session(RankEnvironment):
     zenflow_config: ZenFlowConfig
     zenflow_optimizer: ZenFlowOptimizer | None
     accelerator = FromTrainer()
+    # As the device of modules on it: `module.to` with an index would give weights other memory.
+    _cpu = torch.device("cpu")
 
     def __init__(self, config: ConfigSource, given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         base = self.deepspeed_strategy
@@ -160,6 +162,9 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
+        groups = [] if optimizer is None else optimizer.param_groups
+        theirs = {p for group in groups for p in group["params"]} or {*model.parameters()}
+        refuse_other_types(((name, p) for name, p in model.named_parameters() if p in theirs), self.config)
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = _repeatable(self._given_config)
@@ -191,8 +196,12 @@ class Session(RankEnvironment):
             entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
         else:
             entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
-        with entry as optimizers:
-            built = initialize()
+        self._cpu = RankEnvironment._cpu
+        try:
+            with entry as optimizers:
+                built = initialize()
+        finally:
+            del self._cpu
         (self.zenflow_optimizer,) = optimizers
         self._trained = built[0]
         if optimizer is None:

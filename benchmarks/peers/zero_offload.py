@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.partition import Tile
 from lightning_zenflow.engine.config import set_bucket_size
+from lightning_zenflow.engine.environment import RankEnvironment
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
 from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
@@ -36,6 +37,7 @@ class ZeroOffload(ZenFlowStrategy):
     """
 
     precision_class = DeepSpeedPrecision  # Lightning's own
+    _cpu = RankEnvironment._cpu
 
     def __init__(self, *, super_offload: bool = False, **options: Any) -> None:
         super().__init__(**options)

@@ -1,8 +1,8 @@
 """Tensors of the recorded device and of the host: torch's methods that tell them apart or move them, and operations on both.
 
-Both are CPU tensors. The device is called cpu:0, as strategies and DeepSpeed name a rank's device, and the host cpu. A tensor is the
-device's if an operation that names cpu:0 or has an argument there made its memory (`Watch`). All other memory is the host's: what was there
-before, results of factories without device and of `.cpu()`, what comes from Python's numbers or from files.
+Both are CPU tensors. The device is called cpu:0, by strategies too while it is recorded, and the host cpu. A tensor is the device's if an
+operation that names cpu:0 or has an argument there made its memory (`Watch`). All other memory is the host's: what was there before,
+results of factories without device and of `.cpu()`, what comes from Python's numbers or from files.
 """
 
 from collections.abc import Callable, Sequence

@@ -30,6 +30,7 @@ from lightning_zenflow.core.device import RUNTIMES
 from lightning_zenflow.engine import build, written_weights
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.session import Session
 from lightning_zenflow.worker.arena import WORD_BYTES, Arena
 from lightning_zenflow.worker.process import JobMessage, Request
 from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
@@ -299,6 +300,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         set_accelerator(RecordedAccelerator(device))
         stack.enter_context(patch.dict(RUNTIMES, cpu=lambda torch_device: RecordedRuntime(torch_device, device)))
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
+        stack.enter_context(patch.object(Session, "_cpu", DEVICE))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.
         stack.enter_context(patch.object(written_weights, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.

@@ -103,6 +103,8 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     deepspeed_strategy: ClassVar[type[Any]]
     """Lightning's class that the strategy extends."""
     _variables_before: dict[str, str | None] | None = None
+    _cpu = torch.device("cpu", 0)
+    """With the index that DeepSpeed's set-up asks for."""
 
     @property
     def is_alone(self) -> bool:
@@ -126,9 +128,9 @@ class RankEnvironment(_LightningsStrategy):  # type: ignore[misc]
     @property
     @override
     def root_device(self) -> torch.device:
-        """This rank's device; the CPU counts as device 0 for every rank, since DeepSpeed asks for an index."""
+        """This rank's device; the CPU has one name for every rank."""
         device: torch.device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device
+        return self._cpu if device.type == "cpu" else device
 
     @override
     def _configure_launcher(self) -> None:

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Module
 
 from lightning_zenflow.engine.pieces import is_divided
@@ -20,18 +21,25 @@ Reduce = Callable[[Any], Any]
 _twins: "WeakValueDictionary[int, Tensor]" = WeakValueDictionary()
 """Of divided parameters, by their identity: one that two modules share is pickled once. A pickler keeps them until its end."""
 
+_ranges: "WeakValueDictionary[tuple[int, int], UntypedStorage]" = WeakValueDictionary()
+"""Of buffers of weights, by their begin and end: tensors in the same range share them, so that a file has tied weights once."""
+
 
 @contextmanager
 def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
-    """Context in which modules and parameters of the types of `parts` are pickled without what DeepSpeed has added to them, each parameter
-    with its own memory only; under stage 3 with whole weights. Modules are copied so as well.
+    """Context in which modules and parameters of the types of `parts` are pickled without what DeepSpeed has added to them; under stage 3
+    with whole weights. Modules are copied so as well. Parameters, and tensors in their memory such as those of a `state_dict`, are pickled
+    with their own elements only.
 
     Python's registry of such functions has a place for each type, which is free again at the end.
     """
+    parts = list(parts)
+    parameters: list[Any] = [p for p in parts if isinstance(p, Tensor) and names_on(p)]
+    buffers = {t.untyped_storage().data_ptr() for p in parameters for t in (p, getattr(p, "ds_tensor", p))} - {0}
     table: dict[type, Any] = copyreg.dispatch_table
-    before = {kind: table.get(kind) for kind in set(map(type, parts))}
+    before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
     for kind, theirs in before.items():
-        table[kind] = partial(_reduce, theirs or _by_protocol)
+        table[kind] = partial(_reduce, theirs or _by_protocol, buffers)
     try:
         yield
     finally:
@@ -45,7 +53,10 @@ def _by_protocol(part: Any) -> Any:
     return part.__reduce_ex__(4)
 
 
-def _reduce(theirs: Reduce, part: Module | Tensor) -> Any:
+def _reduce(theirs: Reduce, buffers: set[int], part: Module | Tensor) -> Any:
+    if type(part) is Tensor:
+        is_ours = part.layout is torch.strided and part.untyped_storage().data_ptr() in buffers
+        return theirs(_alone(part) if is_ours else part)
     if isinstance(part, Tensor):
         return theirs(_twin(part))
     reduced = theirs(part)
@@ -80,9 +91,20 @@ def _twin(parameter: Any) -> Any:
                 " `deepspeed.zero.GatheredParameters(module.parameters())`, or save with `trainer.save_checkpoint`"
             )
         whole = parameter.ds_tensor.data.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
-    # The memory that it is in belongs to others as well: a file would have all of it.
-    whole = whole.clone()
-    twin: Any = Tensor._make_subclass(type(parameter), whole, parameter.requires_grad)
+    twin: Any = Tensor._make_subclass(type(parameter), _alone(whole), parameter.requires_grad)
     vars(twin).update({k: v for k, v in vars(parameter).items() if k not in names})
     _twins[id(parameter)] = twin
     return twin
+
+
+@torch.no_grad()
+def _alone(tensor: Tensor) -> Tensor:
+    """The same elements in the same memory, of which the storage has no others: a file would have all of it."""
+    storage, itemsize, begin = tensor.untyped_storage(), tensor.element_size(), tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    end = begin + 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else begin
+    at = int(storage.data_ptr() + begin * itemsize), int(storage.data_ptr() + end * itemsize)
+    if (own := _ranges.get(at)) is None:
+        own = _ranges[at] = storage[begin * itemsize : end * itemsize]
+    alone = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(own, 0, tensor.shape, tensor.stride())
+    return alone.requires_grad_(tensor.requires_grad)

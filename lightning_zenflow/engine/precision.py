@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
 from typing_extensions import override
 
@@ -22,25 +21,9 @@ class PlainPrecision(_LightningsPrecision):  # type: ignore[misc]
 
     @override
     def convert_module(self, module: Module) -> Module:
-        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
-        so do those with a fraction that are in one module with them.
-        """
-        if self.precision != "32-true":
-            converted: Module = super().convert_module(module)
-            return converted
-        others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
-        trained = {parameter for _, parameter in others}
-        for part in module.modules():
-            own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
-            if not trained.isdisjoint(own):
-                for parameter in own:
-                    parameter.data = parameter.data.float()
-        if others:
-            rank_zero_info(
-                f"ZenFlow: {len(others)} trained parameters become float32 with precision='32-true', {others[0][0]} the first; freeze them"
-                " to keep their types, or set another precision"
-            )
-        return module
+        """With "32-true" all weights keep their types; `refuse_other_types` refuses to train those that are not float32."""
+        converted: Module = module if self.precision == "32-true" else super().convert_module(module)
+        return converted
 
     @override
     def convert_input(self, data: Any) -> Any:

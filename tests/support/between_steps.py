@@ -140,6 +140,9 @@ USES: dict[str, Use] = {
         refused="head.weight must keep its memory",
         instead="write them in place",
     ),
+    "move the module to its own device (`module.to(trainer.strategy.root_device)`)": Use(
+        acts={"move": lambda t: t.lightning_module.to(t.strategy.root_device)}, hooks=WEIGHTS
+    ),
     "read weights": Use(
         acts={"read": lambda t: t.lightning_module.head.weight.detach().clone()}, hooks=("on_train_batch_end",)
     ),

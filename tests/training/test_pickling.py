@@ -79,6 +79,7 @@ class Pickles(pl.Callback):
         with GatheredParameters(list(module.parameters())):
             weights = [p.detach().clone() for p in module.parameters()]
             self.seen.append(len(written(module.head)))
+            self.look_at_states(module)
         parts = [module, module.layers[0], module.layers[2], module.head, module.head.bias]
         self.seen += [len(written(part)) for part in parts]
         for twin in (read(written(module)), copy.deepcopy(module)):
@@ -87,6 +88,20 @@ class Pickles(pl.Callback):
             assert torch.isfinite(twin.loss(0, 0, 0)) and twin.calls == module.calls + 1
             self.seen.append(facts(twin))
         assert_same_tensors([*copy.deepcopy(module.layers[0]).parameters()], weights[1:7])
+
+    def look_at_states(self, module: Any) -> None:
+        """States are the weights themselves, also when they are read from a file; a file has what is named, and tied weights once."""
+        own = module.head.state_dict()
+        assert own["weight"].data_ptr() == module.head.weight.data_ptr()
+        for state in (own, module.state_dict(), module.layers[0].state_dict(keep_vars=True), module.head.bias.data):
+            self.seen += [len(written(state)), len(pickle.dumps(state))]
+        again = read(
+            written({"head": own, "all": module.state_dict(), "part": module.head.weight.detach().t()[1:, ::2]})
+        )
+        assert_same_tensors([*again["all"].values()], [*module.state_dict().values()])
+        assert_same_tensors([again["part"]], [module.head.weight.detach().t()[1:, ::2]])
+        again["head"]["weight"].zero_()
+        assert not again["all"]["head.weight"].any() and not again["all"]["embedding.weight"].any()
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

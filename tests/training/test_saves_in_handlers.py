@@ -17,6 +17,7 @@ import pytest
 import torch
 from typing_extensions import override
 
+from between_steps import At
 from harness import make_trainer
 from lightning_zenflow import ZenFlowStrategy
 from networks import SmallNet
@@ -42,6 +43,9 @@ CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "S = 4, stage 3": ({**LATE, "stage": 3}, {}),
 }
 """Where a save changes what later forward passes see."""
+
+SHORT: dict[str, Any] = {"max_epochs": None, "max_steps": FIRST + 5}
+"""A window more than what is disturbed."""
 
 thorough = pytest.mark.parametrize(
     "n_fits", [2, pytest.param(10**6, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])], ids=["", "every"]
@@ -121,16 +125,21 @@ def state_of(path: Path, *, after_exception: bool = False) -> tuple[int, Any]:
     return step, [dict(content["state_dict"]), optimizer["state"]]
 
 
-def rung(name: str, at: dict[int, int], folder: Path) -> tuple[Rings, list[tuple[int, Any]]]:
+def rung(name: str, at: dict[int, int], folder: Path, **more: Any) -> tuple[Rings, list[tuple[int, Any]]]:
     """A fit that is disturbed; steps and states of the files that the handler has saved."""
     names = count()
     rings = Rings(at, lambda trainer: trainer.save_checkpoint(folder / f"handler{next(names)}.ckpt"))
-    fit(name, rings)
+    fit(name, rings, **more)
     files = [folder / f"handler{number}.ckpt" for number in range(rings.n_rung)]
     states = [state_of(file) for file in files]
     for file in files:
         file.unlink()
     return rings, states
+
+
+def saves_in_backward(path: Path) -> pl.Callback:
+    """Saves between the backward pass and the step of batch `FIRST`."""
+    return At("on_after_backward", lambda t: t.global_step == FIRST and t.save_checkpoint(path))
 
 
 def calls_of(name: str, *, every: int) -> list[int]:
@@ -162,13 +171,22 @@ def test_a_save_changes_nothing(name: str, n_fits: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHANGED)
 @thorough
 def test_a_save_is_the_state_after_a_step(name: str, n_fits: int, tmp_path: Path) -> None:
+    """And the run goes on as with a save by a hook behind a step, or between backward and step."""
+    goes_on: dict[int, list[list[float]]] = {}
     for step in (FIRST, FIRST + 1):
-        fit(name, Saves(tmp_path, step), max_epochs=None, max_steps=step)
+        losses = Rings({})
+        fit(name, losses, Saves(tmp_path, step), **SHORT)
+        goes_on[step] = [losses.losses]
+    before_step = Rings({})
+    fit(name, before_step, saves_in_backward(tmp_path / "hook.ckpt"), **SHORT)
+    goes_on[FIRST].append(before_step.losses)
     for point in calls_of(name, every=2 * n_fits):
         # Not all batches have as many calls.
-        for step, state in rung(name, {FIRST: point}, tmp_path)[1]:
+        rings, files = rung(name, {FIRST: point}, tmp_path, **SHORT)
+        for step, state in files:
             expected = state_of(tmp_path / f"{step}.ckpt")
             torch.testing.assert_close((step, state), expected, rtol=0, atol=0, msg=lambda m, at=point: f"{at}: {m}")
+            assert rings.losses in goes_on[step], point
 
 
 @pytest.mark.parametrize("name", ["S = 1", "S = 4, stage 3"])
@@ -201,6 +219,29 @@ def test_a_stop(name: str, n_fits: int, tmp_path: Path) -> None:
             torch.testing.assert_close((step, state), state_of(tmp_path / f"{step}.ckpt"), rtol=0, atol=0)
             (tmp_path / "handler.ckpt").unlink()
     assert n_rung - n_saved <= 0.2 * n_rung + 1
+
+
+class Exports(pl.Callback):
+    """Has weights of its own in checkpoints."""
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.n_calls += 1
+        weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        checkpoint["exported"] = (self.n_calls, trainer.global_step, weights)
+
+
+@pytest.mark.parametrize("name", ["S = 1", "S = 4"])
+def test_hooks_run_for_the_call_and_for_the_file(name: str, tmp_path: Path) -> None:
+    """Those for the file see the state that is in it."""
+    fit(name, saves_in_backward(tmp_path / "hook.ckpt"), Exports())
+    content = torch.load(tmp_path / "hook.ckpt", weights_only=True)
+    n_calls, step, weights = content["exported"]
+    assert (n_calls, step, content["global_step"]) == (2, FIRST, FIRST)
+    torch.testing.assert_close(weights, dict(content["state_dict"]), rtol=0, atol=0)
 
 
 @thorough
