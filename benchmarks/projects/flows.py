@@ -309,7 +309,7 @@ def lightly(run: Run) -> None:
 
     run.seed()
     model = SimCLR()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     train = loader(SimCLRTransform(input_size=32), collate_fn=MultiViewCollate(), shuffle=True, drop_last=True)
     encoder = SelfSupervisedEmbedding(model, NTXentLoss(), optimizer, train)
 

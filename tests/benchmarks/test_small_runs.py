@@ -96,7 +96,7 @@ def test_bookkeeping(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_projects_of_others(tmp_path: Path) -> None:
-    """Their flows run to the end under each strategy; `zenflow_adamw` differs from `auto` as rounding does, an object not from the name."""
+    """Their flows run to the end under each strategy. `zenflow_adamw`, by name or as an object, differs from `auto` as rounding does."""
     assert projects.main(["--results", str(tmp_path)]) == 0
     runs = json.loads((tmp_path / "projects.json").read_text())["runs"]
     assert len(runs) == len(projects.PROJECTS) * len(projects.METHODS)
@@ -104,7 +104,9 @@ def test_projects_of_others(tmp_path: Path) -> None:
         assert [run["method"] for run in of_project] == list(projects.METHODS)
         assert all(run["error"] == "" and list(run["parts"]) == list(projects.PARTS) for run in of_project)
         auto, control, named, given, _ = of_project
-        assert named["losses"] == given["losses"] and named["predictions"] == given["predictions"]
+        # scvi-tools draws other batches for an object of a class that derives from `DDPStrategy`.
+        is_same = named["losses"] == given["losses"] and named["predictions"] == given["predictions"]
+        assert is_same == (auto["project"] != "scvi-tools")
         rounding = projects.difference(control["losses"][0], auto["losses"][0])
         assert float(projects.difference(named["losses"][0], auto["losses"][0])) <= min(
             1e-3, 10 * max(1e-6, float(rounding))
