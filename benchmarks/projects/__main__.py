@@ -3,8 +3,8 @@
     python -m benchmarks.projects
 
 makes an environment with the projects of `requirements.txt` and this package, some GB, and trains there (`flows.py`) on small data that is
-made up: no project is changed but for the argument `strategy` and what makes both methods take the same random numbers, seeds and
-`use_distributed_sampler=False`. The control is `auto` with initial weights changed by 1e-7: what rounding alone does to a training.
+made up: no project is changed but for the argument `strategy`, by a name or as an object. The control is `auto` with initial weights
+changed by 1e-7: what rounding alone does to a training.
 """
 
 import argparse
@@ -24,12 +24,17 @@ from benchmarks.common.provenance import ROOT, with_origin
 from benchmarks.common.results import markdown, report
 
 HERE = Path(__file__).parent
-PROJECTS = ("chemprop", "gluonts", "neuralforecast", "pytorch-forecasting TFT", "pytorch-forecasting NBeats", "timm")
-METHODS = ("auto", "control", "zenflow_adamw", "zenflow")
+PROJECTS = (
+    *("chemprop", "gluonts", "lightly", "neuralforecast", "pytorch-forecasting TFT", "pytorch-forecasting NBeats"),
+    *("schnetpack", "scvi-tools", "timm"),
+)
+METHODS = ("auto", "control", "zenflow_adamw", "zenflow_adamw object", "zenflow")
 PARTS = ("fit", "best", "predict", "fit again")
 """Of a flow: "best" opens the best checkpoint with the project's own code, "fit again" trains the same module once more."""
 TIMEOUT = 900
 """Seconds of one run."""
+ALONE = ("schnetpack==2.1.1",)
+"""Installed without what they require: schnetpack's sympy<=1.12 fits no torch that this package runs with."""
 
 
 def make_environment(folder: Path) -> Path:
@@ -44,6 +49,7 @@ def make_environment(folder: Path) -> Path:
     install = [python, "-m", "pip", "install", "--quiet", "--constraint", constraints]
     # pip installs a folder each time, also a version that is there.
     subprocess.run([*install, "--requirement", HERE / "requirements.txt", ROOT], check=True)
+    subprocess.run([*install, "--no-deps", *ALONE], check=True)
     return python
 
 
@@ -52,7 +58,7 @@ def train(python: Path, project: str, method: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [str(python), str(HERE / "flows.py"), project, method, name]
-        status = run_command(command, timeout=TIMEOUT, output=folder / "output.txt")
+        status = run_command(command, timeout=TIMEOUT, output=folder / "output.txt", OMP_NUM_THREADS="1")
         if (found := folder / "found.json").exists():
             return {"project": project, "method": method, **json.loads(found.read_text())}
         tail = (folder / "output.txt").read_text(errors="replace").strip()[-2000:]
@@ -68,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             runs.append(train(python, project, method))
             print(project, method, runs[-1]["parts"], runs[-1]["error"], file=sys.stderr, flush=True)
     installed = (HERE / "requirements.txt").read_text().splitlines()
-    return {"installed": [line for line in installed if not line.startswith("#")], "runs": runs}
+    return {"installed": [*ALONE, *(line for line in installed if not line.startswith("#"))], "runs": runs}
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:

@@ -8,96 +8,16 @@ code that a project's user has, only `Run.options` differs between methods.
 
 import json
 import math
-import random
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-
-CHANGE = 1e-7
-"""Of the initial weights, relative, in the control."""
-STEPS = 60
-"""Of each fit, or about as many."""
-
-
-class Run:
-    """One run of a flow.
-
-    Args:
-        method: "auto", "control" or the name of a strategy.
-        folder: for files.
-        lightning: the package of the project.
-    """
-
-    def __init__(self, method: str, folder: Path, lightning: Any) -> None:
-        self.folder, self.lightning = folder, lightning
-        self._method = method
-        self.losses: list[list[float]] = []
-        self.predictions: list[float] = []
-        self.parts: dict[str, float] = {}
-        self.error = ""
-
-    def __deepcopy__(self, memo: Any) -> "Run":
-        # neuralforecast copies its models, with their callbacks.
-        return self
-
-    def options(self, *callbacks: Any, **others: Any) -> dict[str, Any]:
-        """Of a Trainer."""
-        record = self.lightning.callbacks.LambdaCallback(setup=self._set_up, on_train_batch_end=self._end_step)
-        # Without a sampler of Lightning's own the batches are those of `auto`.
-        return {
-            "strategy": "auto" if self._method == "control" else self._method,
-            "accelerator": "cpu",
-            "devices": 1,
-            "use_distributed_sampler": False,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(self.folder),
-            "callbacks": [record, *callbacks],
-            **others,
-        }
-
-    def _set_up(self, trainer: Any, module: Any, stage: str) -> None:
-        if stage != "fit":
-            return
-        self.losses.append([])
-        if self._method == "control" and len(self.losses) == 1:
-            noise = torch.Generator().manual_seed(0)
-            for p in module.parameters():
-                p.data *= 1 + CHANGE * torch.randn(p.shape, generator=noise)
-
-    def _end_step(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self.losses[-1].append(float(outputs["loss"]))
-
-    def seed(self) -> None:
-        """Seeds all generators. After Lightning's `seed_everything` a distributed strategy would seed them once more at its set-up."""
-        random.seed(1)
-        np.random.seed(1)
-        torch.manual_seed(1)
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A part of the flow; an exception ends all that follow."""
-        self.seed()
-        begin = time.perf_counter()
-        try:
-            yield
-        except Exception as error:
-            self.error = f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            raise
-        self.parts[name] = time.perf_counter() - begin
-
-    def predicted(self, values: Any) -> None:
-        """Notes predictions."""
-        self.predictions = np.asarray(values, dtype=float).ravel().tolist()
+from run import STEPS, Run
 
 
 def series(n: int = 8, length: int = 120) -> pd.DataFrame:
@@ -212,6 +132,8 @@ def neuralforecast(run: Run) -> None:
 
     run.seed()
     options = run.options(gradient_clip_val=1.0)
+    # With the default of 1e-3 rounding grows by a million in these steps.
+    options |= {"learning_rate": 1e-4}
     model = NHITS(6, 24, max_steps=STEPS, val_check_steps=20, batch_size=4, windows_batch_size=32, **options)
     forecast = NeuralForecast([model], "ME")
     with run.part("fit"):
@@ -276,6 +198,133 @@ def timm(run: Run) -> None:
         run.lightning.Trainer(**run.options(max_epochs=1, gradient_clip_val=1.0)).fit(model, train, valid)
 
 
+def schnetpack(run: Run) -> None:
+    """https://schnetpack.readthedocs.io, "Force field": SchNet learns energies and forces, with the averaged weights of `spktrain`."""
+    # torch 2.7 has renamed a type variable that schnetpack imports.
+    torch.utils.data.dataloader.T_co = Any
+    import schnetpack as spk
+    from ase.build import molecule
+    from ase.calculators.emt import EMT
+
+    systems, values = [], []
+    for i in range(160):
+        system = molecule("CH3CH2OH")
+        system.rattle(0.05, seed=i)
+        system.calc = EMT()
+        values.append({"energy": np.array([system.get_potential_energy()]), "forces": system.get_forces()})
+        systems.append(system)
+    units = {"energy": "eV", "forces": "eV/Ang"}
+    spk.data.ASEAtomsData.create("ethanol.db", "Ang", units).add_systems(values, systems)
+    run.seed()
+    offsets = spk.transform.RemoveOffsets("energy", remove_mean=True)
+    transforms = [spk.transform.MatScipyNeighborList(cutoff=5.0), offsets, spk.transform.CastTo32()]
+    sizes = {"batch_size": 10, "num_train": 100, "num_val": 40, "num_test": 20, "num_workers": 0}
+    data = spk.data.AtomsDataModule("ethanol.db", transforms=transforms, distance_unit="Ang", **sizes)
+    radial = {"radial_basis": spk.nn.GaussianRBF(n_rbf=20, cutoff=5.0), "cutoff_fn": spk.nn.CosineCutoff(5.0)}
+    representation = spk.representation.SchNet(n_atom_basis=32, n_interactions=2, **radial)
+    model = spk.model.NeuralNetworkPotential(
+        representation,
+        input_modules=[spk.atomistic.PairwiseDistances()],
+        output_modules=[spk.atomistic.Atomwise(n_in=32, output_key="energy"), spk.atomistic.Forces()],
+        postprocessors=[spk.transform.CastTo64(), spk.transform.AddOffsets("energy", add_mean=True)],
+    )
+    loss = torch.nn.MSELoss()
+    outputs = [spk.task.ModelOutput(key, loss, weight, {}) for key, weight in (("energy", 0.01), ("forces", 0.99))]
+    task = spk.task.AtomisticTask(model, outputs, torch.optim.AdamW, {"lr": 1e-3})
+
+    def trainer(epochs: int, *callbacks: Any) -> Any:
+        average = spk.train.ExponentialMovingAverage(0.995)
+        return run.lightning.Trainer(**run.options(average, *callbacks, max_epochs=epochs))
+
+    best = spk.train.ModelCheckpoint("best_model", dirpath=run.folder, monitor="val_loss")
+    with run.part("fit"):
+        trainer(STEPS // 10, best).fit(task, datamodule=data)
+    with run.part("best"):
+        loaded = spk.utils.load_model("best_model", weights_only=False)
+        spk.task.AtomisticTask.load_from_checkpoint(best.best_model_path, weights_only=False)
+    with run.part("predict"):
+        found = [loaded(batch) for batch in data.test_dataloader()]
+        run.predicted(torch.cat([batch[key].detach().flatten() for batch in found for key in units]))
+    with run.part("fit again"):
+        trainer(2).fit(task, datamodule=data)
+
+
+def scvi(run: Run) -> None:
+    """https://docs.scvi-tools.org, "Introduction to scvi-tools": an autoencoder of counts. Its sampler yields batches of indices."""
+    from anndata import AnnData
+    from scvi import model, settings, train
+
+    noise = np.random.default_rng(0)
+    rates = noise.gamma(2, 1, (4, 50))[noise.integers(4, size=700)]
+    cells = AnnData(noise.poisson(rates).astype(np.float32))
+    cells.obs["batch"] = noise.integers(2, size=len(cells)).astype(str)
+    model.SCVI.setup_anndata(cells, batch_key="batch")
+    # Of the split; it is drawn by no generator that `seed` knows.
+    settings.seed = 1
+    network = model.SCVI(cells, n_hidden=32, n_latent=5)
+    best = train.SaveCheckpoint(str(run.folder), monitor="elbo_validation", load_best_on_end=True)
+    # None: a logger of its own.
+    options = {"batch_size": 64, "early_stopping": True, "logger": None}
+    with run.part("fit"):
+        network.train(max_epochs=STEPS // 10, **run.options(best, **options))
+    with run.part("best"):
+        network.save("saved")
+        saved, loaded = model.SCVI.load("saved", cells), model.SCVI.load(best.best_model_path, cells)
+    with run.part("predict"):
+        run.predicted(loaded.get_latent_representation())
+        assert np.allclose(saved.get_latent_representation().ravel(), run.predictions)
+    with run.part("fit again"):
+        network.train(max_epochs=2, **run.options(**options))
+
+
+def lightly(run: Run) -> None:
+    """https://docs.lightly.ai, what `lightly-ssl-train` does: SimCLR. The module is made with its optimizer, and makes Trainers."""
+    from lightly import data, loss, models, transforms
+    from lightly.cli._helpers import load_from_state_dict
+    from lightly.embedding import SelfSupervisedEmbedding
+    from lightly.models.modules import SimCLRProjectionHead
+    from torchvision.datasets import FakeData
+    from torchvision.transforms import ToTensor
+
+    class SimCLR(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            *layers, last = models.ResNetGenerator("resnet-9", width=0.125).children()
+            self.backbone = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+            self.projection_head = SimCLRProjectionHead(last.in_features, 32, 16, batch_norm=False)
+
+        def forward(self, *views: Any) -> Any:
+            return [self.projection_head(self.backbone(view)) for view in views]
+
+    def loader(transform: Any, **options: Any) -> Any:
+        images = data.LightlyDataset.from_torch_dataset(FakeData(320, (3, 32, 32)), transform)
+        return torch.utils.data.DataLoader(images, 16, **options)
+
+    run.seed()
+    model = SimCLR()
+    # With 1e-3 rounding grows to 3e-3 in these steps.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    train = loader(transforms.SimCLRTransform(32), collate_fn=data.MultiViewCollate(), shuffle=True, drop_last=True)
+    encoder = SelfSupervisedEmbedding(model, loss.NTXentLoss(), optimizer, train)
+
+    def fit(epochs: int) -> None:
+        options = run.options(max_epochs=epochs, enable_model_summary=True)
+        # Its Trainer has callbacks of its own.
+        callbacks = options.pop("callbacks")
+        encoder.configure_callbacks = lambda: callbacks
+        encoder.train_embedding(options, {"save_top_k": 1}, {"max_depth": 1})
+
+    with run.part("fit"):
+        fit(STEPS // len(train))
+    with run.part("best"):
+        loaded = SimCLR()
+        load_from_state_dict(loaded, torch.load(encoder.checkpoint)["state_dict"])
+    with run.part("predict"):
+        run.predicted(SelfSupervisedEmbedding(loaded, None, None, None).embed(loader(ToTensor()))[0])
+    with run.part("fit again"):
+        fit(1)
+
+
 def forecasting(network: str, **options: Any) -> Callable[[Run], None]:
     return lambda run: pytorch_forecasting(run, network, **options)
 
@@ -287,17 +336,18 @@ FLOWS: dict[str, tuple[str, Callable[[Run], None]]] = {
     "gluonts": ("lightning.pytorch", gluonts),
     "neuralforecast": ("pytorch_lightning", neuralforecast),
     "timm": ("lightning.pytorch", timm),
+    "schnetpack": ("pytorch_lightning", schnetpack),
+    "scvi-tools": ("lightning.pytorch", scvi),
+    "lightly": ("pytorch_lightning", lightly),
 }
 """By project: the package of Lightning that it imports, and the flow."""
 
 
 def main(project: str, method: str, folder: str) -> None:
     lightning, flow = FLOWS[project]
-    if method.startswith("zenflow"):
-        import_module(
-            "lightning_zenflow" if lightning == "lightning.pytorch" else "lightning_zenflow.pytorch_lightning"
-        )
-    run = Run(method, Path(folder), import_module(lightning))
+    run = Run(method, Path(folder).resolve(), lightning)
+    # Some projects write files into the current folder.
+    os.chdir(folder)
     try:
         flow(run)
     except Exception as error:

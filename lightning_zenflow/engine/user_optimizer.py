@@ -5,9 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -26,6 +28,9 @@ _SUPPORTED: dict[type, str] = {
 REQUIRED_OPTIONS = {"amsgrad": False, "maximize": False, "differentiable": False, "bias_correction": True}
 """Of a parameter group."""
 
+_trained: "WeakSet[Optimizer]" = WeakSet()
+"""Those that a training has given back: its moments are in its own arena."""
+
 
 class UsersOptimizer:
     """The user's optimizer, whose groups have DeepSpeed's flat partitions while it trains and the module's parameters before and after.
@@ -35,19 +40,21 @@ class UsersOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        if optimizer.state or optimizer in _trained:
+            rank_zero_warn(
+                "ZenFlow: AdamW's moments and step count start at zero, where strategy='auto' continues those of an optimizer that has"
+                " trained before; fit(..., ckpt_path=...) continues them, and an optimizer made in configure_optimizers has none"
+            )
+        self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
         # What the other side has as groups, in them, and as the state: nothing is left for the user.
-        self._other = (
-            list(optimizer.param_groups),
-            [list(group["params"]) for group in optimizer.param_groups],
-            defaultdict[Tensor, Any](dict),
-        )
+        self._other = list(groups), [list(group["params"]) for group in groups], defaultdict[Tensor, Any](dict)
 
     def give_back(self) -> None:
         """Ends the training. May be called again."""
         if not self._is_given_back:
             self._exchange()
+            _trained.add(self._optimizer)
 
     @contextmanager
     def in_training(self) -> Iterator[None]:

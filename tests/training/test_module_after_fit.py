@@ -26,6 +26,7 @@ from typing_extensions import override
 from as_before import assert_as_before, looks
 from harness import Case, make_trainer, run_here
 from lightning_zenflow import ZenFlowStrategy
+from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.fabric import ZenFlowStrategy as FabricStrategy
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
@@ -295,13 +296,14 @@ class OwnOptimizer(Owned):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("checkpoint_format", ["lightning", "deepspeed"])
 def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_format: Any, tmp_path: Path) -> None:
-    """It trains a second time, and by itself; the training that has ended can be saved, and leaves no state in it."""
+    """It trains a second time, and by itself; the training that has ended can be saved, and leaves no state in it, which is said."""
     model = OwnOptimizer()
     given = [list(group["params"]) for group in model.own.param_groups]
-    for ends in (False, True, False):
+    for number, ends in enumerate((False, True, False)):
         strategy = ZenFlowStrategy(**STAGES[stage], checkpoint_format=checkpoint_format)
         trainer = make_trainer(strategy, max_steps=4, callbacks=[Stops(ValueError)] if ends else [])
-        with pytest.raises(ValueError) if ends else nullcontext():
+        anew = pytest.warns(UserWarning, match="moments and step count start at zero") if number else nullcontext()
+        with pytest.raises(ValueError) if ends else nullcontext(), anew:
             trainer.fit(model)
         if not ends:
             trainer.save_checkpoint(tmp_path / "end")
@@ -311,6 +313,9 @@ def test_the_optimizer_has_the_modules_parameters_again(stage: str, checkpoint_f
     weights = copy.deepcopy(model.state_dict())
     model.loss(0, 0, 0).backward()
     model.own.step()
+    # The moments of that step are the user's.
+    with pytest.warns(UserWarning, match="moments and step count start at zero"):
+        UsersOptimizer(copy.deepcopy(model.own))
     assert not any(torch.equal(p, weights[name]) for name, p in model.named_parameters() if p.requires_grad)
 
 
