@@ -42,9 +42,10 @@ from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pickling import pickled_as_before
+from lightning_zenflow.engine.precision import restore_types
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
 from lightning_zenflow.engine.substitution import missing_overrides
-from lightning_zenflow.engine.supported import refuse_other_types, refuse_unfrozen
+from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -162,9 +163,6 @@ class Session(RankEnvironment):
             WorkerError: the worker did not start.
             RuntimeError: another rank has failed, whose error is in the message.
         """
-        groups = [] if optimizer is None else optimizer.param_groups
-        theirs = {p for group in groups for p in group["params"]} or {*model.parameters()}
-        refuse_other_types(((name, p) for name, p in model.named_parameters() if p in theirs), self.config)
         # What a training before has left is as large as what this one needs.
         self._trained, self._released, self.zenflow_optimizer = None, [], None
         self.zenflow_config = _repeatable(self._given_config)
@@ -396,6 +394,8 @@ class Session(RankEnvironment):
             super().teardown()
         finally:
             released = [release(model) for model in models]
+            for model in models:
+                restore_types(model)
             # An evaluation after a training releases nothing of it.
             if any(model is self._trained for model in models):
                 self._released = released

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
@@ -16,14 +18,44 @@ _LightningsPrecision: Any = object
 """What comes after the mixin in the order of base classes."""
 
 
+_types = WeakTensorKeyDictionary()
+"""Of parameters that are float32 for as long as they are trained."""
+
+
+def restore_types(module: Module) -> None:
+    """Gives the parameters of a module the types that they had before `convert_module`, after training."""
+    for parameter in module.parameters():
+        if parameter in _types:
+            parameter.data = parameter.data.to(_types[parameter])
+            del _types[parameter]
+
+
 class PlainPrecision(_LightningsPrecision):  # type: ignore[misc]
     """Leaves what a model gets, and gives, as it is with "32-true": float64 stays float64."""
 
     @override
     def convert_module(self, module: Module) -> Module:
-        """With "32-true" all weights keep their types; `refuse_other_types` refuses to train those that are not float32."""
-        converted: Module = module if self.precision == "32-true" else super().convert_module(module)
-        return converted
+        """With "32-true", buffers and frozen parameters keep their types; trained ones become float32, as their master weights are, and
+        so do those with a fraction that are in one module with them, until `restore_types`.
+        """
+        if self.precision != "32-true":
+            converted: Module = super().convert_module(module)
+            return converted
+        others = [(n, p) for n, p in module.named_parameters() if p.requires_grad and p.dtype != torch.float32]
+        trained = {parameter for _, parameter in others}
+        for part in module.modules():
+            own = [p for p in part.parameters(recurse=False) if p.is_floating_point()]
+            if not trained.isdisjoint(own):
+                for parameter in own:
+                    if parameter not in _types:
+                        _types[parameter] = parameter.dtype
+                    parameter.data = parameter.data.float()
+        if others:
+            rank_zero_info(
+                f"ZenFlow: {len(others)} trained parameters are float32 in training with precision='32-true', {others[0][0]} the first;"
+                " freeze them to keep their types, or set another precision"
+            )
+        return module
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -117,20 +116,6 @@ def refuse_unsupported_module(module: Module) -> None:
                 found = f"that of {other_name}: to share weights, assign the parameter itself and not its `data`"
         if found:
             raise MisconfigurationException(f"ZenFlowStrategy: {name} must {must}, got {found}")
-
-
-def refuse_other_types(optimized: Iterable[tuple[str, Tensor]], config: Mapping[str, Any]) -> None:
-    """Refuses to train parameters of other types than float32 where the DeepSpeed configuration has no precision of 16 bits: DeepSpeed's
-    flat buffers have one type.
-    """
-    others = {name: p.dtype for name, p in optimized if p.requires_grad and p.dtype != torch.float32}
-    if others and not any(config.get(key, {}).get("enabled") for key in ("bf16", "fp16")):
-        (name, dtype), *more = others.items()
-        raise MisconfigurationException(
-            f"ZenFlowStrategy: trained parameters must be torch.float32 with precision='32-true', got {dtype} of {name}"
-            f"{f' and {len(more)} others' if more else ''}: call `module.float()`, set precision='bf16-true', or freeze them"
-            " (`requires_grad_(False)`), which keeps their types"
-        )
 
 
 def refuse_moved(names: Iterable[str]) -> None:

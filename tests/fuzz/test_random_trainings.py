@@ -50,9 +50,6 @@ def trainings(draw: st.DrawFn) -> Case:
         precision = "32-true"
     elif layers & NO_WIDER_BUFFERS and precision == "bf16-mixed":
         precision = "bf16-true"
-    if precision == "32-true":
-        # Refused where they are trained.
-        drawn = tuple(part if part.frozen == "all" else replace(part, dtype=torch.float32) for part in drawn)
     return Case(
         model=RandomNet,
         model_options={"parts": drawn, "seed": draw(st.integers(0, 1000))},

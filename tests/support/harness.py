@@ -28,6 +28,7 @@ from as_before import assert_as_before, looks
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.engine.environment import RankEnvironment
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.zero.flat_order import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -166,7 +167,9 @@ class Case:
     def make_reference(self, *, world_size: int = 1) -> ReferenceZenFlow:
         """The oracle of this case."""
         module = self.make_model()
-        if self.precision != "32-true" and not self.precision.endswith("mixed"):
+        if self.precision == "32-true":
+            ZenFlowPrecision(self.precision).convert_module(module)
+        elif not self.precision.endswith("mixed"):
             module.to(self.dtype)
         # As DeepSpeed lays them out: how far they are from a cache line decides about torch's kernels, as do strides of one element.
         for p in module.parameters():

@@ -13,7 +13,6 @@ from typing_extensions import override
 from fabric_runs import set_up
 from harness import fit, make_trainer
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.core.errors import MisconfigurationException
 from models import generator
 from networks import SmallNet
 from side_by_side import NOTHING_LATE
@@ -164,12 +163,16 @@ def test_inputs_under_fabric() -> None:
 
 
 class OtherTypes(OwnTypes):
-    """Has integers before all else, and frozen parameters and buffers of other types."""
+    """Has integers before all else, and frozen parameters and buffers of other types.
 
-    def __init__(self) -> None:
+    Args:
+        trains: whether the parameters of another type are trained.
+    """
+
+    def __init__(self, *, trains: bool = False) -> None:
         super().__init__()
         self.codes = nn.Parameter(torch.arange(12, dtype=torch.uint8), requires_grad=False)
-        self.short = nn.Parameter(torch.full((13,), 0.5, dtype=torch.bfloat16), requires_grad=False)
+        self.short = nn.Parameter(torch.full((13,), 0.5, dtype=torch.bfloat16), requires_grad=trains)
         self.register_buffer("long", torch.tensor(1 + 2**-40, dtype=torch.float64))
 
     @override
@@ -191,79 +194,22 @@ def test_what_is_not_trained_keeps_its_type(stage: int, tmp_path: Any) -> None:
     assert {name: t.dtype for name, t in saved.items()} == {name: t.dtype for name, t in theirs.state_dict().items()}
 
 
-class ShortBackbone(OwnTypes):
-    """A backbone in bfloat16 below a head in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].bfloat16()
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        body, activation, head = self.layers
-        x = torch.randn(8, 13, generator=generator(2, batch_idx), dtype=torch.float32)
-        return head(activation(body(x.to(body.weight.dtype))).to(head.weight.dtype)).float().square().mean()
-
-    predict_step = training_step
-
-    @override
-    def predict_dataloader(self) -> DataLoader[int]:
-        return self.train_dataloader()
-
-
-def types(module: nn.Module) -> list[torch.dtype]:
-    return [p.dtype for p in module.parameters()]
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-class TestTrainedInAnotherType:
-    """A DeepSpeed training has weights of one type."""
-
-    def test_refused(self, stage: int) -> None:
-        module = ShortBackbone()
-        instead = r"call `module.float\(\)`, set precision='bf16-true', or freeze"
-        message = f"must be torch.float32 with precision='32-true', got torch.bfloat16 of .*layers.0.weight and 1 others: {instead}"
-        with pytest.raises(MisconfigurationException, match=message):
-            fit(module, ZenFlowStrategy(**NOTHING_LATE, stage=stage))
-        with pytest.raises(MisconfigurationException, match=message):
-            set_up(module, **NOTHING_LATE, stage=stage)
-        assert types(module) == types(ShortBackbone())
-
-    @pytest.mark.parametrize("instead", ["float", "freeze", "bf16-true"])
-    def test_what_the_error_advises(self, instead: str, stage: int) -> None:
-        ends = []
-        for strategy in (ZenFlowStrategy(**NOTHING_LATE, stage=stage), "auto"):
-            module = ShortBackbone()
-            if instead == "float":
-                module.float()
-            if instead == "freeze":
-                module.layers[0].requires_grad_(False)
-            fit(module, strategy, precision=instead if instead == "bf16-true" else "32-true")
-            ends.append((types(module), weights(module)))
-        assert ends[0][0] == ends[1][0]
-        # In bfloat16 torch's AdamW has its state in it as well.
-        atol = 0.02 if instead == "bf16-true" else 2e-6
-        for ours, theirs in zip(ends[0][1], ends[1][1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
-
-    def test_the_optimizer_does_not_have_them(self, stage: int) -> None:
-        """As of a teacher that is used without gradients."""
-        ends = []
-        for strategy in (ZenFlowStrategy(**NOTHING_LATE, stage=stage), "auto"):
-            module = ShortBackbone()
-            module.configure_optimizers = lambda m=module: torch.optim.AdamW(m.layers[2].parameters(), lr=1e-2)  # type: ignore[method-assign]
-            fit(module, strategy)
-            ends.append((types(module), weights(module)))
-        assert ends[0][0] == ends[1][0]
-        for ours, theirs in zip(ends[0][1], ends[1][1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-
-    def test_an_evaluation_keeps_the_types(self, stage: int) -> None:
-        ends = []
-        for strategy in (ZenFlowStrategy(**NOTHING_LATE, stage=stage), "auto"):
-            module = ShortBackbone()
-            ends.append((make_trainer(strategy).predict(module), types(module)))
-        assert ends[0] == ends[1] and torch.bfloat16 in ends[0][1]
+def test_what_is_trained_is_float32_in_training(stage: int, caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
+    """Afterwards it has its type again, and the weights of a training in float32."""
+    seen: list[torch.dtype] = []
+    look = pl.callbacks.LambdaCallback(on_train_batch_end=lambda _, module, *__: seen.append(module.short.dtype))
+    ours, theirs = OtherTypes(trains=True), OtherTypes(trains=True)
+    theirs.short = nn.Parameter(theirs.short.detach().float())
+    for module, strategy in ((ours, ZenFlowStrategy(**NOTHING_LATE, stage=stage)), (theirs, "auto")):
+        trainer = fit(module, strategy, callbacks=[look])
+    assert set(seen) == {torch.float32} and "1 trained parameters are float32 in training" in caplog.text
+    assert ours.short.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.short, theirs.short.bfloat16(), rtol=0, atol=0)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed = OtherTypes(trains=True)
+    make_trainer(ZenFlowStrategy(**NOTHING_LATE, stage=stage), max_steps=4).fit(resumed, ckpt_path=tmp_path / "a.ckpt")
+    assert resumed.short.dtype == torch.bfloat16
 
 
 def test_keys_without_effect_on_parameters_in_host_memory(caplog: pytest.LogCaptureFixture) -> None:
