@@ -42,8 +42,8 @@ class UsersOptimizer:
     def __init__(self, optimizer: Optimizer) -> None:
         if optimizer.state or optimizer in _trained:
             rank_zero_warn(
-                "ZenFlow: AdamW's moments and step count start at zero, where strategy='auto' continues those of an optimizer that has"
-                " trained before; fit(..., ckpt_path=...) continues them, and an optimizer made in configure_optimizers has none"
+                "ZenFlow: the optimizer's moments and step count start at zero, unless a checkpoint is loaded (ckpt_path). It has"
+                " trained before, and strategy='auto' would continue its own; make it in configure_optimizers to begin anew"
             )
         self._optimizer, groups = optimizer, optimizer.param_groups
         self._is_given_back = False
