@@ -233,20 +233,26 @@ class TestOptimizer:
 
 
 class Adversarial(SmallNet):
-    """Calls `backward` in its training step."""
+    """Calls `backward` in its training step of one batch."""
+
+    def __init__(self, batch_idx: int) -> None:
+        super().__init__()
+        self.of_batch = batch_idx
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.loss(batch_idx, 1, 0).backward()
-        self.zero_grad()
+        if batch_idx == self.of_batch:
+            self.loss(batch_idx, 1, 0).backward()
+            self.zero_grad()
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("bucket", [50, 100_000])
-def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int) -> None:
+@pytest.mark.parametrize(("bucket", "batch_idx"), [(50, 0), (50, 1), (100_000, 1)])
+def test_a_backward_pass_of_the_users_own_is_refused(how: str, bucket: int, batch_idx: int) -> None:
+    """In the first step, and behind a backward pass of Lightning's."""
     strategy = ZenFlowStrategy(**HOW[how], reduce_bucket_size=bucket)
     with pytest.raises(MisconfigurationException, match=r"torch.autograd.grad\(loss, input\)"):
-        fit(Adversarial(), strategy)
+        fit(Adversarial(batch_idx), strategy)
 
 
 def test_the_state_is_there_again_after_training() -> None:

@@ -13,6 +13,8 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_grad,
+    safe_update_full_grad_vectorized,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -189,3 +191,18 @@ def test_refused(name: str) -> None:
     hook, action, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         fit(linear(), ZenFlowStrategy(**LATE), steps=1, callbacks=[At(hook, lambda m: action(next(m.parameters())))])
+
+
+REPLACED_IN_PIECES: dict[str, Callable[[Tensor], object]] = {
+    "whole": replace_gradient,
+    "a piece": lambda p: safe_set_local_grad(p, torch.zeros_like(p)),
+    "several": lambda p: safe_update_full_grad_vectorized([p], lambda gradient, _: gradient),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED_IN_PIECES)
+def test_another_gradient_is_refused_under_stage_3(name: str) -> None:
+    """Between steps too, where `parameter.grad` is empty and DeepSpeed asks its optimizer."""
+    replace = At("on_train_batch_end", lambda m: REPLACED_IN_PIECES[name](next(m.parameters())))
+    with pytest.raises(RuntimeError, match=r"safe_set_full_grad\(weights.0\): .*`parameter.register_hook"):
+        fit(linear(), ZenFlowStrategy(**NOTHING_LATE, stage=3), steps=1, callbacks=[replace])

@@ -85,6 +85,12 @@ def test_lightning_gives_the_same_bits() -> None:
     assert_same_run(run_here(case), run_here(replace(case, loop="trainer")))
 
 
+def test_skipped_steps_are_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match=r"ZenFlow: 1 of \d steps so far were skipped") as seen:
+        run_here(hostile(math.nan, HOSTILE_STEP, HOSTILE_STEP + 2))
+    assert sum("were skipped" in str(w.message) for w in seen) == 1
+
+
 @pytest.mark.parametrize("factor", [0.0, 1e17, math.nan, 3e18])
 def test_deepspeeds_offload_does_the_same(factor: float) -> None:
     """All parameters have gradients in all steps: where there is none, DeepSpeed's offload applies the one before again."""

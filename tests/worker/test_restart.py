@@ -23,6 +23,7 @@ from harness import UP_TO_TWO, Case, run_here
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.engine import environment
+from lightning_zenflow.native.protocol import Acknowledged, Done
 from lightning_zenflow.telemetry.stalls import StallClock
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.process import JobMessage, Worker, WorkerError
@@ -193,6 +194,22 @@ def test_one_that_reports_an_error_is_not_replaced(arena: Arena, monkeypatch: py
         worker.wait_for(worker.submit(job))
     worker.close()
     assert stalls.worker_restarts == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Done(job_id=2, block=0), Done(job_id=1, block=1), Acknowledged(request_id=1)],
+    ids=["job", "block", "kind"],
+)
+def test_an_answer_to_nothing_is_an_error(
+    answer: Done | Acknowledged, arena: Arena, partition: Partition, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = supervised(Start(arena))
+    job = worker.submit(jobs_of(arena, partition)[0])
+    with monkeypatch.context() as patch, pytest.raises(WorkerError, match="answered what it was not asked"):
+        patch.setattr(worker._worker, "wait", lambda: answer)
+        worker.wait_for(job)
+    worker.kill()
 
 
 def test_one_that_is_stopped_is_waited_for(arena: Arena, partition: Partition) -> None:
