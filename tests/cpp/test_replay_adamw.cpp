@@ -161,7 +161,7 @@ TEST(replay_adamw, equals_reference_for_all_sizes_steps_and_types) {
 
 TEST(replay_adamw, equals_reference_for_each_kind_of_decay) {
     for (const Hyperparameters& hyperparameters : {kNoDecay, kDecoupled, kGradientDecay}) check_all(1003, 4, hyperparameters);
-    for (const double beta1 : {0.996, 0.9962, 0.9999}) {
+    for (const double beta1 : {0.996, 0.99609375, 0.9962, 0.9999}) {
         Hyperparameters slow = kDecoupled;
         slow.beta1 = beta1;
         check_all(1003, 2, slow);

@@ -44,6 +44,8 @@ def main(folder: Path, steps: int, checkpoint: str) -> None:
         callbacks=[] if checkpoint else [After([SAVED_AT], partial(save, folder))],
     )
     trainer.fit(model, ckpt_path=checkpoint or None)
+    # A launcher starts ranks once: what it reads that from has stayed.
+    trainer.validate(model)
     environment = trainer.strategy.cluster_environment
     if trainer.is_global_zero:
         result = (type(environment).__name__, trainer.world_size, trainer.global_step, snapshot(model))
