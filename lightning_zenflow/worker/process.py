@@ -70,11 +70,6 @@ class JobMessage:
         assert self.slots or not self.tentative, self
         assert len(self.slots) == 1 or self.tentative is not protocol.Tentative.TRUE, self
 
-    @property
-    def last_step(self) -> int:
-        """Last of the steps, the tentative one included; the one before `first_step` if there is none."""
-        return self.first_step + len(self.slots) - 1
-
     def __bytes__(self) -> bytes:
         header = protocol.UpdateJob(
             type=protocol.MessageType.JOB,
@@ -196,12 +191,7 @@ class Worker:
             WorkerError: the worker exited.
         """
         if isinstance(message, JobMessage):
-            self._arena.assert_has(
-                block=message.block,
-                slots=message.slots,
-                publish_buffer=message.publish_buffer,
-                last_step=message.last_step,
-            )
+            self._arena.assert_has(block=message.block, slots=message.slots, publish_buffer=message.publish_buffer)
         data = bytes(message)
         assert len(data) <= protocol.MAX_MESSAGE_BYTES, message
         self._send(data)

@@ -236,7 +236,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         for parameter, piece in zip(params_to_release, grad_partitions, strict=True):
             index = self._slice_of_parameter.get(self._numbers[parameter.ds_id])
             if index is not None:
-                if last and index in self.parts.fill.arrivals.arrived:
+                if last and self._in_backward and index in self.parts.fill.arrivals.arrived:
                     refuse_second_gradient(self.param_names[parameter])
                 numel = self._rank.partition.slices[index].numel
                 self._receive(index, piece.detach().view(-1).narrow(0, 0, numel), last=last)
