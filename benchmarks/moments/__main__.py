@@ -125,7 +125,7 @@ def coded_moments(m: Tensor, v: Tensor, rule: Rule, generator: torch.Generator) 
         if rule.rounding == "stochastically":
             return stochastic(shares)
         # Of what is below zero the upper neighbour is nearer to it.
-        return torch.full_like(shares, 0.5) if rule.rounding == "to nearest" else (shares >= 0).float()
+        return torch.full_like(shares, 0.5) if rule.rounding == "to nearest" else (shares > 0).float()
 
     if rule.second == "root":
         root = coded(v.sqrt(), SECOND["root"], rule.tile, stochastic)
