@@ -27,7 +27,7 @@ from benchmarks.recorded_device.passes import one_launch_a_pass
 from benchmarks.recorded_device.tensors import DEVICE, Transfer, tell_apart
 from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.core.device import RUNTIMES
-from lightning_zenflow.engine import build, written_weights
+from lightning_zenflow.engine import between_steps, build
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.session import Session
@@ -302,7 +302,7 @@ def recorded_device(*, events_are_reached: bool = False, memory_limit: float = m
         stack.enter_context(patch.object(build, "kernels_for", lambda _: one_launch_a_pass(device)))
         stack.enter_context(patch.object(Session, "_cpu", DEVICE))
         # In first steps the host waits for the device to look for the user's writes, which would order everything.
-        stack.enter_context(patch.object(written_weights, "FOLLOWED", 0))
+        stack.enter_context(patch.object(between_steps, "FOLLOWED", 0))
         # Private: where torch puts the objects of a collective; with NCCL alone on the rank's GPU.
         stack.enter_context(patch.object(distributed_c10d, "_get_object_coll_device", lambda _=None: str(DEVICE)))
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_zenflow.core.device import Event, runtime_of
-from lightning_zenflow.deferred.publisher import Publisher
-from lightning_zenflow.deferred.slots import SlotPool
+from lightning_zenflow.deferred.buffers import Publisher, SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.deferred.buffers import Publisher, SlotPool
 from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
-from lightning_zenflow.deferred.publisher import Publisher
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule

@@ -17,10 +17,9 @@ from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, Slice
+from lightning_zenflow.deferred.buffers import InPlacePublisher, Publisher, SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.deferred.publisher import InPlacePublisher, Publisher
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.host_state import HostState
 from lightning_zenflow.kernels.select import kernels_for

@@ -17,14 +17,13 @@ from typing_extensions import override
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.errors import MisconfigurationException, other_backward
+from lightning_zenflow.engine.between_steps import TakenGradients, WrittenWeights, refuse_replaced
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
-from lightning_zenflow.engine.taken_gradients import TakenGradients, refuse_replaced
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
-from lightning_zenflow.engine.written_weights import WrittenWeights
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
 from lightning_zenflow.step.readings import CounterReader
@@ -220,6 +219,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
             if any(p.grad is not None for p in self._trained_parameters):
                 refuse_replaced([self.param_names[p] for p in replaced])
             # By `module.zero_grad()`.
+            self.taken.clear()
             self.zenflow_step.drop_gradients()
         return self.zenflow_step.micro_batches > 0
 

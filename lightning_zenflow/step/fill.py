@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import has_room
+from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step.arrivals import Arrivals, BackwardSubmission, GradientNorms
 from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.step.gradient_router import GradientRouter, VectorGradients

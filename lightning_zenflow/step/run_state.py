@@ -33,9 +33,9 @@ from torch import Tensor
 
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from gpu_cases import MILLISECOND, RACES, device
 from harness import Case, Run, run_here, workers
+from lightning_zenflow.deferred.buffers import Publisher
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.publisher import Publisher
 from lightning_zenflow.kernels.base import Kernels
 from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.gradient_router import GradientRouter

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
-from lightning_zenflow.deferred import slots
+from lightning_zenflow.deferred import buffers
+from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.deferred.slots import SlotPool
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 from models import SHAPES
@@ -209,7 +209,7 @@ def test_views_of_slots_that_are_not_kept_are_the_same(monkeypatch: pytest.Monke
         return result
 
     whole = run_here(CASES["S=4, d=1"])
-    monkeypatch.setattr(slots, "MAX_VIEWS", 7)
+    monkeypatch.setattr(buffers, "MAX_VIEWS", 7)
     monkeypatch.setattr(SlotPool, "view", watched_view)
     assert_same_run(run_here(CASES["S=4, d=1"]), whole)
     assert max(kept) == 7
