@@ -33,7 +33,7 @@ _trained: "WeakSet[Optimizer]" = WeakSet()
 
 
 class UsersOptimizer:
-    """The user's optimizer, whose groups have DeepSpeed's flat partitions while it trains and the module's parameters before and after.
+    """The user's optimizer, which has DeepSpeed's groups and state while it trains, and its own groups and no state before and after.
 
     Args:
         optimizer: before DeepSpeed's set-up.
