@@ -54,11 +54,16 @@ class WrittenWeights:
 
     def note(self, step: int | None = None) -> None:
         """Takes what the model shows now for our own, behind a step or a flush (None)."""
-        self._counters = self._read_counters()
+        self.note_gather()
         self._is_followed = step is None or step <= max(self._followed_until, FOLLOWED)
         # Others by Knuth's multiplicative hash, so that what is written in every n-th step is met.
         sums = not self._in_place and (self._is_followed or step * 2654435761 % 2**32 < 2**27)  # type: ignore[operator]
         self._sums = self._sum() if sums else None
+
+    def note_gather(self) -> None:
+        """Takes the counters as our own, while our own updates change weights."""
+        self._counters = self._read_counters()
+        self.begin_updates()
 
     def begin_updates(self) -> None:
         """Notes that our own updates change weights from here on, until `note`."""
@@ -204,11 +209,12 @@ class TakenGradients:
 
     def mark(self) -> None:
         """Puts them into the parameters, after a backward pass."""
+        self._marks = []
         for p in self._parameters:
-            if p.shape not in self._of_shape:
-                self._of_shape[p.shape] = TakenGradient(p)
-        self._marks = [self._of_shape[p.shape] for p in self._parameters]
-        for p, mark in zip(self._parameters, self._marks, strict=True):
+            if (mark := self._of_shape.get(p.shape)) is None:
+                mark = self._of_shape[p.shape] = TakenGradient(p)
+            # First: who is interrupted here removes what it has put in.
+            self._marks.append(mark)
             p.grad = mark
         self._are_shown = True
 

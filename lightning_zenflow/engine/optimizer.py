@@ -163,8 +163,7 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     def _weights_change(self) -> None:
         self._gather_weights()
         # The only parameter of a group may be DeepSpeed's flat buffer itself, and a gather then counts.
-        self._written.note()
-        self._written.begin_updates()
+        self._written.note_gather()
 
     @abstractmethod
     def _gather_weights(self) -> None:

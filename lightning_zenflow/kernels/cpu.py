@@ -262,7 +262,7 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> in
 
     All tensors pass here on their way to C++, which sees none of this.
     """
-    as_promised = tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+    as_promised = tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
     assert as_promised and numel in (None, tensor.numel()), (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
     return tensor.data_ptr()
 

@@ -14,10 +14,10 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import (
     StepScale,
     add_up,
+    clip_factor,
     mean_beta1,
     predicted_squared_norm,
     smoothed_ratio,
-    step_scale,
 )
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.context import StepContext
@@ -184,7 +184,6 @@ class BackwardSubmission:
         self._vectors = vectors
         self._ownership = ownership
         self._predicts = predicts
-        self._count = torch.zeros((), dtype=torch.float64, device=rank.device)
         self._factors: list[Tensor] = []
         self.factor_error = DeviceNumber()
 
@@ -217,9 +216,9 @@ class BackwardSubmission:
                 squared_norm = self._norms.predict(block, loss_scale=inputs.loss_scale)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
-            scale = step_scale(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale, count=self._count)
-            self._factors.append(scale.factor)
-            self._jobs.submit_in_backward(block, context.number, scale.factor, beta1=mean_beta1(inputs.groups))
+            factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)
+            self._factors.append(factor)
+            self._jobs.submit_in_backward(block, context.number, factor, beta1=mean_beta1(inputs.groups))
 
     def end_step(self, squared_norm: Tensor, scale: StepScale, context: StepContext) -> None:
         """Takes the step's own squared norm, 0-D float64 of all ranks, and its scale."""
