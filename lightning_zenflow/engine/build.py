@@ -22,7 +22,7 @@ from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.host_state import HostState
-from lightning_zenflow.kernels.select import kernels_for
+from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
 from lightning_zenflow.step.auto_control import ScheduleControl
@@ -30,7 +30,7 @@ from lightning_zenflow.step.fill import Fill
 from lightning_zenflow.step.plan import Planner
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import StepParts
-from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
 from lightning_zenflow.topk.state_export import export_bytes
@@ -192,7 +192,7 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         weights=zero.publisher.place(zero.weights, plan.partition, arena),
         device=device,
         kernels=kernels_for(device),
-        telemetry=Telemetry.create(device),
+        telemetry=Telemetry(stalls=StallClock(device)),
         d2h=SideStream(device),
     )
     # Before anything is written to the states: their memory comes from the NUMA node of the thread that touches it first.

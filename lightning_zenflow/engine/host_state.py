@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.engine.on_disk import on_disk
-from lightning_zenflow.engine.saved_float32 import SavedAsFloat32
+from lightning_zenflow.engine.on_disk import SavedAsFloat32, on_disk
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.moments import CodedMoment, Moment
 

@@ -1,14 +1,23 @@
-"""Copies of states in files without a name, for saves: in memory they would take as much again as the states themselves."""
+"""States as saves have them, where a copy in memory would take as much again as the states themselves.
+
+Copies are in files without a name. Moments in fewer bits get to every reader of a checkpoint's file as float32, DeepSpeed's tools among
+them: with 16 bits the file has those of the arena and the call of `Tensor.float`; this package copies such moments to its own arena, and
+leaves that call out. What torch has no type for is copied to disk before, as float32.
+"""
 
 import contextlib
 import mmap
 import os
 import tempfile
+from operator import methodcaller
 from pathlib import Path
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import from_dlpack
+from typing_extensions import override
 
 _mapped: list[mmap.mmap] = []
 """Copies of the present save."""
@@ -51,3 +60,19 @@ def with_own_storage(part: Tensor) -> Tensor:
     part = part.detach()
     # DLPack forgets the strides of dimensions of one element, by which torch chooses its kernels.
     return from_dlpack(part).as_strided(part.shape, part.stride())
+
+
+class SavedAsFloat32(Tensor):
+    """A tensor that is pickled as the call of `Tensor.float` on a tensor of its own type."""
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return methodcaller("float"), (self.as_subclass(Tensor),)
+
+
+class WithoutConversion(TorchFunctionMode):
+    """Context in which `torch.load` leaves such tensors in the type that the file has, mapped."""
+
+    @override
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is Tensor.float else function(*args, **(kwargs or {}))

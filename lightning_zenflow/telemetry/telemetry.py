@@ -9,7 +9,6 @@ from typing import Literal, get_args
 
 import torch
 from torch.profiler import record_function
-from typing_extensions import Self
 
 from lightning_zenflow.core.device import Event, runtime_of
 
@@ -116,11 +115,6 @@ class Telemetry:
     """Time that the training thread and the device spent waiting, by cause."""
     traffic: Traffic = field(default_factory=Traffic)
     """Bytes copied between device and host."""
-
-    @classmethod
-    def create(cls, device: torch.device) -> Self:
-        """Builds the telemetry of a rank; on a CUDA device, times are measured with events on the current stream."""
-        return cls(stalls=StallClock(device))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Free memory of the host, and the check before training that the arenas of all ranks fit.
+"""Free memory of the host, the check before training that the arenas of all ranks fit, and what the kernel has killed for lack of it.
 
 The kernel allocates shared memory when a page is first written. Without the check, a host with too little memory would fail later, by the
 OOM killer.
@@ -105,3 +105,30 @@ def _number(path: Path) -> int | None:
 
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.2f} GiB ({n_bytes} bytes)"
+
+
+class OutOfMemoryKills:
+    """Counts the processes that the kernel's out-of-memory killer has ended, in this process' control groups and on the machine."""
+
+    def __init__(self) -> None:
+        self._seen = _counts(_ROOT)
+
+    def since_last(self) -> str | None:
+        """A sentence if there were any since the last call or the construction: where, and what to do; None if there were none."""
+        now, before = _counts(_ROOT), self._seen
+        self._seen = now
+        for where, count in now.items():
+            if count > before.get(where, 0):
+                return (
+                    f"The kernel's out-of-memory killer ended {count - before.get(where, 0)} process(es) meanwhile, says {where}: host"
+                    " memory is too small. Use moments_dtype='bfloat16' or 'int8', smaller update_interval, publish_lag or"
+                    " max_update_interval, fewer processes of data loaders, or give the job more memory"
+                )
+        return None
+
+
+def _counts(root: Path) -> dict[str, int]:
+    """Kills so far, by the file that says so: the nearest control group first, the machine last."""
+    # With the kills of descendants.
+    files = [*(folder / "memory.events" for folder in control_groups(root)), root / "proc/vmstat"]
+    return {str(path): table["oom_kill"] for path in files if "oom_kill" in (table := read_table(path))}

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 from collections import deque
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.causes import threads_refused, why_it_cannot_start
 from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ _LOOK_S = 1.0
 """Between two looks at what a worker does that has not answered yet; less where `worker_timeout` is short."""
 
 _STDERR_BYTES = 4096
+
+_OF_THE_PROGRAM = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGSYS)
+"""Signals that end a program at its start if it does not suit the machine or is incomplete."""
 
 
 class WorkerError(RuntimeError):
@@ -323,3 +326,27 @@ class Worker:
     def _last_output(self) -> str:
         size = os.fstat(self._stderr_fd).st_size
         return os.pread(self._stderr_fd, _STDERR_BYTES, max(0, size - _STDERR_BYTES)).decode(errors="replace").strip()
+
+
+def why_it_cannot_start(status: int, output: str) -> str | None:
+    """Why a worker that ended before it was ready could not start, if the program does not suit the machine; None otherwise.
+
+    Args:
+        status: exit status, negative for a signal.
+        output: its last output.
+    """
+    if status < 0 and -status in _OF_THE_PROGRAM:
+        return f"{signal.Signals(-status).name} at its start, as by an instruction that the CPU lacks, or by an incomplete file"
+    if status > 0 and ("GLIBC" in output or "while loading shared libraries" in output):
+        return output.splitlines()[0]
+    return None
+
+
+def threads_refused(output: str) -> str:
+    """A sentence with what to do where the system has refused a thread or process; empty if the output does not say so."""
+    if "Thread creation failed" not in output and "Resource temporarily unavailable" not in output:
+        return ""
+    return (
+        ". The system allows no more threads (`ulimit -u`, or the control group's pids.max): raise the limit, or lower worker_cores or the"
+        " number of data loaders' processes"
+    )

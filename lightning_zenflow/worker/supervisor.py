@@ -10,7 +10,7 @@ from itertools import count
 
 from lightning_zenflow.native.protocol import Done, Export, MessageType, Touch
 from lightning_zenflow.telemetry.telemetry import Cause, StallClock
-from lightning_zenflow.worker.causes import OutOfMemoryKills
+from lightning_zenflow.worker.memory import OutOfMemoryKills
 from lightning_zenflow.worker.process import (
     Answer,
     JobMessage,

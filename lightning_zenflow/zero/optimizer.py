@@ -29,9 +29,14 @@ from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.substitution import in_place_of
 from lightning_zenflow.engine.supported import refuse_features, refuse_moved
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
-from lightning_zenflow.zero.exchange import OrderedCopy
-from lightning_zenflow.zero.flat_order import balanced_order
-from lightning_zenflow.zero.slices import flat_layouts, fragments, parameters_in_order, read_slices
+from lightning_zenflow.zero.flat_buffers import (
+    OrderedCopy,
+    balanced_order,
+    flat_layouts,
+    fragments,
+    parameters_in_order,
+    read_slices,
+)
 
 
 class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no type information

@@ -30,7 +30,7 @@ from lightning_zenflow.engine.environment import RankEnvironment
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.strategy import ZenFlowPrecision
 from lightning_zenflow.worker.cores import allowed_cores
-from lightning_zenflow.zero.flat_order import balanced_order
+from lightning_zenflow.zero.flat_buffers import balanced_order
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
 from models import OptimizerOptions, TestModule

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.partition import Partition
-from lightning_zenflow.kernels.base import Kernels
-from lightning_zenflow.kernels.select import kernels_for
-from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.kernels.base import Kernels, kernels_for
+from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
 from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes
 from lightning_zenflow.worker.cores import allowed_cores
@@ -45,7 +44,7 @@ def make_rank_state(
         weights=weights,
         device=device,
         kernels=kernels or kernels_for(device),
-        telemetry=Telemetry.create(device),
+        telemetry=Telemetry(stalls=StallClock(device)),
         d2h=SideStream(device),
     )
 

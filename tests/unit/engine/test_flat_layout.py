@@ -5,7 +5,7 @@ import random
 import pytest
 
 from lightning_zenflow.engine.flat_layout import FlatLayout, Layout, PieceLayout, runs
-from lightning_zenflow.zero.flat_order import balanced_order
+from lightning_zenflow.zero.flat_buffers import balanced_order
 
 
 def layout(draw: random.Random, numels: dict[str, int]) -> Layout:

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from lightning_zenflow.kernels.base import Kernels
+from lightning_zenflow.kernels.base import Kernels, kernels_for
 from lightning_zenflow.kernels.cpu import CpuKernels
-from lightning_zenflow.kernels.select import kernels_for
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -8,11 +8,11 @@ from torch.profiler import profile
 
 from benchmarks.recorded_device.device import RecordedEvent
 from benchmarks.recorded_device.watch import recorded_device
-from lightning_zenflow.telemetry.telemetry import Telemetry
+from lightning_zenflow.telemetry.telemetry import StallClock
 
 
 def test_waits_are_counted_and_profiled() -> None:
-    stalls = Telemetry.create(torch.device("cpu")).stalls
+    stalls = StallClock(torch.device("cpu"))
     with profile() as profiler, stalls.measure("flush"):
         pass
     (wait,) = [event for event in profiler.events() if event.name == "zenflow wait: flush"]
@@ -30,7 +30,7 @@ def test_events_of_waits_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(RecordedEvent, "record", noted)
     with recorded_device(events_are_reached=True):
-        stalls = Telemetry.create(torch.device("cpu")).stalls
+        stalls = StallClock(torch.device("cpu"))
         for _ in range(20):
             with stalls.measure("publish_wait"):
                 pass
