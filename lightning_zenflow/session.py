@@ -20,8 +20,6 @@ from typing_extensions import override
 
 from lightning_zenflow.checkpoint.collective import (
     is_file_together,
-    load_file_together,
-    load_together,
     read_file_together,
     save_together,
 )
@@ -50,8 +48,8 @@ from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
 from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
-from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
 from lightning_zenflow.zero3.optimizer import ZenFlowZero3Optimizer
+from lightning_zenflow.zero3.optimizer import zenflow_optimizer as zero3_in_engine
 
 Built = TypeVar("Built", bound=tuple[Any, ...])
 
@@ -188,15 +186,13 @@ class Session(RankEnvironment):
                 group["params"].sort(key=lambda p: not p.requires_grad)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
-        settings: dict[str, Any] = {"zenflow": self.zenflow_config, "resources": resources}
-        entry: AbstractContextManager[Sequence[ZenFlowOptimizer]]
+        in_engine: Callable[..., AbstractContextManager[Sequence[ZenFlowOptimizer]]] = zero_in_engine
+        kind: type[ZenFlowOptimizer] = ZenFlowZeroOptimizer
         if self.config["zero_optimization"]["stage"] == 3:
-            entry = zero3_in_engine(partial(ZenFlowZero3Optimizer, **settings), model)
-        else:
-            entry = zero_in_engine(partial(ZenFlowZeroOptimizer, **settings), model)
+            in_engine, kind = zero3_in_engine, ZenFlowZero3Optimizer
         self._cpu = RankEnvironment._cpu
         try:
-            with entry as optimizers:
+            with in_engine(partial(kind, zenflow=self.zenflow_config, resources=resources), model) as optimizers:
                 built = initialize()
         finally:
             del self._cpu
@@ -347,27 +343,6 @@ class Session(RankEnvironment):
 
     def _optimizer_in_training(self) -> AbstractContextManager[None]:
         return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
-
-    def _load_file(
-        self,
-        engine: Any,
-        saved: SavedFile,
-        weights: Mapping[str, Any],
-        states: Mapping[str, Any] | None,
-        *,
-        strict: bool,
-    ) -> None:
-        """Loads model and optimizer from one file; as `load_file_together`."""
-        # Before weights are loaded, which updates in flight would overwrite.
-        self.flush()
-        load_file_together(engine, saved, weights, states, self._optimized, strict=strict)
-
-    def _load(self, engine: Any, path: Any, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-        """Loads model and optimizer; as `load_together`."""
-        assert self.zenflow_optimizer is not None
-        # Before the engine loads weights, which updates in flight would overwrite.
-        self.zenflow_optimizer.flush()
-        return load_together(engine, Path(place_of(path)), strict=strict, optimizer_states=optimizer_states)
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zenflow.checkpoint.atomic import remove
-from lightning_zenflow.checkpoint.collective import load_weights_together
+from lightning_zenflow.checkpoint.collective import load_file_together, load_together, load_weights_together
 from lightning_zenflow.checkpoint.engine_content import AVERAGED, CURRENT, as_lightning_saved, to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.put_off import PutOffSaves, undisturbed
@@ -476,7 +476,7 @@ class TrainerStrategy(Session):
                 load_whole(module, client_state[AVERAGED], strict=module.strict_loading)
             return as_lightning_saved(client_state, module)
         max_norm = self.zenflow_optimizer.clip_grad
-        client_state = self._load(self.deepspeed_engine, path, strict=module.strict_loading)
+        client_state = load_together(self.deepspeed_engine, path, strict=module.strict_loading)
         # DeepSpeed takes over the saved one; the Trainer's counts.
         self.zenflow_optimizer.clip_grad = max_norm
         return as_lightning_saved(client_state, module)
@@ -494,7 +494,7 @@ class TrainerStrategy(Session):
         weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
         states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
         max_norm = 0.0 if self.zenflow_optimizer is None else self.zenflow_optimizer.clip_grad
-        self._load_file(self.deepspeed_engine, saved, weights, states, strict=strict)
+        load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
         if self.zenflow_optimizer is not None:
             # As from a folder.
             self.zenflow_optimizer.clip_grad = max_norm

@@ -23,7 +23,7 @@ from lightning_zenflow.engine.config import set_bucket_size
 from lightning_zenflow.engine.environment import RankEnvironment
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, first_scales
 from lightning_zenflow.zero.optimizer import zenflow_optimizer as zero_in_engine
-from lightning_zenflow.zero3.engine import zenflow_optimizer as zero3_in_engine
+from lightning_zenflow.zero3.optimizer import zenflow_optimizer as zero3_in_engine
 
 
 class ZeroOffload(ZenFlowStrategy):

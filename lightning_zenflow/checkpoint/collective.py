@@ -229,6 +229,8 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     """
     optimizer: ZenFlowZeroOptimizer | ZenFlowZero3Optimizer = engine.optimizer
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Before weights are loaded, which updates in flight would overwrite.
+    optimizer.flush()
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
@@ -292,6 +294,9 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights, strict=strict)
         return
+    if not optimizer.closed:
+        # As for a folder.
+        optimizer.flush()
     state = None
     with _loading(saved.path):
         masters = saved.masters_for(optimizer, weights)

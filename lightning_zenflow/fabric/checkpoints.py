@@ -10,7 +10,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zenflow.checkpoint.collective import load_weights_together, one_engine
+from lightning_zenflow.checkpoint.collective import (
+    load_file_together,
+    load_together,
+    load_weights_together,
+    one_engine,
+)
 from lightning_zenflow.checkpoint.engine_content import to_save
 from lightning_zenflow.checkpoint.files import place_of
 from lightning_zenflow.checkpoint.single_file import FILE_KEY, SavedFile
@@ -138,7 +143,7 @@ class FabricCheckpoints(Session):
             _move_state_into(client_state, state, keys=names)
             return client_state
         has_optimizer = any(item is optimizer for item in items)
-        client_state = self._load(self._engine, path, strict=strict, optimizer_states=has_optimizer)
+        client_state = load_together(self._engine, path, strict=strict, optimizer_states=has_optimizer)
         ours = {name for name, item in state.items() if item is self._engine or item is optimizer}
         _move_state_into(client_state, state, keys=set(state) - ours)
         return client_state
@@ -150,7 +155,7 @@ class FabricCheckpoints(Session):
         ours = {model, *optimizers}
         saved.unmap_others(tuple(ours))
         states = saved.entry(optimizers[0]) if optimizers else None
-        self._load_file(engine, saved, saved.entry(model), states, strict=strict)
+        load_file_together(engine, saved, saved.entry(model), states, self._optimized, strict=strict)
         wanted = [name for name in state if name not in ours and (strict or name in saved.content)]
         rest = {name: value for name, value in saved.content.items() if name not in ours}
         for name in wanted:

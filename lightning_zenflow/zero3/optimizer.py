@@ -1,12 +1,16 @@
 """DeepSpeed's ZeRO-3 offload optimizer around `ZenFlowStep`, with parameters on the device or in host memory."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
+
+# Before the name in `stage3_module` is replaced: it has a subclass of the class.
+import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401
+import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -21,6 +25,7 @@ from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.release import restore_process
+from lightning_zenflow.engine.substitution import in_place_of
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
@@ -32,7 +37,7 @@ from lightning_zenflow.zero3.supported import (
     refuse_unsupported,
 )
 
-REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
 
 
@@ -252,7 +257,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     def independent_gradient_partition_epilogue(self) -> None:
         """Ends a backward pass, without DeepSpeed's wait of the host for the stream of the reduction."""
         for dtype in self.ipg_buckets:
-            getattr(self, REDUCE_BUCKET)(dtype)
+            getattr(self, _REDUCE_BUCKET)(dtype)
         if self.reduce_and_partition_stream is not None:
             runtime_of(self._rank.device).current_stream().wait_stream(self.reduce_and_partition_stream)
 
@@ -394,3 +399,11 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         with self._with_flat_groups():
             super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
         self._continue_from(own, optimizer_states=load_optimizer_states)
+
+
+def zenflow_optimizer(
+    factory: Callable[..., ZenFlowZero3Optimizer], module: Module
+) -> AbstractContextManager[list[ZenFlowZero3Optimizer]]:
+    """As `in_place_of`, of the optimizer of ZeRO stage 3, which the engine imports where it constructs it."""
+    base = DeepSpeedZeroOptimizer_Stage3
+    return in_place_of(base, stage3_module, factory, ZenFlowZero3Optimizer, module, calls=[_REDUCE_BUCKET])

@@ -15,7 +15,7 @@ import torch
 from lightning_zenflow.kernels import cpu
 from lightning_zenflow.native.paths import worker_executable
 from lightning_zenflow.telemetry.telemetry import StallClock
-from lightning_zenflow.worker import causes
+from lightning_zenflow.worker import memory
 from lightning_zenflow.worker.arena import Arena
 from lightning_zenflow.worker.cores import allowed_cores
 from lightning_zenflow.worker.process import Worker, WorkerError
@@ -120,7 +120,7 @@ def test_the_out_of_memory_killer_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The counter is the kernel's, of a machine that is not at hand; the kills are real."""
-    monkeypatch.setattr(causes, "_ROOT", write(tmp_path, {**files, counter: text.format(7)}))
+    monkeypatch.setattr(memory, "_ROOT", write(tmp_path, {**files, counter: text.format(7)}))
     worker = start(arena)
 
     def kill() -> None:
