@@ -37,12 +37,12 @@ from lightning_zenflow.engine.config import (
     set_bucket_size,
 )
 from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
+from lightning_zenflow.engine.engines import missing_overrides
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.precision import restore_types
 from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
-from lightning_zenflow.engine.substitution import missing_overrides
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError
@@ -321,7 +321,7 @@ class Session(RankEnvironment):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
-            self._optimizer_in_training(),
+            nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training(),
         ):
             save_together(
                 place,
@@ -340,9 +340,6 @@ class Session(RankEnvironment):
         if not is_file_together(place):
             return None
         return read_file_together(place, partial(read, place, weights_only=weights_only))
-
-    def _optimizer_in_training(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:

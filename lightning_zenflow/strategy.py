@@ -32,7 +32,7 @@ from lightning_zenflow.checkpoint.whole_state import WholeState
 from lightning_zenflow.config import ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import prepare_deepspeed_config
-from lightning_zenflow.engine.inference import inference_engine
+from lightning_zenflow.engine.engines import inference_engine
 from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
 from lightning_zenflow.engine.precision import TrainerPrecision
 from lightning_zenflow.engine.supported import (

@@ -63,7 +63,8 @@ class WholeState:
         self._places = {_place(p): name for name, p in self._parameters.items() if p.numel() > 0}
         self.weights = weights
         if without_frozen:
-            for entry in [e for e in weights if (p := self._parameter(e)) is not None and not p.requires_grad]:
+            of_entry: dict[str, Any] = {e: self._parameters.get(self._name_of(e)) for e in weights}
+            for entry in [e for e, p in of_entry.items() if p is not None and not p.requires_grad]:
                 del weights[entry]
         self._refuse_changed_pieces(handed or {})
         self._shapes = {} if optimizer is None else optimizer.full_state.shapes
@@ -80,9 +81,6 @@ class WholeState:
         if name in self._parameters or not isinstance(shown, Tensor):
             return name
         return self._places.get(_place(shown), name)
-
-    def _parameter(self, entry: str) -> Any:
-        return self._parameters.get(self._name_of(entry))
 
     def _refuse_changed_pieces(self, handed: Mapping[str, Any]) -> None:
         """Raises MisconfigurationException if an entry shows a piece that nothing tells the parameter of, or that a hook has changed."""

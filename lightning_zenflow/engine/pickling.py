@@ -4,6 +4,7 @@ import copyreg
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,7 +40,7 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
     table: dict[type, Any] = copyreg.dispatch_table
     before = {kind: table.get(kind) for kind in {*map(type, parts), Tensor}}
     for kind, theirs in before.items():
-        table[kind] = partial(_reduce, theirs or _by_protocol, buffers)
+        table[kind] = partial(_reduce, theirs or methodcaller("__reduce_ex__", 4), buffers)
     try:
         yield
     finally:
@@ -47,10 +48,6 @@ def pickled_as_before(parts: Iterable[Module | Tensor]) -> Iterator[None]:
             del table[kind]
             if theirs is not None:
                 table[kind] = theirs
-
-
-def _by_protocol(part: Any) -> Any:
-    return part.__reduce_ex__(4)
 
 
 def _reduce(theirs: Reduce, buffers: set[int], part: Module | Tensor) -> Any:

@@ -224,12 +224,9 @@ def _remove_hooks(tables: Sequence[Any]) -> None:
         number
         for table in tables
         for number, hook in table.items()
-        if _package(getattr(hook, "func", hook)) in ("deepspeed", "lightning_zenflow")
+        if str(getattr(getattr(hook, "func", hook), "__module__", "")).partition(".")[0]
+        in ("deepspeed", "lightning_zenflow")
     }
     for table in tables:
         for number in theirs:
             table.pop(number, None)
-
-
-def _package(function: Any) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]

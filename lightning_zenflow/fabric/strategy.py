@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig, given_keys
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.engine.inference import inference_engine
+from lightning_zenflow.engine.engines import inference_engine
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.precision import PlainPrecision
 from lightning_zenflow.engine.supported import refuse_unsupported_module

@@ -23,10 +23,10 @@ from typing_extensions import override
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
+from lightning_zenflow.engine.engines import in_place_of
 from lightning_zenflow.engine.flat_layout import FlatLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.substitution import in_place_of
 from lightning_zenflow.engine.supported import refuse_features, refuse_moved
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero.flat_buffers import (

@@ -150,7 +150,8 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         late: list[Any] = []
         for parameter in params:
             if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
-                begins = parameter in self._needed or self._is_known(parameter)
+                is_known = parameter in self._fetched or (self._one_rank and self._is_written(parameter))
+                begins = parameter in self._needed or is_known
                 (at_once if begins else late).append(parameter)
         for parameter in at_once:
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
@@ -163,9 +164,6 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
             parameter.ds_status = ZeroParamStatus.INFLIGHT
             self._handles[parameter] = None
             self._PartitionedParameterCoordinator__n_available_params += parameter.ds_numel
-
-    def _is_known(self, parameter: Any) -> bool:
-        return parameter in self._fetched or (self._one_rank and self._is_written(parameter))
 
     def _begin(self, parameters: list[Any]) -> None:
         """Begins late gathers, as one."""

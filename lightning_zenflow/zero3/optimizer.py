@@ -22,10 +22,10 @@ from typing_extensions import override
 from lightning_zenflow.core.device import Stream, runtime_of
 from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition
+from lightning_zenflow.engine.engines import in_place_of
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.release import restore_process
-from lightning_zenflow.engine.substitution import in_place_of
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece

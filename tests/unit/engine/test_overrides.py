@@ -5,7 +5,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from typing_extensions import override
 
 from lightning_zenflow import ZenFlowStrategy
-from lightning_zenflow.engine.substitution import missing_overrides
+from lightning_zenflow.engine.engines import missing_overrides
 
 
 class Base:

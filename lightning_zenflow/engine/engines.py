@@ -1,6 +1,7 @@
-"""ZenFlow's optimizer in the place of one of DeepSpeed's, while DeepSpeed's engine is built."""
+"""DeepSpeed's engines: one that is built with ZenFlow's optimizer in the place of DeepSpeed's, and one of a model that is not trained."""
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,8 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Module, Parameter
 
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.release import note_users_flags
+from lightning_zenflow.engine.pieces import is_in_pieces
+from lightning_zenflow.engine.release import note_users_flags, remove_hooks
 
 
 @contextmanager
@@ -82,6 +84,26 @@ def in_place_of(
     finally:
         restore_scalars()
         setattr(namespace, name, base)
+
+
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device, *, divides: bool = False) -> Any:
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration.
+
+    Whole weights stay whole, unless it `divides` them. Those that stage 3 has divided, as `fabric.init_module` makes them, are gathered
+    where they are used. Hooks of an engine before are removed; the user's stay.
+    """
+    remove_hooks(module)
+    note_users_flags(module)
+    keys = ("fp16", "bf16", *(["zero_optimization"] if divides or is_in_pieces(module) else []))
+    settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(device_rank=device.index or 0),
+        config=settings,
+        model=module,
+        model_parameters=[],
+        dist_init_required=False,
+    )
+    return engine
 
 
 def missing_overrides(subclass: type, base: type) -> list[str]:
