@@ -186,10 +186,9 @@ class Session(RankEnvironment):
                 group["params"].sort(key=lambda p: not p.requires_grad)
         if self._chooses_buckets:
             set_bucket_size(self.config, model)
-        in_engine: Callable[..., AbstractContextManager[Sequence[ZenFlowOptimizer]]] = zero_in_engine
-        kind: type[ZenFlowOptimizer] = ZenFlowZeroOptimizer
-        if self.config["zero_optimization"]["stage"] == 3:
-            in_engine, kind = zero3_in_engine, ZenFlowZero3Optimizer
+        is_3 = self.config["zero_optimization"]["stage"] == 3
+        kind: type[ZenFlowOptimizer] = ZenFlowZero3Optimizer if is_3 else ZenFlowZeroOptimizer
+        in_engine: Callable[..., AbstractContextManager[Any]] = zero3_in_engine if is_3 else zero_in_engine
         self._cpu = RankEnvironment._cpu
         try:
             with in_engine(partial(kind, zenflow=self.zenflow_config, resources=resources), model) as optimizers:
@@ -321,7 +320,7 @@ class Session(RankEnvironment):
         with (
             pickled_as_before(p for of_module in self._released for p in of_module),
             nullcontext() if state is not None else as_in_training(self._released),
-            nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training(),
+            self._optimizer_in_training(),
         ):
             save_together(
                 place,
@@ -340,6 +339,9 @@ class Session(RankEnvironment):
         if not is_file_together(place):
             return None
         return read_file_together(place, partial(read, place, weights_only=weights_only))
+
+    def _optimizer_in_training(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._users_optimizer is None else self._users_optimizer.in_training()
 
     @abstractmethod
     def _in_engines(self) -> Sequence[Module]:

@@ -151,8 +151,7 @@ class FetchCoordinator(PartitionedParameterCoordinator):  # type: ignore[misc]  
         for parameter in params:
             if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 is_known = parameter in self._fetched or (self._one_rank and self._is_written(parameter))
-                begins = parameter in self._needed or is_known
-                (at_once if begins else late).append(parameter)
+                (at_once if is_known or parameter in self._needed else late).append(parameter)
         for parameter in at_once:
             # Before their status changes, so that an interrupt of the wait leaves them as they were.
             self._before_use(parameter)
