@@ -494,6 +494,8 @@ class TrainerStrategy(Session):
         weights = saved.entry(CURRENT if fits and checkpoint.get(CURRENT) is not None else "state_dict")
         states = saved.optimizer_state if fits and "optimizer_states" in checkpoint else None
         max_norm = 0.0 if self.zenflow_optimizer is None else self.zenflow_optimizer.clip_grad
+        # Before weights are loaded, which updates in flight would overwrite.
+        self.flush()
         load_file_together(self.deepspeed_engine, saved, weights, states, self._optimized, strict=strict)
         if self.zenflow_optimizer is not None:
             # As from a folder.

@@ -294,9 +294,6 @@ def load_file_together(
         with _loading(saved.path):
             load_whole(engine.module, weights, strict=strict)
         return
-    if not optimizer.closed:
-        # As for a folder.
-        optimizer.flush()
     state = None
     with _loading(saved.path):
         masters = saved.masters_for(optimizer, weights)

@@ -100,10 +100,9 @@ class HostState:
 
     def as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The result of the user's `Optimizer.state_dict`, as a checkpoint holds it; it shares the arena's memory if it can."""
-        moments: Any = self._moments.items()
-        saved = self._saved or [{name: m.read(*bounds) for name, m in moments} for bounds in self._bounds]
-        saved = [
-            {n: m if m.dtype == torch.float32 else m.as_subclass(SavedAsFloat32) for n, m in s.items()} for s in saved
+        saved = self._saved or [
+            {name: _as_float32(moment.read(*bounds)) for name, moment in self._moments.items()}
+            for bounds in self._bounds
         ]
         of_keys = zip(state["state"].items(), saved, strict=True)
         return {**state, "state": {key: {**of_group, **moments} for (key, of_group), moments in of_keys}}
@@ -146,3 +145,7 @@ class HostState:
         # A loaded tensor may be a view of a mapped file, and would keep it open.
         self.write_count(count)
         return count
+
+
+def _as_float32(moment: Tensor) -> Tensor:
+    return moment if moment.dtype == torch.float32 else moment.as_subclass(SavedAsFloat32)

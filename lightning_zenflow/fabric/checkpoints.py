@@ -155,6 +155,7 @@ class FabricCheckpoints(Session):
         ours = {model, *optimizers}
         saved.unmap_others(tuple(ours))
         states = saved.entry(optimizers[0]) if optimizers else None
+        self.flush()
         load_file_together(engine, saved, saved.entry(model), states, self._optimized, strict=strict)
         wanted = [name for name in state if name not in ours and (strict or name in saved.content)]
         rest = {name: value for name, value in saved.content.items() if name not in ours}

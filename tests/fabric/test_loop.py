@@ -206,9 +206,11 @@ def test_misuse_is_named(loop: Any, tmp_path: Path) -> None:
         (lambda: optimizer.step(lambda: None), "without arguments under ZenFlow, got closure"),
         (lambda: fabric.setup(*linear()), "one model with an optimizer, got a second one"),
     )
+    fabric.save(tmp_path / "before", {"model": model, "optimizer": optimizer})
     fabric.backward(model.loss(2, 0, 0))
     assert_refused(
         (lambda: fabric.backward(model.loss(2, 1, 0)), "fabric.backward was called twice in a step"),
+        (lambda: fabric.load(tmp_path / "before", {"model": model, "optimizer": optimizer}), again),
         (model.state_dict, again),
         (optimizer.state_dict, again),
         (fabric.strategy.flush, again),
