@@ -230,8 +230,12 @@ TEST(worker, takes_the_newest_job_first) {
 
 // Until the worker waits for the word of a step or, unless it is kNoBlock, of a block, and looks again.
 void wait_for_looks(TrainerArena& arena, int64_t step, uint32_t block) {
-    const auto wait = [](const auto& condition) {
-        while (!condition()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto wait = [deadline](const auto& condition) {
+        while (!condition()) {
+            CHECK(std::chrono::steady_clock::now() < deadline);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
     };
     const ArenaHeader& header = arena.header();
     wait([&] { return header.awaited_step == step && header.awaited_block == block; });
