@@ -1,7 +1,6 @@
 """An exception at any line of backward, step and flush: the exact state is whole, or said to be lost, and training can go on."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,8 +41,8 @@ DIRECT: dict[str, dict[str, Any]] = {**CASES, "in place": {"in_place": True}}
 EXACT = {"update_interval": 1, "publish_lag": 0, "optimizer_in_backward": False, "topk_ratio": 0.0}
 BEFORE = 3
 """Steps before each interrupted one, so that windows are open and jobs in flight."""
-MOST_LOST = 1 / 6
-"""Share of the places at which the state may be lost: those of changes of records, during which nothing waits."""
+MOST_LOST = 0.2
+"""Share of the lines at which the state may be lost: those of changes of records, during which nothing waits."""
 
 
 def random(seed: int, device: torch.device = CPU) -> list[Tensor]:
@@ -60,10 +59,7 @@ def sweep(outcome_of: Callable[[Interrupt], str], *, stride: int) -> int:
             counts[outcome_of(Interrupt(place, time))] += 1
         except Exception as error:
             raise AssertionError(f"interrupted at {place}, time {time}") from error
-    n = counts.total()
-    # Places, and so what a sample meets, are others under each version of Python: three standard deviations.
-    deviation = 3 * math.sqrt(n * MOST_LOST * (1 - MOST_LOST)) if stride > 1 else 1
-    assert counts["lost"] <= MOST_LOST * n + deviation, counts
+    assert counts["lost"] <= MOST_LOST * counts["whole"] + 1, counts
     return counts["whole"]
 
 
@@ -117,7 +113,8 @@ class Twins:
 
 
 @pytest.mark.parametrize("name", DIRECT)
-@strides(80, 1)
+# A smaller sample may have more of the lost ones by chance: which places it meets depends on the version of Python.
+@strides(27, 1)
 def test_whole_or_said_to_be_lost(name: str, stride: int) -> None:
     twins = [Twins(**DIRECT[name])]
 
