@@ -66,11 +66,11 @@ def holders(pids: set[int]) -> list[str]:
     for pid in pids:
         try:
             links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-            maps = Path(f"/proc/{pid}/maps").read_text()
+            maps, command = (Path(f"/proc/{pid}/{name}").read_text() for name in ("maps", "cmdline"))
         except OSError:  # gone meanwhile
             continue
         if any("memfd:zenflow-" in link for link in links) or "memfd:zenflow-" in maps:
-            found.append(f"{pid}: {Path(f'/proc/{pid}/cmdline').read_text()}")
+            found.append(f"{pid}: {command}")
     return found
 
 
