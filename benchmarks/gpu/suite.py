@@ -1,6 +1,7 @@
 """The tests that need a GPU, one after the other over several calls. A plugin of pytest too (`-p benchmarks.gpu.suite`)."""
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from benchmarks.common.processes import run_command
 from benchmarks.gpu.calls import Calls
 
 FILES = ("tests/gpu", "tests/unit/kernels")
+_ALONE = "tests/gpu/test_gpu_memory.py"
+"""Of them: its tests use most of the device's memory."""
 _LONGEST_TEST = 150
 """Seconds. In the last third of that, no test is started: most take seconds."""
 TIME_IS_OVER = 75
@@ -24,10 +27,18 @@ _PATH, _COMMAND, _DEVICE, _DEADLINE = (f"ZENFLOW_SUITE_{name}" for name in ("PAT
 
 
 def command_of(device: str, arguments: Sequence[str]) -> list[str]:
-    """Command that runs the tests with this plugin."""
+    """Command that runs tests with this plugin."""
     options = ["-q", "-p", "benchmarks.gpu.suite", f"--timeout={_LONGEST_TEST}"]
     marker = ["-m", "gpu"] if device == "cuda" else []
     return [sys.executable, "-m", "pytest", *options, *marker, *(arguments or FILES)]
+
+
+def _parts(device: str, arguments: Sequence[str]) -> list[Sequence[str]]:
+    """Arguments of one command after the other: where there are cores for it, tests run side by side, but for those of `_ALONE`."""
+    processes = len(os.sched_getaffinity(0)) * 3 // 4
+    if arguments or device == "cpu" or processes < 4 or importlib.util.find_spec("xdist") is None:
+        return [arguments]
+    return [[f"--numprocesses={processes}", "--dist=worksteal", f"--ignore={_ALONE}", *FILES], [_ALONE]]
 
 
 def environment_of(calls: Calls, *, command: str, device: str, deadline: float) -> dict[str, str]:
@@ -45,42 +56,49 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
     environment = environment_of(
         calls, command=options.command, device=options.device, deadline=calls.deadline - _LONGEST_TEST / 3
     )
-    status = run_command(command_of(options.device, options.arguments), timeout=calls.left(), **environment)
+    complete, status = True, 0
+    for arguments in _parts(options.device, options.arguments):
+        status = run_command(command_of(options.device, arguments), timeout=calls.left(), **environment)
+        # No tests are collected where nothing is left to be run.
+        complete &= status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
     done = Calls(calls.path, command=options.command, device=options.device, minutes=0).done
     outcomes = [result["outcome"] for result in done.values()]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
-    # No tests are collected where nothing is left to be run.
-    complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
     cut = "call again for the rest" if status in (TIME_IS_OVER, -signal.SIGKILL) else f"pytest ended with {status}"
     print(f"{calls.path}: {counts}; {'complete' if complete else cut}", flush=True)
     return 0 if complete and "failed" not in outcomes else 1
 
 
-class _Resume:
-    """Leaves out tests that have a result, records the others', and starts none when the time is over."""
+class _Left:
+    """Leaves out tests that have a result."""
 
-    def __init__(self) -> None:
-        path, command, device = (os.environ[name] for name in (_PATH, _COMMAND, _DEVICE))
-        self._calls = Calls(Path(path), command=command, device=device, minutes=0, joins=True)
-        self._deadline = float(os.environ[_DEADLINE])
-        self._result: dict[str, Any] = {}
+    def __init__(self, calls: Calls) -> None:
+        self._done = set(calls.done)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        done = self._calls.done
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-        items[:] = [item for item in items if item.nodeid not in done]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._done])
+        items[:] = [item for item in items if item.nodeid not in self._done]
+
+
+class _Record:
+    """Records the results of tests, and ends when the time is over."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._deadline = float(os.environ[_DEADLINE])
+        self._results: dict[str, dict[str, Any]] = {}
+        """Of the tests that are under way."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seconds = round(self._result.get("seconds", 0.0) + report.duration, 2)
+        result = self._results.setdefault(report.nodeid, {"seconds": 0.0})
+        result["seconds"] = round(result["seconds"] + report.duration, 2)
         if report.when == "call" or report.outcome != "passed":
-            self._result |= {"outcome": report.outcome}
+            result["outcome"] = report.outcome
         if report.outcome != "passed":
-            self._result["text"] = report.longreprtext[-4000:]
-        self._result["seconds"] = seconds
+            result["text"] = report.longreprtext[-4000:]
         if report.when == "teardown":
-            self._calls.put(report.nodeid, self._result)
-            self._result = {}
+            self._calls.put(report.nodeid, self._results.pop(report.nodeid))
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
@@ -89,5 +107,9 @@ class _Resume:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the plugin."""
-    config.pluginmanager.register(_Resume())
+    """Registers the plugin; a process that xdist has started collects what is left, and the one that started it records."""
+    path, command, device = (os.environ[name] for name in (_PATH, _COMMAND, _DEVICE))
+    calls = Calls(Path(path), command=command, device=device, minutes=0, joins=True)
+    config.pluginmanager.register(_Left(calls))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Record(calls))

@@ -24,7 +24,7 @@ NOISE_NUMEL = 1 << 16
 """Elements of a tile of noise."""
 
 _NOISE_ALIGNMENT = 4
-"""Elements in 16 bytes, which CUDA reads as one word."""
+"""Elements in 16 bytes, which CUDA reads as one word; on every device, so that all draw the same bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Factors:
 
 
 class RoundingNoise:
-    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets (on CUDA multiples of 16 bytes).
+    """Random bits for stochastic rounding: drawn once, read as tiles from random offsets, multiples of 16 bytes.
 
     Args:
         seed: determines all draws.
@@ -78,8 +78,6 @@ class RoundingNoise:
         bits = torch.randint(0, 1 << 16, size, generator=generator, dtype=torch.int32, device="cpu")
         self._bits = bits.to(device)
         self._offsets = random.Random(seed)
-        # Not on a CPU, where vector loads may begin anywhere.
-        self._alignment = _NOISE_ALIGNMENT if device.type == "cuda" else 1
 
     def get_state(self) -> tuple[Any, ...]:
         """The generator's state, for a checkpoint."""
@@ -91,7 +89,7 @@ class RoundingNoise:
 
     def draw_tile(self) -> Tensor:
         """[NOISE_NUMEL] int32, each 0 to 65535; repeated by the caller for larger tensors."""
-        offset = self._offsets.randrange(NOISE_NUMEL) // self._alignment * self._alignment
+        offset = self._offsets.randrange(0, NOISE_NUMEL, _NOISE_ALIGNMENT)
         return self._bits.narrow(0, offset, NOISE_NUMEL)
 
     def draw(self, numel: int) -> Tensor:

@@ -36,6 +36,8 @@ def test_every_page_is_page_locked_and_copied_without_waiting(n_first: int) -> N
         for n in (n_first, n_first + 1, n_slots):
             arena.reserve(n_slots=n, n_publish_buffers=min(n, 4))
         gradients = torch.randn(n_slots, arena.slots.shape[1], device=device()).bfloat16()
+        # The host waits for the device where it loads what it launches for the first time.
+        arena.step_words.write(6, 6, torch.full((), 1.0, device=device()))
         assert arena.step_words[1].is_pinned() and arena.block_words[0].is_pinned() and arena.export.is_pinned()
         assert not any(state.is_pinned() for state in (arena.master, arena.exp_avg.array, arena.exp_avg_sq.array))
         torch.cuda.synchronize()
