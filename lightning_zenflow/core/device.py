@@ -125,7 +125,7 @@ class HostRuntime:
             try:
                 return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
             except RuntimeError as refusal:
-                warn_of_pageable_memory(refusal)
+                warn_of_pageable_memory(str(refusal))
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -204,18 +204,11 @@ class CudaRuntime(HostRuntime):
             raise RuntimeError(f"{call} failed with CUDA error {error}")
 
 
-def warn_of_pageable_memory(refusal: RuntimeError) -> None:
-    """Says that host memory stays pageable, with what it costs; once in a process, on rank 0.
-
-    Args:
-        refusal: error of the system.
-    """
-    _warn_once(str(refusal).partition("\n")[0])
-
-
 @functools.cache
 @rank_zero_only
-def _warn_once(reason: str) -> None:
+def warn_of_pageable_memory(refusal: str) -> None:
+    """Says that host memory stays pageable, with what it costs and the system's error; once in a process, on rank 0."""
+    reason = refusal.partition("\n")[0]
     _log.warning("ZenFlow: host memory cannot be page-locked (%s); training goes on, but %s", reason, PAGEABLE_MEMORY)
 
 
@@ -309,7 +302,8 @@ class AsyncHostCopy:
 
     def read(self) -> Tensor:
         """Waits for the copy and returns it: a CPU tensor of the source's shape and dtype."""
-        self._copied.synchronize()
+        if not self.arrived:
+            self._copied.synchronize()
         return self._values
 
 

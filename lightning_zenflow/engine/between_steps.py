@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
+from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.pieces import is_divided
 from lightning_zenflow.worker.rank_state import RankState
@@ -29,8 +30,8 @@ class WrittenWeights:
     """Notices what the user has written to a model's weights, by torch's counters of writes in place: neither our own writes nor
     DeepSpeed's gathers change those of the parameters, and of the pieces only the end of `GatheredParameters` does.
 
-    Writes through `parameter.data` change no counter. Sums find them, behind flushes, `FOLLOWED` steps and one in 32 others, in which the
-    host waits for the device. All ranks call all methods together.
+    Writes through `parameter.data` change no counter. Sums find them, behind flushes and `FOLLOWED` steps, in which the host waits for the
+    device, and behind one step in 32 others, in which they are refused when the device is there. All ranks call all methods together.
 
     Args:
         rank: the rank's weights and master weights.
@@ -46,6 +47,7 @@ class WrittenWeights:
         self._followed_until = 0
         self._found = False
         self._kept: dict[int, Tensor] = {}
+        self._compared: tuple[AsyncHostCopy, set[int]] | None = None
         self.note()
 
     def follows(self, step: int) -> bool:
@@ -85,18 +87,22 @@ class WrittenWeights:
         found = self._counted()
         if self._sums is not None:
             differs = self._sum() != self._sums
-            with self._rank.telemetry.stalls.measure("flush"):
-                if self._n_ranks > 1:
-                    dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
-                    self._found |= bool(any_differs)
-                unseen = {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other} - found
-            if unseen and not self._is_followed:
+            if self._is_followed:
+                with self._rank.telemetry.stalls.measure("flush"):
+                    if self._n_ranks > 1:
+                        dist.all_reduce(any_differs := differs.any().int(), op=dist.ReduceOp.MAX, group=self._group)
+                        self._found |= bool(any_differs)
+                    found |= self._numbers(differs)
+            else:
+                self._sums, self._compared = None, (AsyncHostCopy(differs), found)
+        if self._compared is not None and self._compared[0].arrived:
+            (copy, seen), self._compared = self._compared, None
+            if unseen := self._numbers(copy.read()) - seen:
                 self._refuse(
                     unseen,
                     "through `parameter.data`, which goes unnoticed behind most steps: write to the parameter itself,"
                     " under `torch.no_grad()`",
                 )
-            found |= unseen
         if found:
             self._found, self._counters = True, self._read_counters()
             if not shows_exact:
@@ -156,6 +162,9 @@ class WrittenWeights:
     def _refuse(self, numbers: set[int], how: str) -> None:
         name = list(self._names.values())[min(numbers)]
         raise MisconfigurationException(f"ZenFlowStrategy: {name} must not be written {how}")
+
+    def _numbers(self, differs: Tensor) -> set[int]:
+        return {number for number, other in zip(self._slices, differs.tolist(), strict=True) if other}
 
     def _weights(self, number: int) -> Tensor:
         s = self._slices[number]

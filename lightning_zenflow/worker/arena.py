@@ -229,7 +229,7 @@ class Arena:
             with running_on(self._cores):
                 self._runtime.page_lock(address, n_bytes)
         except RuntimeError as refusal:
-            warn_of_pageable_memory(refusal)
+            warn_of_pageable_memory(str(refusal))
         else:
             self._page_locked.append(address)
 

@@ -29,7 +29,7 @@ from lightning_zenflow.engine.release import restore_process
 from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
-from lightning_zenflow.zero3.slices import parameters_in_order, read_slices
+from lightning_zenflow.zero3.slices import read_slices
 from lightning_zenflow.zero3.state_access import StateAccess
 from lightning_zenflow.zero3.supported import (
     check_inputs_of_leaf_modules,
@@ -94,7 +94,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         refuse_unsupported(self)
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
-        parameters = parameters_in_order(self)
+        parameters = [p for sub_group in self.fp16_groups for p in sub_group]
         # Private: the number that DeepSpeed gives to a parameter.
         self._numbers = {p.ds_id: number for number, p in enumerate(parameters)}
         zero = ZeroPartition(

@@ -7,11 +7,6 @@ import torch.distributed as dist
 from lightning_zenflow.core.partition import Slice, group_begins
 
 
-def parameters_in_order(zero_optimizer: Any) -> list[Any]:
-    """Trained parameters of the model, in the order in which `Slice.parameter` counts them."""
-    return [parameter for sub_group in zero_optimizer.fp16_groups for parameter in sub_group]
-
-
 def read_slices(zero_optimizer: Any) -> list[Slice]:
     """Slices of this rank's partition, ascending. `Slice.param_group` is DeepSpeed's sub-group, each of which has a flat partition.
 
@@ -27,8 +22,7 @@ def read_slices(zero_optimizer: Any) -> list[Slice]:
         for parameter in sub_group:
             padded = parameter.partition_numel()
             start = rank * padded
-            numel = min(padded, parameter.ds_numel - start)
-            if numel > 0:
+            if (numel := min(padded, parameter.ds_numel - start)) > 0:
                 place = {"param_group": index, "begin": begin, "start": start, "numel": numel}
                 slices.append(Slice.of(parameter.ds_shape, parameter=number, **place))
             begin += padded

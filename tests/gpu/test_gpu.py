@@ -114,7 +114,7 @@ MIXED_FP16 = Case(
     publish_lag=0,
     # The first scale, 65536, is too large for these gradients; later, one overflows at any scale.
     model_options={"not_finite": {(16, 0): math.inf}},
-)
+).with_keys(clip_prediction=False)  # otherwise a forward pass may see weights with a step that overflows
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_page_locked_stays_pageable(
 ) -> None:
     """A warning says so once; the rest is locked and unlocked."""
     arena, recording.refused = recording.arena, {"lock": {1, 3}}
-    device._warn_once.cache_clear()
+    device.warn_of_pageable_memory.cache_clear()
     arena.reserve(n_slots=2, n_publish_buffers=1)
     arena.reserve(n_slots=5, n_publish_buffers=1)
     (warning,) = caplog.messages
@@ -198,7 +198,7 @@ def test_small_host_memory_that_cannot_be_page_locked(
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refuses)
-    device._warn_once.cache_clear()
+    device.warn_of_pageable_memory.cache_clear()
     assert recording(torch.device("cuda")).empty_on_host((2, 3), torch.int64).shape == (2, 3)
     assert "cudaHostAlloc failed" in caplog.text
     recording.arena.close(keep_state=False)
