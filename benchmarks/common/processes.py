@@ -4,13 +4,15 @@ import contextlib
 import ctypes
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from benchmarks.common.provenance import ROOT
 
@@ -35,7 +37,12 @@ def fresh_environment(**variables: str) -> dict[str, str]:
 
 
 def run_process(
-    function: Callable[..., T], *arguments: Any, timeout: float, cores: Sequence[int] | None = None, **environment: str
+    function: Callable[..., T],
+    *arguments: Any,
+    timeout: float,
+    cores: Sequence[int] | None = None,
+    forks: bool = False,
+    **environment: str,
 ) -> T:
     """Calls a function in a process of its own, and ends all that is left of its session afterwards.
 
@@ -44,6 +51,8 @@ def run_process(
         arguments: positional arguments.
         timeout: seconds.
         cores: logical cores of the process and its children; None: those of this process.
+        forks: the process is a fork of this one, which must not have used a device, with its cores and environment. It imports nothing
+            again, which may take longer than a run.
         environment: variables to set.
 
     Raises:
@@ -52,12 +61,15 @@ def run_process(
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / _CALL).write_bytes(pickle.dumps((function, arguments)))
         command, output = [sys.executable, "-m", "benchmarks.common.processes", folder], Path(folder) / _OUTPUT
-        status = run_command(command, timeout=timeout, output=output, cores=cores, **environment)
+        if forks:
+            status = _run_fork(Path(folder), timeout)
+        else:
+            status = run_command(command, timeout=timeout, output=output, cores=cores, **environment)
         result = Path(folder) / _RESULT
         if result.exists():
             value: T = pickle.loads(result.read_bytes())
             return value
-        tail = output.read_text(errors="replace").strip()[-_TAIL:]
+        tail = output.read_text(errors="replace").strip()[-_TAIL:] if output.exists() else ""
     raise RuntimeError(f"no result (exit status {status}, after at most {timeout:g} s): {tail}")
 
 
@@ -100,6 +112,43 @@ def run_command(
     return process.returncode
 
 
+def _run_fork(folder: Path, timeout: float) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _call_in_fork(folder)
+    try:
+        select.select([os.pidfd_open(pid)], [], [], max(timeout, 0))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # before its session is one; where it has ended, nobody has waited for it
+        _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _call_in_fork(folder: Path) -> NoReturn:
+    status = 1
+    with open(folder / _OUTPUT, "w") as output:
+        try:
+            os.setsid()
+            _end_with_parent()
+            sys.stdout = sys.stderr = output
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            _call(folder)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            output.flush()
+            os._exit(status)
+
+
+def _end_with_parent() -> None:
+    # A parent that is killed cannot end this process: an interrupted comparison would leave runs behind.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _end_session(process: "subprocess.Popen[bytes]") -> None:
     """Kills a process and its children: DeepSpeed's ZenFlow leaves its optimizer process behind when it fails."""
     with contextlib.suppress(ProcessLookupError):
@@ -118,6 +167,5 @@ def _call(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # A parent that is killed cannot end this process: an interrupted comparison would leave runs behind.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _end_with_parent()
     _call(Path(sys.argv[1]))

@@ -44,8 +44,8 @@ class Case:
 
 
 _BILLION = "1.5e9 parameters, {} x 1024 tokens"
-_FIRST = ("none", "zenflow", "zero_offload")
-_OTHERS = ("zenflow_exact", "zenflow_auto", "deepspeed_zenflow", "torchao", "zenflow_no_provisional")
+_FIRST = ("none", "zenflow_exact", "zero_offload", "zenflow_exact_cores", "zenflow")
+_OTHERS = ("deepspeed_zenflow", "zenflow_auto", "torchao", "zenflow_no_provisional")
 CASES: dict[str, dict[str, Case]] = {
     "cuda": {
         "1.5B_8x1024": Case(
@@ -131,7 +131,7 @@ def run_bench(options: argparse.Namespace, calls: Calls) -> int:
 
 def _measure(spec: StepSpec, timeout: float) -> dict[str, Any]:
     try:
-        return {"result": dataclasses.asdict(run_process(run, spec, timeout=timeout))}
+        return {"result": dataclasses.asdict(run_process(run, spec, timeout=timeout, forks=True))}
     except RuntimeError as error:
         return {"error": str(error)}
 

@@ -49,7 +49,7 @@ def test_bench_goes_on_and_reports(
     measured: list[str] = []
     options = argparse.Namespace(device="cpu")
 
-    def run_process(_: Any, spec: StepSpec, *, timeout: float) -> StepResult:
+    def run_process(_: Any, spec: StepSpec, *, timeout: float, forks: bool) -> StepResult:
         measured.append(spec.method)
         if len(measured) == 2:
             raise RuntimeError("out of memory")

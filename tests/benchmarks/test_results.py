@@ -5,6 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -37,20 +39,26 @@ def test_tables_are_what_the_results_give(command: str, tmp_path: Path, capsys: 
         assert path.read_text().strip() in printed
 
 
-def test_results_and_failures_of_processes() -> None:
-    assert run_process(json.loads, "[1, 2]", timeout=60) == [1, 2]
+FORKS = pytest.mark.parametrize("forks", [False, True])
+
+
+@FORKS
+def test_results_and_failures_of_processes(forks: bool) -> None:
+    assert run_process(json.loads, "[1, 2]", timeout=60, forks=forks) == [1, 2]
     with pytest.raises(RuntimeError, match="(?s)no result .exit status 1, .*JSONDecodeError"):
-        run_process(json.loads, "[", timeout=60)
+        run_process(json.loads, "[", timeout=60, forks=forks)
     with pytest.raises(RuntimeError, match="no result .exit status -9, after at most 0.2 s"):
-        run_process(json.loads, "[1, 2]", timeout=0.2)
+        run_process(time.sleep, 60, timeout=0.2, forks=forks)
 
 
-def test_a_process_ends_with_a_benchmark_that_is_killed() -> None:
-    call = "import os; from benchmarks.common.processes import run_process; run_process(os.execvp, 'sleep', ['sleep', '100'], timeout=100)"
+@FORKS
+def test_a_process_ends_with_a_benchmark_that_is_killed(forks: bool) -> None:
+    call = f"run_process(os.execvp, 'sleep', ['sleep', '100'], timeout=100, forks={forks})"
+    call = f"import os; from benchmarks.common.processes import run_process; {call}"
     benchmark = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
-    children = psutil.Process(benchmark.pid).children
+    children = partial(psutil.Process(benchmark.pid).children, recursive=True)
     wait_for(lambda: any(child.cmdline() == ["sleep", "100"] for child in children()))
-    (child,) = children()
+    (child,) = (child for child in children() if child.cmdline() == ["sleep", "100"])
     benchmark.kill()
     benchmark.wait()
     wait_for(lambda: not is_alive(child.pid))
