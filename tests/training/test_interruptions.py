@@ -183,7 +183,7 @@ def interrupted_fit(name: str, path: Path, context: Interrupt) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-@strides(1500, 60)
+@strides(100, 30)
 def test_a_fit_that_saves_on_exceptions(name: str, stride: int, tmp_path: Path) -> None:
     folders = (tmp_path / str(number) for number in range(10_000))
     assert sweep(lambda context: interrupted_fit(name, next(folders), context), stride=stride) > 0
