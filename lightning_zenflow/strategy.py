@@ -64,8 +64,9 @@ class TrainerStrategy(Session):
             configuration (JSON file or dict) with or without a ``zero_optimization.zenflow`` block.
         topk_ratio: this and all keywords up to `stall_monitor` are the keys of `ZenFlowConfig`; None takes the value of `config`, else the
             default.
-        **deepspeed_options: keywords of `DeepSpeedStrategy`, such as `stage`, `reduce_bucket_size` or `timeout`. With ``stage=3`` the ranks
-            share the weights as well; with ``offload_parameters=True`` beside it these are in host memory.
+        stage: of ZeRO. Under stage 2 each rank has all weights, under stage 3 the ranks share them. None takes that of `config`, else 2.
+        offload_parameters: whether the weights are in host memory, under stage 3. None takes the value of `config`, else False.
+        **deepspeed_options: other keywords of `DeepSpeedStrategy`, such as `reduce_bucket_size` or `timeout`.
 
     Raises:
         ValueError: a key has a value that is not allowed.
@@ -108,8 +109,12 @@ class TrainerStrategy(Session):
         checkpoint_format: Literal["auto", "deepspeed", "lightning"] | None = None,
         sync_checkpoints: bool | None = None,
         stall_monitor: bool | None = None,
+        stage: Literal[2, 3] | None = None,
+        offload_parameters: bool | None = None,
         **deepspeed_options: Any,
     ) -> None:
+        own = {"stage": stage, "offload_parameters": offload_parameters}
+        deepspeed_options |= {key: value for key, value in own.items() if value is not None}
         super().__init__(config, given_keys(locals()), deepspeed_options)
         # Private: where a Trainer looks for a plugin that the user gave the strategy.
         self._precision_plugin = deepspeed_options.get("precision_plugin")

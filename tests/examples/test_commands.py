@@ -64,7 +64,7 @@ def test_configurations_have_known_keys_and_build_their_strategy(
         run(re.split(r"[_.]", file)[0], "fit", "--print_config", file=file)
     settings = OmegaConf.create(capsys.readouterr().out).trainer.strategy
     assert settings.class_path == "lightning_zenflow.ZenFlowStrategy"
-    ZenFlowStrategy(**settings.init_args, **settings.get("dict_kwargs", {}))
+    ZenFlowStrategy(**settings.init_args)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import pytest
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from docs.configuration import DOCUMENT, with_table
@@ -103,6 +104,15 @@ def test_keywords_of_the_strategy_are_the_keys() -> None:
         assert {word for member in get_args(types[key]) for word in get_args(member) if isinstance(word, str)} == {
             word for part in KEYS[key].get("anyOf", [KEYS[key]]) for word in [*part.get("enum", ()), part.get("const")]
         } - {None}
+
+
+def test_where_weights_are_by_the_command_line() -> None:
+    """As the keys: without `dict_kwargs`."""
+    strategy = ["=lightning_zenflow.ZenFlowStrategy", ".stage=3", ".offload_parameters=true", ".topk_ratio=0"]
+    options = [f"--trainer.strategy{option}" for option in strategy]
+    cli = LightningCLI(BoringModel, args=["--trainer.accelerator=cpu", *options], run=False, save_config_callback=None)
+    zero = cast(Any, cli.trainer.strategy).config["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]["device"]) == (3, "cpu")
 
 
 @pytest.mark.parametrize("strategy", [ZenFlowStrategy, FabricStrategy])
