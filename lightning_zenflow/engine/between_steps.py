@@ -94,7 +94,7 @@ class WrittenWeights:
                         self._found |= bool(any_differs)
                     found |= self._numbers(differs)
             else:
-                self._sums, self._compared = None, (AsyncHostCopy(differs), found)
+                self._compared = AsyncHostCopy(differs), found
         if self._compared is not None and self._compared[0].arrived:
             (copy, seen), self._compared = self._compared, None
             if unseen := self._numbers(copy.read()) - seen:
