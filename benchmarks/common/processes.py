@@ -116,9 +116,11 @@ def _run_fork(folder: Path, timeout: float) -> int:
     pid = os.fork()
     if pid == 0:
         _call_in_fork(folder)
+    ended = os.pidfd_open(pid)
     try:
-        select.select([os.pidfd_open(pid)], [], [], max(timeout, 0))
+        select.select([ended], [], [], max(timeout, 0))
     finally:
+        os.close(ended)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)  # before its session is one; where it has ended, nobody has waited for it

@@ -39,8 +39,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--again", action="store_true", help="drop the results of former calls")
     parser.add_argument("--results", type=Path, default=RESULTS / "gpu", metavar="FOLDER")
     options, options.arguments = parser.parse_known_args(arguments)
-    # Of torch: asks for devices without using them, so that forks of this process can use them.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if options.what == "bench" and options.arguments:
         parser.error(f"bench has no arguments {' '.join(options.arguments)}")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -51,6 +49,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; the exit status is 0 when nothing is left and nothing has failed."""
+    # Of torch: asks for devices without using them, so that forks of this process can use them.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     options = parse_arguments(arguments)
     worker = find_worker()
     if worker is not None:

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, one after the other over several calls. A plugin of pytest too (`-p benchmarks.gpu.suite`)."""
+"""The tests that need a GPU, over several calls. A plugin of pytest too (`-p benchmarks.gpu.suite`)."""
 
 import argparse
 import importlib.util
@@ -59,11 +59,12 @@ def run_tests(options: argparse.Namespace, calls: Calls) -> int:
     environment = environment_of(
         calls, command=options.command, device=options.device, deadline=calls.deadline - _LONGEST_TEST / 3
     )
-    complete, status = True, 0
     for arguments in _parts(options.device, options.arguments):
         status = run_command(command_of(options.device, arguments), timeout=calls.left(), **environment)
         # No tests are collected where nothing is left to be run.
-        complete &= status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        complete = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if not complete:
+            break
     done = Calls(calls.path, command=options.command, device=options.device, minutes=0).done
     outcomes = [result["outcome"] for result in done.values()]
     counts = ", ".join(f"{outcomes.count(name)} {name}" for name in ("passed", "failed", "skipped"))
