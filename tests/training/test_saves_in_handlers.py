@@ -75,7 +75,8 @@ class Rings(pl.Callback):
         before = signal.signal(signal.SIGUSR1, lambda *_: self._handler(trainer))
 
         def profile(frame: FrameType, event: str, _: Any) -> None:
-            if event == "call":
+            # A generator expression is also entered to be closed, where Python drops exceptions; no signal's handler runs there.
+            if event == "call" and frame.f_code.co_name != "<genexpr>":
                 n = next(calls)
                 if batch_idx >= FIRST:
                     self.n_calls = max(self.n_calls, n)
