@@ -317,7 +317,7 @@ class TrainerStrategy(Session):
     @override
     def _initialize_deepspeed_inference(self, model: Module) -> None:
         # Private: the engine of a model that is evaluated. Lightning's own method removes all hooks of the model, the user's as well.
-        self.model = inference_engine(model, self.config, self.root_device, divides=self.zero_stage_3)
+        self.model = inference_engine(model, self.config, self.root_device)
 
     @property
     @override

@@ -22,7 +22,7 @@ from lightning_zenflow.core.distributed import raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.on_disk import free_disk
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import load_whole
+from lightning_zenflow.engine.pieces import is_in_pieces, load_whole
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.zero.optimizer import ZenFlowZeroOptimizer
@@ -201,6 +201,7 @@ def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> 
     engine = one_engine(items)
     with _loading(path):
         saved = SavedCheckpoint(path)
+        saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
         # Reads the model's file; under stage 3 the weights are in those of the optimizer.
         ranks = range(dist.get_rank(), saved.world_size, dist.get_world_size())
         if saved.is_stage_3:
@@ -212,7 +213,7 @@ def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> 
 
 
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks and of stage 2 or 3, after `is_file_together`. A collective: all ranks
+    """Loads model and optimizer from a folder of any number of ranks, after `is_file_together`. A collective: all ranks
     must call it.
 
     Args:
@@ -234,6 +235,7 @@ def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bo
     with _loading(path):
         # `bfloat16_enabled` is DeepSpeed's, undocumented.
         saved = SavedCheckpoint(path, bf16=engine.bfloat16_enabled())
+        saved.refuse_other_stage(is_stage_3=is_in_pieces(engine.module))
         saved.refuse_other_model(optimizer.shapes_by_name)
         # Each file once, whatever the number of ranks.
         saved.verify_optimizer(range(rank, saved.world_size, world_size))

@@ -51,7 +51,7 @@ def restore_counts(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 class EngineContent:
     """Content of a checkpoint for one rank's engine.
 
-    The engine's own `load_checkpoint` reads folders of its own stage only, and under stage 3 gathers the whole model on every rank.
+    The engine's own `load_checkpoint` reads folders of as many ranks only, and under stage 3 gathers the whole model on every rank.
     """
 
     states: dict[str, Any]
@@ -64,18 +64,17 @@ class EngineContent:
         """Reads it.
 
         Args:
-            saved: a checkpoint of either stage.
+            saved: a checkpoint.
             engine: has the model.
             trained: names of parameters whose pieces the optimizer makes from its state.
 
         Raises:
             CheckpointError: see `SavedCheckpoint.weights_for`.
         """
-        module = engine.module
-        if not is_in_pieces(module):
-            return cls(states=saved.whole_model_states(further_names(module)), pieces={})
-        shapes = {name: shape for name, shape in whole_shapes(module).items() if name not in trained}
-        pieces = saved.weights_for(dist.get_rank(), shapes, world_size=dist.get_world_size())
+        pieces: dict[str, Tensor] = {}
+        if saved.is_stage_3:
+            shapes = {name: shape for name, shape in whole_shapes(engine.module).items() if name not in trained}
+            pieces = saved.weights_for(dist.get_rank(), shapes, world_size=dist.get_world_size())
         return cls(states=saved.own_model_states(), pieces=pieces)
 
     def load(self, engine: DeepSpeedEngine, *, strict: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reader of DeepSpeed's ZeRO checkpoints: validation, and redistribution of the state to another number of ranks or another stage.
+"""Reader of DeepSpeed's ZeRO checkpoints: validation, and redistribution of the state to another number of ranks.
 
 Files are memory-mapped, so that opening one is cheap and only the parts in use are read.
 """
@@ -100,6 +100,16 @@ class SavedCheckpoint:
     def is_stage_3(self) -> bool:
         """Whether the weights are in pieces, too."""
         return self._first_model_files[1].is_file()
+
+    def refuse_other_stage(self, *, is_stage_3: bool) -> None:
+        """Raises CheckpointError unless the files are of this run's stage: a model in pieces loads those of stage 3, a whole one others."""
+        if is_stage_3 != self.is_stage_3:
+            saved, present = ("3", "another") if self.is_stage_3 else ("1 or 2", "3")
+            raise refusal(
+                self.path,
+                f"the ZeRO stage must be that of the folder, {saved}, got {present}: set `stage` so, or load a checkpoint that is one file,"
+                ' which every stage loads (`checkpoint_format="lightning"` in the run that saves)',
+            )
 
     def _model_file(self, rank: int) -> Path:
         whole, first = self._first_model_files
@@ -266,7 +276,7 @@ class SavedCheckpoint:
             raise refusal(file, f"the sub-groups must have {needed} master weights, got {sizes}")
 
     def state_for(self, rank: int, layouts: Sequence[Layout], *, world_size: int) -> dict[str, Any]:
-        """Optimizer state of one rank of this run, redistributed if ranks, order of the parameters or stage are others.
+        """Optimizer state of one rank of this run, redistributed if ranks or order of the parameters are others.
 
         One rank's file is read at a time.
 
@@ -276,7 +286,7 @@ class SavedCheckpoint:
             world_size: number of ranks of this run.
 
         Returns:
-            The state in the terms of DeepSpeed's stage that has such layouts; stage 3 has padding behind each parameter, here 0.
+            The state in the terms of the folder's stage, which `layouts` are of; stage 3 has padding behind each parameter, here 0.
 
         Raises:
             CheckpointError: see `optimizer_state`.
@@ -290,12 +300,13 @@ class SavedCheckpoint:
                 return own if r == own_rank else self.optimizer_state(r)
 
             state = {**own, **repartition(own, state_of, saved_layouts, layouts, rank)}
-        to_stage_3 = isinstance(layouts[0], PieceLayout)
-        if (self.is_stage_3 or to_stage_3) and saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
+        if not self.is_stage_3:
+            return state
+        if saved_layouts != list(layouts) and (ours := own[CHECKPOINT_KEY]):
             # So that all ranks find the difference: some may have the slices of the run that saved. (Stage 2 trains in another order than
             # it saves in.)
             state = {**state, CHECKPOINT_KEY: {**ours, "layout": {**ours["layout"], "slices": None}}}
-        return in_terms_of_stage_3(state, world_size) if to_stage_3 else state
+        return in_terms_of_stage_3(state, world_size)
 
     def _layouts(self, state: Mapping[str, Any]) -> list[Layout]:
         """Layout of each flat buffer, in the order that the model's file has."""
@@ -313,17 +324,13 @@ class SavedCheckpoint:
 
     @cached_property
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the whole parameters, trained or frozen, by the names under which they are saved; under stages 1 and 2 also of
-        buffers, and by further names.
-        """
+        """Shapes of the whole parameters, trained or frozen, by the names under which stage 3 has saved them."""
         module = self.model_states["module"]
-        if not self.is_stage_3:
-            return {name: tuple(w.shape) for name, w in module.items() if isinstance(w, Tensor)}
         frozen = self.model_states.get(FROZEN_PARAM_SHAPES) or {}
         return {n: tuple(shape) for shapes in (*self._shapes, frozen) for n, shape in shapes.items() if n in module}
 
     def weights_for(self, rank: int, shapes: Mapping[str, Sequence[int]], *, world_size: int) -> dict[str, Tensor]:
-        """A rank's pieces of parameters, as stage 3 cuts them. One rank's file is read at a time.
+        """A rank's pieces of parameters, of a folder of stage 3. One rank's file is read at a time.
 
         Args:
             rank: rank of this run.
@@ -353,49 +360,21 @@ class SavedCheckpoint:
             for n, target in zip(names, targets, strict=True)
         ]
         to = [[piece] for piece in pieces]
-        if self.is_stage_3:
-            frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
+        frozen = [name for name in self.model_states.get(FROZEN_PARAM_SHAPES) or () if name in names]
 
-            def masters(r: int) -> list[list[Tensor]]:
-                return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
+        def masters(r: int) -> list[list[Tensor]]:
+            return [[flat] for flat in self.optimizer_state(r)[SINGLE_PARTITION_OF_FP32_GROUPS]]
 
-            def fragments(r: int) -> list[list[Tensor]]:
-                of_names = self._read_model(r)[FROZEN_PARAM_FRAGMENTS]
-                return [[of_names[name]] for name in frozen]
+        def fragments(r: int) -> list[list[Tensor]]:
+            of_names = self._read_model(r)[FROZEN_PARAM_FRAGMENTS]
+            return [[of_names[name]] for name in frozen]
 
-            copy_parts(masters, self._layouts({}), targets, rank, to)
-            copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
-        else:
-            copy_parts(lambda _: [[module[name].reshape(-1)] for name in names], cut(1, names), targets, rank, to)
+        copy_parts(masters, self._layouts({}), targets, rank, to)
+        copy_parts(fragments, cut(self.world_size, frozen), targets, rank, to)
         return dict(zip(names, pieces, strict=True))
 
     def own_model_states(self) -> dict[str, Any]:
-        """Content of the model's file, of which under stage 3 the weights are elsewhere; what is kept of it, besides weights, is no part of
-        a mapped file.
+        """Content of the model's file, of which under stage 3 the weights are elsewhere; no part of a mapped file, because callbacks keep
+        what they have saved.
         """
-        if self.is_stage_3:
-            return self._read_model(0, mapped=False)
-        states = dict(self.model_states)
-        module = states.pop("module")
-        return {**copy.deepcopy(states), "module": module}
-
-    def whole_model_states(self, further_names: Mapping[str, str]) -> dict[str, Any]:
-        """Content of the model's file as stage 2 has it: under stage 3 the weights are put together, [shape] in the model's type.
-
-        Args:
-            further_names: of parameters that have several, each with the first. DeepSpeed notes those that it finds, but none of a module
-                that has two names in one place.
-
-        Raises:
-            CheckpointError: see `weights_for`.
-        """
-        # Not mapped, because what callbacks have saved is kept.
-        states = self._read_model(0, mapped=False)
-        if not self.is_stage_3:
-            return states
-        module, firsts = states["module"], {**further_names, **(states.get("shared_params") or {})}
-        shapes = self._saved_shapes
-        weights = {name: w.view(shapes[name]) for name, w in self.weights_for(0, shapes, world_size=1).items()}
-        for name in module:
-            module[name] = weights.get(firsts.get(name, name), module[name])
-        return states
+        return self._read_model(0, mapped=False)

@@ -12,7 +12,6 @@ from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Module, Parameter
 
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pieces import is_in_pieces
 from lightning_zenflow.engine.release import note_users_flags, remove_hooks
 
 
@@ -86,15 +85,13 @@ def in_place_of(
         setattr(namespace, name, base)
 
 
-def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device, *, divides: bool = False) -> Any:
-    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration.
-
-    Whole weights stay whole, unless it `divides` them. Those that stage 3 has divided, as `fabric.init_module` makes them, are gathered
-    where they are used. Hooks of an engine before are removed; the user's stay.
+def inference_engine(module: Module, config: Mapping[str, Any], device: torch.device) -> Any:
+    """DeepSpeed's engine of a model without optimizer, which converts its weights to the precision of the training's configuration and,
+    under stage 3, divides them. Hooks of an engine before are removed; the user's stay.
     """
     remove_hooks(module)
     note_users_flags(module)
-    keys = ("fp16", "bf16", *(["zero_optimization"] if divides or is_in_pieces(module) else []))
+    keys = ("fp16", "bf16", *(["zero_optimization"] if config["zero_optimization"]["stage"] == 3 else []))
     settings = {"train_micro_batch_size_per_gpu": 1, **{key: config[key] for key in keys if key in config}}
     engine, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=device.index or 0),

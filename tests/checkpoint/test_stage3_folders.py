@@ -1,4 +1,4 @@
-"""Folders of stage 3, of plain DeepSpeed and of this package: any number of ranks, to either stage; and from stage 2 to stage 3.
+"""Folders of stage 3, of plain DeepSpeed and of this package, on any number of ranks; those of the other stage are refused.
 
 Each number of ranks is one set of processes, since starting them takes seconds.
 """
@@ -67,15 +67,8 @@ OURS = {
     "ours, one": (1, in_pieces(replace(ZENFLOW, **LATE, precision="bf16-true", max_norm=0.5))),
     "ours, two": (2, in_pieces(replace(ZENFLOW, **LATE))),
     "ours, three": (3, in_pieces(replace(ZENFLOW, **LIMIT))),
-    "ours, stage 2": (2, replace(ZENFLOW, **LATE)),
-    "plain, stage 2": (
-        2,
-        replace(ZENFLOW, **LATE | {"stock": True}).with_keys(
-            config={"zero_optimization": {"round_robin_gradients": True}}
-        ),
-    ),
 }
-"""Folders of this package, and of stage 2."""
+"""Folders of this package."""
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +88,9 @@ def saved(folders: Path) -> Runs:
         for name, (n_ranks, case) in (FOLDERS | OURS).items():
             if n_ranks == ranks:
                 path = str(folders / f"{name}.ckpt")
-                if name.startswith("ours"):
+                if name in OURS:
                     cases[f"{name}, whole"] = replace(case, save_at=SAVED, checkpoint=str(folders / "again.ckpt"))
-                elif name in FOLDERS:
+                else:
                     cases[f"{name}, then"] = case
                 cases[name] = replace(case, steps=SAVED, save_at=SAVED, checkpoint=path)
         all_cases |= cases
@@ -109,8 +102,8 @@ def under_zenflow(name: str, folders: Path, **changes: Any) -> Case:
     # Every forward pass with the true clip factor.
     options = {"optimizer_in_backward": False}
     of_folder = (FOLDERS | OURS)[name][1]
-    case = replace(of_folder, stage=2, strategy_options=options, checkpoint=str(folders / f"{name}.ckpt"))
-    return replace(case, **{**LIMIT, **changes})
+    case = replace(of_folder, strategy_options=options, checkpoint=str(folders / f"{name}.ckpt"))
+    return in_pieces(replace(case, **{**LIMIT, **changes}))
 
 
 def names() -> list[str]:
@@ -136,10 +129,9 @@ class Doubled(pl.Callback):
 
 def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
     """What a training begins with is what another one had at the save, in a folder."""
-    # DeepSpeed counts for each sub-group, and tells of plain stage 2 nothing.
-    assert {*theirs.counts} in ({*ours.counts}, set())
-    if theirs.master:
-        assert_same_state(replace(ours, counts=[], skipped=0), replace(theirs, counts=[], skipped=0))
+    # DeepSpeed counts for each sub-group.
+    assert {*theirs.counts} == {*ours.counts}
+    assert_same_state(replace(ours, counts=[], skipped=0), replace(theirs, counts=[], skipped=0))
     assert_same_tensors(ours.weights, theirs.weights)
     assert_same_tensors(list(ours.untrained.values()), list(theirs.untrained.values()))
     exported = get_fp32_state_dict_from_zero_checkpoint(str(path))
@@ -147,22 +139,13 @@ def assert_loaded(ours: Run, theirs: Run, path: Path) -> None:
     assert torch.equal(exported["head.weight"].contiguous(), exported["embedding.weight"].contiguous())
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(2, 1), (2, 2), (3, 1), (3, 2), pytest.param((3, 3), marks=pytest.mark.slow)],
-    ids=lambda stage_and_ranks: "stage {}, ranks{}".format(*stage_and_ranks),
-)
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow)], ids="ranks{}".format)
 def continued(request: pytest.FixtureRequest, saved: Runs, folders: Path) -> Runs:
-    """From every folder, under either stage on any number of ranks: what training begins with, and under "..., then" how it goes on."""
-    stage, ranks = request.param
-    of_stage = in_pieces if stage == 3 else lambda case: case
-    cases = {name: of_stage(under_zenflow(name, folders, steps=SAVED)) for name in FOLDERS | OURS}
-    for name in FOLDERS | OURS:
-        cases[name] = replace(cases[name], callbacks=(Doubled(),))
-    cases |= {f"{name}, then": of_stage(under_zenflow(name, folders)) for name in FOLDERS}
-    late = {"strategy_options": EVERYTHING}
-    cases["weights are late"] = of_stage(under_zenflow("two", folders, **LATE | late))
-    return run_each(cases, ranks=ranks, here=False)
+    """From every folder, on any number of ranks: what training begins with, and under "..., then" how it goes on."""
+    cases = {name: under_zenflow(name, folders, steps=SAVED, callbacks=(Doubled(),)) for name in FOLDERS | OURS}
+    cases |= {f"{name}, then": under_zenflow(name, folders) for name in FOLDERS}
+    cases["weights are late"] = under_zenflow("two", folders, **LATE, strategy_options=EVERYTHING)
+    return run_each(cases, ranks=request.param, here=False)
 
 
 @pytest.mark.parametrize("name", FOLDERS | OURS)
@@ -184,16 +167,14 @@ def test_late_weights_continue(continued: Runs) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_as_many_ranks(ranks: int, saved: Runs, folders: Path) -> None:
-    """The same training goes on with the same bits, and plain DeepSpeed of the same stage loads what this package saved."""
+    """The same training goes on with the same bits, and plain DeepSpeed loads what this package saved."""
     plain = replace(STAGE_3.with_keys(sub_group_size=50, stage3_param_persistence_threshold=40), steps=SAVED)
     cases: dict[str, Case] = {}
     for name, (n_ranks, case) in OURS.items():
-        if n_ranks == ranks and name.startswith("ours"):
-            cases[name] = replace(case, checkpoint=str(folders / f"{name}.ckpt"))
-            if case.stage == 3:
-                cases[f"{name}, plain"] = replace(
-                    plain, precision=case.precision, checkpoint=str(folders / f"{name}.ckpt")
-                )
+        if n_ranks == ranks:
+            path = str(folders / f"{name}.ckpt")
+            cases[name] = replace(case, checkpoint=path)
+            cases[f"{name}, plain"] = replace(plain, precision=case.precision, checkpoint=path)
     for name, (run, *_) in run_on_ranks(cases, ranks=ranks).items():
         if name in OURS:
             whole = saved[f"{name}, whole"][0]
@@ -204,11 +185,9 @@ def test_as_many_ranks(ranks: int, saved: Runs, folders: Path) -> None:
             assert_loaded(run, saved[of_folder][0], folders / f"{of_folder}.ckpt")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", ["two", "three bf16", "ours, two", "plain, stage 2"])
-def test_evaluation(name: str, stage: int, saved: Runs, folders: Path) -> None:
-    of_stage = in_pieces if stage == 3 else lambda case: case
-    case = of_stage(under_zenflow(name, folders))
+@pytest.mark.parametrize("name", ["two", "three bf16", "ours, two"])
+def test_evaluation(name: str, saved: Runs, folders: Path) -> None:
+    case = under_zenflow(name, folders)
     for function in ("validate", "test", "predict"):
         model = case.make_model()
         trainer = make_trainer(case.make_strategy(), precision=case.precision, limit_val_batches=1)
@@ -221,15 +200,15 @@ def test_evaluation(name: str, stage: int, saved: Runs, folders: Path) -> None:
     assert_same_tensors(snapshot(other), [w.float() for w in saved[name][0].weights])
 
 
-@pytest.mark.parametrize(("stage", "trains"), [(2, False), (2, True), (3, True)])
-def test_under_fabric(stage: int, trains: bool, saved: Runs, folders: Path, tmp_path: Path) -> None:
-    config = {"zero_optimization": PIECES if stage == 3 else {}}
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(config, worker_cores=1))
+def test_under_fabric(saved: Runs, folders: Path, tmp_path: Path) -> None:
+    fabric = Fabric(
+        accelerator="cpu", devices=1, strategy=FabricStrategy({"zero_optimization": PIECES}, worker_cores=1)
+    )
     fabric.launch()
     model = PiecesNet()
     optimizer = torch.optim.AdamW([{"params": group} for group in model.optimized()])
-    objects = fabric.setup(model, optimizer) if trains else (fabric.setup(model.eval()),)
-    rest = fabric.load(folders / "three.ckpt", dict(zip(("model", "optimizer"), objects, strict=False)))
+    objects = fabric.setup(model, optimizer)
+    rest = fabric.load(folders / "three.ckpt", dict(zip(("model", "optimizer"), objects, strict=True)))
     assert rest["global_step"] == SAVED
     assert_same_tensors(snapshot(model), saved["three"][0].weights)
     assert_same_tensors(list(untrained(model).values()), list(saved["three"][0].untrained.values()))
@@ -238,9 +217,8 @@ def test_under_fabric(stage: int, trains: bool, saved: Runs, folders: Path, tmp_
     torch.save({name: 2 * value for name, value in other.state_dict().items()}, tmp_path / "raw.pt")
     fabric.load_raw(tmp_path / "raw.pt", objects[0])
     assert_same_tensors(snapshot(model), [2 * w for w in snapshot(other)])
-    if trains:
-        for p, w in zip((p for group in model.parameter_groups() for p in group), snapshot(other), strict=True):
-            assert torch.equal(safe_get_full_fp32_param(p), 2 * w)
+    for p, w in zip((p for group in model.parameter_groups() for p in group), snapshot(other), strict=True):
+        assert torch.equal(safe_get_full_fp32_param(p), 2 * w)
     fabric.strategy.teardown()
 
 
@@ -309,9 +287,33 @@ def test_refused(name: str, folders: Path, tmp_path: Path) -> None:
     case = under_zenflow("three", folders, checkpoint=str(path))
     with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
         make_trainer(case.make_strategy(), limit_test_batches=1).test(case.make_model(), ckpt_path=path)
-    for of_stage in (case, in_pieces(case)) if name != "two precisions" else ():
+    if name != "two precisions":
         with pytest.raises(CheckpointError, match=f"^checkpoint {path}.*{message}"):
-            run_here(of_stage)
+            run_here(case)
+
+
+@pytest.mark.usefixtures("saved", "no_worker_is_left")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_other_stage_is_refused(stage: int, folders: Path, tmp_path: Path) -> None:
+    """In training and evaluation, under the Trainer and Fabric."""
+    path = folders / "three.ckpt"
+    if stage == 3:
+        path = tmp_path / "2.ckpt"
+        run_here(replace(ZENFLOW, **LIMIT, steps=SAVED, save_at=SAVED, checkpoint=str(path)))
+    saved, present = ("1 or 2", "3") if stage == 3 else ("3", "another")
+    message = f"^checkpoint {path}: the ZeRO stage must be that of the folder, {saved}, got {present}"
+    case = replace(ZENFLOW, **LIMIT, checkpoint=str(path))
+    case = in_pieces(case) if stage == 3 else case
+    with pytest.raises(CheckpointError, match=message):
+        run_here(case)
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer(case.make_strategy(), limit_test_batches=1).test(case.make_model(), ckpt_path=path)
+    config = {"zero_optimization": PIECES if stage == 3 else {}}
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(config, worker_cores=1))
+    fabric.launch()
+    with pytest.raises(CheckpointError, match=message):
+        fabric.load(path, {"model": fabric.setup(PiecesNet().eval())})
+    fabric.strategy.teardown()
 
 
 @pytest.mark.usefixtures("saved")
