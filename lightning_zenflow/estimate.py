@@ -164,7 +164,7 @@ def _job_bytes(b: int, config: ZenFlowConfig, schedule: UpdateSchedule) -> float
 
 def _arena_bytes(setup: Setup, config: ZenFlowConfig, schedule: UpdateSchedule, owned_numel: float) -> float:
     """Host memory of one rank's arena (`worker.arena`) without its tables: states, slots, publish buffers, and a place to which the
-    state of the device-owned entries is exported (`topk.state_export`).
+    state of the device-owned entries is exported (`topk.columns`).
     """
     numel, in_backward = setup.partition_numel, config.submits_in_backward
     n_blocks = blocks_wanted(

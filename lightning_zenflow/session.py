@@ -30,19 +30,19 @@ from lightning_zenflow.config import KEYS, ZenFlowConfig, check_keys
 from lightning_zenflow.core.distributed import in_common
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.engine.config import (
+    ConfigSource,
     offloads_parameters,
     prepare_deepspeed_config,
     refuse_options,
+    resolve_config,
     says_bucket_size,
     set_bucket_size,
 )
-from lightning_zenflow.engine.config_sources import ConfigSource, resolve_config
 from lightning_zenflow.engine.engines import missing_overrides
 from lightning_zenflow.engine.environment import RankEnvironment, rank_resources
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
-from lightning_zenflow.engine.pickling import pickled_as_before
 from lightning_zenflow.engine.precision import restore_types
-from lightning_zenflow.engine.release import Released, as_in_training, make_whole, release
+from lightning_zenflow.engine.release import Released, as_in_training, make_whole, pickled_as_before, release
 from lightning_zenflow.engine.supported import refuse_unfrozen
 from lightning_zenflow.engine.user_optimizer import UsersOptimizer
 from lightning_zenflow.worker.process import WorkerError

@@ -28,14 +28,16 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from lightning_zenflow.checkpoint.files import CheckpointError, read, refusal, verify
-from lightning_zenflow.checkpoint.repartition import (
+from lightning_zenflow.engine.flat_layout import (
+    FlatLayout,
+    Layout,
+    PieceLayout,
     copy_parts,
     in_terms_of_stage_2,
     in_terms_of_stage_3,
     keys_of,
     repartition,
 )
-from lightning_zenflow.engine.flat_layout import FlatLayout, Layout, PieceLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, VERSION
 

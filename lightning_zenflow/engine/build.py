@@ -25,15 +25,14 @@ from lightning_zenflow.engine.host_state import HostState
 from lightning_zenflow.kernels.base import kernels_for
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy, candidates_of, that_fit, with_changes
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule, blocks_wanted
-from lightning_zenflow.step.auto_control import ScheduleControl
 from lightning_zenflow.step.fill import Fill
-from lightning_zenflow.step.plan import Planner
+from lightning_zenflow.step.plan import Planner, ScheduleControl
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import StepParts
 from lightning_zenflow.telemetry.telemetry import StallClock, Telemetry
+from lightning_zenflow.topk.columns import export_bytes
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.topk.selector import Selector
-from lightning_zenflow.topk.state_export import export_bytes
 from lightning_zenflow.worker.arena import Arena, ArenaSizes, arena_bytes
 from lightning_zenflow.worker.cores import WorkerCores
 from lightning_zenflow.worker.memory import check_host_memory, free_host_memory

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -24,8 +24,8 @@ from lightning_zenflow.engine.flat_layout import Layout
 from lightning_zenflow.engine.full_state import FullState
 from lightning_zenflow.engine.supported import refuse_unused
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
-from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.step.plan import StepInputs
 from lightning_zenflow.step.readings import CounterReader
 from lightning_zenflow.step.run_state import CHECKPOINT_KEY, StepParts
 from lightning_zenflow.step.step import ZenFlowStep
@@ -63,6 +63,8 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         taken: what stands in `parameter.grad`.
     """
 
+    state_key: ClassVar[str]
+    """Key of AdamW's state in DeepSpeed's."""
     # DeepSpeed's own, declared for the type checker.
     optimizer: Optimizer
     param_names: dict[Tensor, str]
@@ -299,14 +301,45 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
         if stays:
             self.taken.mark()
 
-    def _refuse_whole_state(self, states: Any) -> None:
-        """Refuses what torch's `load_state_dict` takes; DeepSpeed's gets a list of all ranks' states."""
-        if isinstance(states, Mapping):
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state with exact master weights and moments, and what else continues this run bit for bit."""
+        self.flush()
+        with self._with_flat_groups():
+            state: dict[str, Any] = super().state_dict()
+        self._put_exact_state(state)
+        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
+        return state
+
+    def _put_exact_state(self, state: dict[str, Any]) -> None:
+        """Puts AdamW's state into DeepSpeed's as a checkpoint has it."""
+        state[self.state_key] = self._host_state.as_saved(state[self.state_key])
+
+    @override
+    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
+        """Loads DeepSpeed's state, a list of those of all ranks, into the arena.
+
+        A checkpoint of this strategy with the same configuration and the same ranks continues the run that wrote it; after any other one
+        nothing is device-owned until the first step has selected columns.
+
+        Raises:
+            MisconfigurationException: the state is a mapping, as torch's `load_state_dict` takes.
+        """
+        if isinstance(state_dict_list, Mapping):
             raise MisconfigurationException(
                 "ZenFlowStrategy: optimizer.load_state_dict must not be called in training, when the worker has AdamW's moments: continue"
                 " from a checkpoint (`fit(ckpt_path=...)`, `fabric.load`), or write single states with"
                 " `deepspeed.utils.safe_set_full_optimizer_state`"
             )
+        self.flush()
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = state_dict_list[rank] if state_dict_list else None
+        if own and load_optimizer_states:
+            own = {**own, self.state_key: self._host_state.read_moments(own[self.state_key])}
+            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
+        with self._with_flat_groups():
+            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
+        self._continue_from(own, optimizer_states=load_optimizer_states)
 
     def reset_master_from_model(self) -> None:
         """Makes the model's weights, loaded from elsewhere right after a flush, the master weights; moments stay."""

@@ -9,8 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_zenflow.core.errors import MisconfigurationException
-from lightning_zenflow.monitor.metrics import METRICS
-from lightning_zenflow.monitor.summary import StepMeter
+from lightning_zenflow.monitor.summary import METRICS, StepMeter
 
 if TYPE_CHECKING:
     from lightning_zenflow.engine.optimizer import ZenFlowOptimizer

@@ -20,8 +20,8 @@ from lightning_zenflow.core.step_inputs import (
     smoothed_ratio,
 )
 from lightning_zenflow.deferred.jobs import JobQueue
-from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.step.gradient_router import VectorGradients
+from lightning_zenflow.step.plan import StepContext
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 

@@ -11,8 +11,8 @@ from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
 from lightning_zenflow.step.arrivals import Arrivals, BackwardSubmission, GradientNorms
-from lightning_zenflow.step.context import StepContext
 from lightning_zenflow.step.gradient_router import GradientRouter, VectorGradients
+from lightning_zenflow.step.plan import StepContext
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, merge_ranges
-from lightning_zenflow.topk.state_export import Columns
+from lightning_zenflow.topk.columns import Columns
 
 
 class Freezing:

@@ -11,7 +11,7 @@ from lightning_zenflow.core.partition import Partition, tiles_of_slice
 from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination
-from lightning_zenflow.step.context import StepContext
+from lightning_zenflow.step.plan import StepContext
 from lightning_zenflow.topk.ownership import Ownership
 from lightning_zenflow.worker.rank_state import RankState
 

@@ -13,8 +13,8 @@ from torch.profiler import record_function
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.step_inputs import StepScale, mean_beta1, step_scale
-from lightning_zenflow.step.context import StepContext, StepInputs, StepState
 from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.step.plan import StepContext, StepInputs, StepState
 from lightning_zenflow.step.run_state import VERSION, StepParts, difference_of, layout_of
 from lightning_zenflow.worker.process import WorkerError
 from lightning_zenflow.worker.rank_state import UnderWay

@@ -1,22 +1,200 @@
-"""Device-owned entries of one block: exact fp32 state that the device updates at once.
+"""Device-owned entries of one block: exact fp32 state that the device updates at once, and its way from the worker.
 
 The arena alone is AdamW's exact state: the worker replays *every* element, the selected columns too (they are scattered over the rows, so
 leaving them out would save no memory traffic). The state here is a copy of the selected entries that runs ahead of the arena: it is
 updated in the step itself instead of up to S + d - 1 steps later. Therefore a new selection moves nothing back to the host, and a flush
 ends with `DeviceColumns.request` and `DeviceColumns.load`.
+
+The worker has all cores, and often still has the rows in its caches. So it gathers the entries of a block itself, behind the block's last
+job, into memory that is page-locked for a CUDA device; the training thread enqueues one copy for each parameter group.
+
+Each block has a region of its own, so nothing is ever short and needs to be waited for. A region is a table of the block's tiles and
+columns, then its state: 12 bytes for each entry that the block can own at most.
 """
 
+import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from lightning_zenflow.core.partition import Tile
+from lightning_zenflow.core.partition import STATE_BYTES, Partition, Tile, align, column_count
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import ColumnWrite, Selection
+from lightning_zenflow.native import protocol
 from lightning_zenflow.telemetry.telemetry import Cause
-from lightning_zenflow.topk.state_export import Columns, ExportRegion, OwnedTile
 from lightning_zenflow.worker.rank_state import RankState
+from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
+
+_COLUMN_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Columns of one matrix, on the device and on the host."""
+
+    device: Tensor
+    """int64, ascending."""
+    host: Tensor
+    """The same values on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedTile:
+    """Device-owned entries of one tile, [rows, k], which begin at `begin` among those of the tile's parameter group in its block."""
+
+    tile: Tile
+    number: int
+    """Of the tile."""
+    param_group: int
+    begin: int
+    columns: Columns | None
+    """Relative to the tile's first column; None if all of its columns are owned."""
+    k: int
+
+    @property
+    def numel(self) -> int:
+        """Number of entries."""
+        return self.tile.rows * self.k
+
+    def of_group(self, values: Tensor) -> Tensor:
+        """The tile's part of a value per entry of the group, as a view [rows, k]."""
+        return values.narrow(0, self.begin, self.numel).view(self.tile.rows, self.k)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionSize:
+    """Most that a block can own."""
+
+    n_tiles: int
+    n_columns: int
+    n_entries: int
+
+    @classmethod
+    def of_block(cls, partition: Partition, block: int, topk_ratio: float) -> "RegionSize":
+        """Counts the columns of matrices that `topk_ratio` allows, and all elements of vectors."""
+        n_tiles = n_columns = n_entries = 0
+        for tile in (partition.tiles[index] for index in partition.blocks[block].tiles):
+            s = partition.slices[tile.slice]
+            k = min(tile.width, column_count(s.columns, topk_ratio) if s.is_matrix else s.columns)
+            n_tiles, n_columns, n_entries = n_tiles + 1, n_columns + k, n_entries + tile.rows * k
+        return cls(n_tiles=n_tiles, n_columns=n_columns, n_entries=n_entries)
+
+    @property
+    def columns_offset(self) -> int:
+        """Bytes of the table of tiles."""
+        return self.n_tiles * ctypes.sizeof(protocol.ExportTile)
+
+    @property
+    def state_offset(self) -> int:
+        """Bytes of both tables, rounded up to cache lines."""
+        return align(self.columns_offset + self.n_columns * _COLUMN_BYTES)
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the region, rounded up to cache lines."""
+        return align(self.state_offset + self.n_entries * STATE_BYTES)
+
+
+def export_bytes(partition: Partition, topk_ratio: float) -> int:
+    """Size of the export section: 12 bytes for each entry that the device can own at most, and the tables."""
+    return sum(size.n_bytes for size in _region_sizes(partition, topk_ratio))
+
+
+def _region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
+    """Of all blocks; none where nothing is selected."""
+    blocks = range(len(partition.blocks) if topk_ratio else 0)
+    return [RegionSize.of_block(partition, block, topk_ratio) for block in blocks]
+
+
+class ExportRegion:
+    """Part of the export section for the entries of one block.
+
+    It belongs to the worker from `request` until it has answered, and to the device until the copies of `load` are done. The next request
+    needs no wait for these: the worker writes the region behind a job that waits for a later word of the same stream, or after a flush,
+    which synchronises.
+
+    Args:
+        begin: first byte of the region in the export section.
+        size: most entries that are exported at once.
+    """
+
+    def __init__(self, rank: RankState, worker: SupervisedWorker, *, begin: int, size: RegionSize) -> None:
+        self._worker = worker
+        self._books = rank.books
+        self._telemetry = rank.telemetry
+        self._offset = rank.arena.export_offset + begin
+        self._first_scales = rank.arena.first_scales
+        self._size = size
+        memory = rank.arena.export.narrow(0, begin, size.n_bytes)
+        self._tiles = memory[: size.columns_offset]
+        self._columns = memory[size.columns_offset :][: size.n_columns * _COLUMN_BYTES].view(torch.int32)
+        self._state = memory[size.state_offset :][: size.n_entries * STATE_BYTES].view(torch.float32)
+        self._request: Submission | None = None
+
+    def request(self, tiles: Sequence[OwnedTile], cause: Cause) -> None:
+        """Makes the worker write the tiles' entries to the region, as they are after all jobs submitted so far.
+
+        Args:
+            tiles: tiles of the block.
+            cause: of a wait for an earlier request, whose tables the worker may be reading.
+        """
+        self._wait(cause)
+        numel = [0] * (1 + max((owned.param_group for owned in tiles), default=0))
+        for owned in tiles:
+            numel[owned.param_group] += owned.numel
+        # Behind each other: [3, n] of each parameter group.
+        first_bytes = [0, *accumulate(STATE_BYTES * n for n in numel)]
+        entries = (protocol.ExportTile * len(tiles))()
+        n_columns = 0
+        for entry, owned in zip(entries, tiles, strict=True):
+            tile, group = owned.tile, owned.param_group
+            entry.begin, entry.rows, entry.width, entry.n_columns = tile.begin, tile.rows, tile.width, owned.k
+            entry.first_scale = self._first_scales[owned.number]
+            if owned.columns is not None:
+                entry.columns_offset = self._offset + self._size.columns_offset + n_columns * _COLUMN_BYTES
+                self._columns[n_columns : n_columns + owned.k] = owned.columns.host
+                n_columns += owned.k
+            begin = first_bytes[group] + owned.begin * self._state.element_size()
+            entry.target_offset, entry.target_stride = self._offset + self._size.state_offset + begin, numel[group]
+        if tiles:
+            table = torch.frombuffer(entries, dtype=torch.uint8)
+            self._tiles[: table.numel()] = table
+        with self._books:
+            self._request = self._worker.enqueue_export(tiles_offset=self._offset, n_tiles=len(tiles))
+        self._worker.send()
+
+    def load(self, tiles: Sequence[OwnedTile], states: Sequence[Tensor], cause: Cause) -> None:
+        """Copies what was requested, in stream order. A stall only if the worker has not written the region yet.
+
+        Args:
+            tiles: those of the request.
+            states: for each parameter group, [3, n] float32 on the device; the n entries of the tiles in their order.
+            cause: of a wait.
+        """
+        self._wait(cause)
+        begin = 0
+        for state in states:
+            state.copy_(self._state[begin : begin + state.numel()].view_as(state), non_blocking=True)
+            begin += state.numel()
+            self._telemetry.traffic.h2d_bytes += state.nbytes
+
+    def _wait(self, cause: Cause) -> None:
+        if self._request is None:
+            return
+        if not self._worker.has_answered(self._request):
+            with self._telemetry.stalls.measure(cause):
+                self._worker.wait_for(self._request)
+        self._request = None
+
+
+def export_regions(rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> list[ExportRegion]:
+    """The region of each block in the arena's export section, for at most `topk_ratio` of the columns; none where that is 0."""
+    sizes = _region_sizes(rank.partition, topk_ratio)
+    begins = accumulate((size.n_bytes for size in sizes), initial=0)
+    return [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 class DeviceColumns:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
 from lightning_zenflow.kernels.base import Selection
-from lightning_zenflow.topk.columns import DeviceColumns
-from lightning_zenflow.topk.state_export import Columns, export_regions
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, export_regions
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import SupervisedWorker
 

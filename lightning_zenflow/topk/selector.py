@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import AsyncHostCopy
 from lightning_zenflow.core.partition import column_count
-from lightning_zenflow.topk.state_export import Columns
+from lightning_zenflow.topk.columns import Columns
 
 AUTO_INTERVAL = 512
 """Steps between two selections of `select_interval: auto`. Selecting again makes no measurable difference (docs/convergence.md)."""

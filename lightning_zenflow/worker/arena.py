@@ -24,7 +24,7 @@ from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import GroupHyperparameters
 from lightning_zenflow.native import protocol
 from lightning_zenflow.worker.cores import running_on
-from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, exclude_from_children
+from lightning_zenflow.worker.memory import MEMORY_PREFIX, exclude_from_children
 from lightning_zenflow.worker.moments import CodedMoment, CodedMoments, Moment, first_scales, n_scales
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ArenaSizes:
     newest_first: bool = False
     """Whether the worker takes the newest job whose gradients have arrived, instead of the oldest."""
     export_bytes: int = 0
-    """State of device-owned entries on its way to the device (`lightning_zenflow.topk.state_export`)."""
+    """State of device-owned entries on its way to the device (`lightning_zenflow.topk.columns`)."""
 
 
 Touch = Callable[[int, int, int], None]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from lightning_zenflow.native import protocol
 from lightning_zenflow.native.paths import cannot_run, worker_executable
 from lightning_zenflow.worker.arena import Arena
-from lightning_zenflow.worker.fork_safety import MEMORY_PREFIX, keep_from_children
+from lightning_zenflow.worker.memory import MEMORY_PREFIX, keep_from_children
 
 _log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from lightning_zenflow.engine.flat_layout import FlatLayout
 from lightning_zenflow.engine.host_state import MOMENTS
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
 from lightning_zenflow.engine.supported import refuse_features, refuse_moved
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
 from lightning_zenflow.zero.flat_buffers import (
     OrderedCopy,
     balanced_order,
@@ -45,6 +44,7 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     Its flat buffers have an order of ours (`balanced_order`); checkpoints have DeepSpeed's.
     """
 
+    state_key = BASE_OPTIMIZER_STATE
     # DeepSpeed's own, declared for the type checker.
     overlap_comm: bool
     bit16_groups: list[list[Tensor]]
@@ -71,7 +71,13 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
     @override
     def initialize_optimizer_states(self) -> None:
         """Replaces DeepSpeed's host buffers by the arena and starts the worker."""
-        _refuse_unsupported(self)
+        refuse_features(
+            self,
+            {
+                "mixture of experts": self.has_moe_layers,
+                "master weights or gradients in half precision": self.low_precision_master_weights_and_grads,
+            },
+        )
         # Buffers of the size of the largest parameter, which only the stock offload path needs.
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = torch.empty(
             0, dtype=self.dtype, device="cpu"
@@ -178,25 +184,18 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
         )
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's ZeRO-2 state with exact master weights and moments, and what else continues this run bit for bit."""
-        self.flush()
-        with self._with_flat_groups():
-            state: dict[str, Any] = super().state_dict()
-        base = state[BASE_OPTIMIZER_STATE]
+    def _put_exact_state(self, state: dict[str, Any]) -> None:
         if self._saved is None:
-            state[BASE_OPTIMIZER_STATE] = self._host_state.as_saved(base)
-        else:
-            rank = dist.get_rank(group=self.dp_process_group)
-            # Private: cuts off the padding.
-            masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
-            state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
-            moments = [dict(zip(MOMENTS, of_group, strict=True)) for _, *of_group in self._saved.states]
-            of_keys = zip(base["state"].items(), moments, strict=True)
-            state[BASE_OPTIMIZER_STATE] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
-            state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
-        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
-        return state
+            super()._put_exact_state(state)
+            return
+        # Private: cuts off the padding.
+        masters = self._get_groups_without_padding([masters for masters, *_ in self._saved.states])
+        state[SINGLE_PARTITION_OF_FP32_GROUPS] = masters
+        base, moments = state[self.state_key], [dict(zip(MOMENTS, of, strict=True)) for _, *of in self._saved.states]
+        of_keys = zip(base["state"].items(), moments, strict=True)
+        state[self.state_key] = {**base, "state": {key: {**old, **new} for (key, old), new in of_keys}}
+        rank = dist.get_rank(group=self.dp_process_group)
+        state[PARAM_SLICE_MAPPINGS] = fragments(flat_layouts(self, self._plain_groups()), rank)
 
     @override
     def copy_for_save(self, folder: Path) -> Any:
@@ -244,37 +243,6 @@ class ZenFlowZeroOptimizer(ZenFlowOptimizer, DeepSpeedZeroOptimizer):  # type: i
             return list(self.bit16_groups)
         n_ranks, reorder = dist.get_world_size(group=self.dp_process_group), super()._round_robin_reorder
         return [reorder(group, n_ranks)[0] for group in self.bit16_groups]
-
-    @override
-    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
-        """Loads DeepSpeed's ZeRO-2 state into the arena.
-
-        A checkpoint of this strategy with the same configuration and the same ranks continues the run that wrote it; after any other one
-        nothing is device-owned until the first step has selected columns.
-        """
-        self._refuse_whole_state(state_dict_list)
-        self.flush()
-        rank = dist.get_rank(group=self.dp_process_group)
-        own = state_dict_list[rank] if state_dict_list else None
-        if own and load_optimizer_states:
-            own = {**own, BASE_OPTIMIZER_STATE: self._host_state.read_moments(own[BASE_OPTIMIZER_STATE])}
-            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
-        with self._with_flat_groups():
-            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
-        self._continue_from(own, optimizer_states=load_optimizer_states)
-
-
-def _refuse_unsupported(zero_optimizer: Any) -> None:
-    """Refuses features that only DeepSpeed's engine knows of; the rules of the configuration have been applied before."""
-    features = {
-        "mixture of experts": zero_optimizer.has_moe_layers,
-        "sequence parallelism": zero_optimizer.sequence_parallel_size > 1,
-        "master weights or gradients in half precision": zero_optimizer.low_precision_master_weights_and_grads,
-        "data_types.grad_accum_dtype other than the model's": (
-            zero_optimizer.gradient_accumulation_dtype != zero_optimizer.dtype
-        ),
-    }
-    refuse_features(features)
 
 
 def zenflow_optimizer(

@@ -25,17 +25,16 @@ from lightning_zenflow.engine.build import ZeroPartition
 from lightning_zenflow.engine.engines import in_place_of
 from lightning_zenflow.engine.flat_layout import PieceLayout
 from lightning_zenflow.engine.optimizer import ZenFlowOptimizer
+from lightning_zenflow.engine.pieces import read_slices
 from lightning_zenflow.engine.release import restore_process
-from lightning_zenflow.step.context import StepInputs
-from lightning_zenflow.step.run_state import CHECKPOINT_KEY
-from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
-from lightning_zenflow.zero3.slices import read_slices
-from lightning_zenflow.zero3.state_access import StateAccess
-from lightning_zenflow.zero3.supported import (
+from lightning_zenflow.engine.supported import (
     check_inputs_of_leaf_modules,
+    refuse_features_of_stage_3,
     refuse_second_gradient,
-    refuse_unsupported,
 )
+from lightning_zenflow.step.plan import StepInputs
+from lightning_zenflow.zero3.fetch import FetchCoordinator, Piece
+from lightning_zenflow.zero3.state_access import StateAccess
 
 _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 """Private: reduces the gradients of a bucket, whose type it takes, and calls `partition_grads`."""
@@ -66,6 +65,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
     memory of their own.
     """
 
+    state_key = OPTIMIZER_STATE_DICT
     # DeepSpeed's own, declared for the type checker.
     fp16_groups: list[list[Any]]
     fp16_partitioned_groups: list[list[Tensor]]
@@ -91,7 +91,7 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
 
         Private: what DeepSpeed's constructor calls behind the division of the parameters.
         """
-        refuse_unsupported(self)
+        refuse_features_of_stage_3(self)
         # Private: copies the weights to `fp32_partitioned_groups_flat`.
         self._create_fp32_partitions()
         parameters = [p for sub_group in self.fp16_groups for p in sub_group]
@@ -312,16 +312,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         super().flush()
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's ZeRO-3 state with exact master weights and moments, and what else continues this run bit for bit."""
-        self.flush()
-        with self._with_flat_groups():
-            state: dict[str, Any] = super().state_dict()
-        state[OPTIMIZER_STATE_DICT] = self._host_state.as_saved(state[OPTIMIZER_STATE_DICT])
-        state[CHECKPOINT_KEY] = self.zenflow_step.state_dict()
-        return state
-
-    @override
     def reset_master_from_model(self) -> None:
         super().reset_master_from_model()
         self._gather_weights()
@@ -385,20 +375,6 @@ class ZenFlowZero3Optimizer(StateAccess, ZenFlowOptimizer, DeepSpeedZeroOptimize
         super().destroy()
         if is_first:
             restore_process()
-
-    @override
-    def load_state_dict(self, state_dict_list: Any, load_optimizer_states: bool = True, **kwargs: Any) -> None:
-        """Loads DeepSpeed's ZeRO-3 state into the arena; as of stage 2."""
-        self._refuse_whole_state(state_dict_list)
-        self.flush()
-        rank = dist.get_rank(group=self.dp_process_group)
-        own = state_dict_list[rank]
-        if load_optimizer_states:
-            own = {**own, OPTIMIZER_STATE_DICT: self._host_state.read_moments(own[OPTIMIZER_STATE_DICT])}
-            state_dict_list = [*state_dict_list[:rank], own, *state_dict_list[rank + 1 :]]
-        with self._with_flat_groups():
-            super().load_state_dict(state_dict_list, load_optimizer_states=load_optimizer_states, **kwargs)
-        self._continue_from(own, optimizer_states=load_optimizer_states)
 
 
 def zenflow_optimizer(

@@ -19,7 +19,7 @@ from torch import nn
 from fabric_runs import set_up, train_step
 from harness import workers
 from lightning_zenflow.fabric import ZenFlowStrategy
-from lightning_zenflow.monitor.metrics import METRICS
+from lightning_zenflow.monitor.summary import METRICS
 from networks import SmallNet
 from processes import is_alive, wait_for
 from same_bits import assert_same_tensors

@@ -17,7 +17,7 @@ from benchmarks.common.processes import run_process
 from benchmarks.step_time.run import StepSpec, run
 from gpu_cases import RACES
 from harness import APPROXIMATE, Case, fit
-from lightning_zenflow.monitor.metrics import METRICS
+from lightning_zenflow.monitor.summary import METRICS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_cuda", "no_worker_is_left")]
 

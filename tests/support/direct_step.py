@@ -16,8 +16,8 @@ from lightning_zenflow.core.partition import row_length
 from lightning_zenflow.engine.build import ZeroPartition, build
 from lightning_zenflow.engine.environment import RankResources
 from lightning_zenflow.engine.user_optimizer import read_hyperparameters
-from lightning_zenflow.step.context import StepInputs
 from lightning_zenflow.step.freezing import Freezing
+from lightning_zenflow.step.plan import StepInputs
 from lightning_zenflow.step.step import ZenFlowStep
 from lightning_zenflow.worker.cores import WorkerCores, allowed_cores
 from lightning_zenflow.worker.moments import Moment

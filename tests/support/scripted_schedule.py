@@ -8,7 +8,7 @@ from unittest import mock
 
 from lightning_zenflow.schedule.auto_policy import SchedulePolicy
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.step.context import StepPlan
+from lightning_zenflow.step.plan import StepPlan
 
 Entry = tuple[int, int, int]
 """Step, S and d."""

@@ -17,9 +17,8 @@ from lightning_zenflow import ZenFlowStrategy
 from lightning_zenflow.config import ZenFlowConfig
 from lightning_zenflow.schedule.auto_policy import LARGEST_LAG
 from lightning_zenflow.schedule.staggered import UpdateSchedule
-from lightning_zenflow.step import auto_control
-from lightning_zenflow.step.auto_control import ScheduleControl
-from lightning_zenflow.step.context import StepPlan
+from lightning_zenflow.step import plan as planning
+from lightning_zenflow.step.plan import ScheduleControl, StepPlan
 from lightning_zenflow.worker.memory import HOST_MEMORY
 from models import LinearLossModule
 from rank_processes import run_on_ranks
@@ -160,13 +159,13 @@ def test_times_of_other_work_are_not_measured(monkeypatch: pytest.MonkeyPatch) -
 
     def looks(**options: Any) -> list[int]:
         seen: list[int] = []
-        monkeypatch.setattr(auto_control, "load_and_stall", lambda _: seen.append(steps[-1]) or (0.5, 0.0))
+        monkeypatch.setattr(planning, "load_and_stall", lambda _: seen.append(steps[-1]) or (0.5, 0.0))
         run_here(Case(steps=24, topk_ratio=0.3, **options))
         return seen
 
     monkeypatch.setattr(ScheduleControl, "end_step", noted)
     # Two steps are left out, and four measured; then two are, after the step that reads it, and four measured.
-    monkeypatch.setattr(auto_control, "_LOOK", 4)
+    monkeypatch.setattr(planning, "_LOOK", 4)
     assert looks(strategy_options=ALL_AUTO)[:2] == [6, 7 + 2 + 4]
     assert looks(strategy_options=ALL_AUTO, flush_after=(3, 12))[:2] == [6 + 2, 9 + 2 + 4 + 2]
     # With d = 1 from the start three steps are left out, and steps 1 and 6, which select.

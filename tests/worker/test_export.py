@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, column_count, group_begins
 from lightning_zenflow.telemetry.telemetry import Traffic
-from lightning_zenflow.topk.columns import DeviceColumns
-from lightning_zenflow.topk.state_export import Columns, export_regions
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, export_regions
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
 from lightning_zenflow.config import KEYS, ZenFlowConfig
-from lightning_zenflow.engine.config_sources import resolve_config
+from lightning_zenflow.engine.config import resolve_config
 
 # As in the ZenFlow tutorial of DeepSpeed.
 TUTORIAL: dict[str, Any] = {

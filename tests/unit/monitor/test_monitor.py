@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_zenflow.config import ZenFlowConfig
-from lightning_zenflow.monitor.metrics import METRICS, interval_metrics
-from lightning_zenflow.monitor.summary import advice, summary
+from lightning_zenflow.monitor.summary import METRICS, advice, interval_metrics, summary
 from lightning_zenflow.telemetry.telemetry import Reading
 
 
