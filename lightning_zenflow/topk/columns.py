@@ -70,17 +70,24 @@ class RegionSize:
 
     n_tiles: int
     n_columns: int
-    n_entries: int
+    of_groups: tuple[int, ...]
+    """Entries of each parameter group."""
 
     @classmethod
     def of_block(cls, partition: Partition, block: int, topk_ratio: float) -> "RegionSize":
         """Counts the columns of matrices that `topk_ratio` allows, and all elements of vectors."""
-        n_tiles = n_columns = n_entries = 0
+        n_columns, of_groups = 0, [0] * len(partition.group_begins)
         for tile in (partition.tiles[index] for index in partition.blocks[block].tiles):
             s = partition.slices[tile.slice]
             k = min(tile.width, column_count(s.columns, topk_ratio) if s.is_matrix else s.columns)
-            n_tiles, n_columns, n_entries = n_tiles + 1, n_columns + k, n_entries + tile.rows * k
-        return cls(n_tiles=n_tiles, n_columns=n_columns, n_entries=n_entries)
+            n_columns += k
+            of_groups[s.param_group] += tile.rows * k
+        return cls(n_tiles=len(partition.blocks[block].tiles), n_columns=n_columns, of_groups=tuple(of_groups))
+
+    @property
+    def n_entries(self) -> int:
+        """Entries of all parameter groups."""
+        return sum(self.of_groups)
 
     @property
     def columns_offset(self) -> int:
@@ -100,10 +107,10 @@ class RegionSize:
 
 def export_bytes(partition: Partition, topk_ratio: float) -> int:
     """Size of the export section: 12 bytes for each entry that the device can own at most, and the tables."""
-    return sum(size.n_bytes for size in _region_sizes(partition, topk_ratio))
+    return sum(size.n_bytes for size in region_sizes(partition, topk_ratio))
 
 
-def _region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
+def region_sizes(partition: Partition, topk_ratio: float) -> list[RegionSize]:
     """Of all blocks; none where nothing is selected."""
     blocks = range(len(partition.blocks) if topk_ratio else 0)
     return [RegionSize.of_block(partition, block, topk_ratio) for block in blocks]
@@ -171,15 +178,15 @@ class ExportRegion:
 
         Args:
             tiles: those of the request.
-            states: for each parameter group, [3, n] float32 on the device; the n entries of the tiles in their order.
+            states: for each parameter group, [3, n] float32 on the device, with contiguous rows; the n entries of the tiles in their order.
             cause: of a wait.
         """
         self._wait(cause)
         begin = 0
-        for state in states:
-            state.copy_(self._state[begin : begin + state.numel()].view_as(state), non_blocking=True)
-            begin += state.numel()
-            self._telemetry.traffic.h2d_bytes += state.nbytes
+        for row in (row for state in states for row in state):
+            row.copy_(self._state[begin : begin + row.numel()], non_blocking=True)
+            begin += row.numel()
+            self._telemetry.traffic.h2d_bytes += row.nbytes
 
     def _wait(self, cause: Cause) -> None:
         if self._request is None:
@@ -190,60 +197,71 @@ class ExportRegion:
         self._request = None
 
 
-def export_regions(rank: RankState, worker: SupervisedWorker, *, topk_ratio: float) -> list[ExportRegion]:
-    """The region of each block in the arena's export section, for at most `topk_ratio` of the columns; none where that is 0."""
-    sizes = _region_sizes(rank.partition, topk_ratio)
+def export_regions(rank: RankState, worker: SupervisedWorker, sizes: Sequence[RegionSize]) -> list[ExportRegion]:
+    """The region of each block in the arena's export section."""
     begins = accumulate((size.n_bytes for size in sizes), initial=0)
     return [ExportRegion(rank, worker, begin=begin, size=size) for begin, size in zip(begins, sizes, strict=False)]
 
 
 class DeviceColumns:
-    """Owner of the device's copy of one block's selected entries: 12 bytes an entry, and the gradient in the model's type.
+    """Columns of one block that the device owns, or will own, and the tensors of their entries.
 
     Args:
         block: index into `Partition.blocks`.
         columns: for each slice, the device-owned columns over the whole row; None where the device owns all of them.
         source: where their exact state comes from.
+        states: for each parameter group the block's segment, [3, capacity] float32 on the device: master weights and moments.
+        staging: for each parameter group what the entries' gradients are gathered into, [capacity], model dtype. After `step` or `load` it
+            has the new weights, until the next gradient.
 
     Attributes:
-        write_weights: writes the entries into the model's weights, over published ones; after `step` or `load` only.
+        writes: of the entries from `staging` into the model's weights.
     """
 
-    def __init__(self, rank: RankState, block: int, columns: Sequence[Columns | None], source: ExportRegion) -> None:
+    def __init__(
+        self,
+        rank: RankState,
+        block: int,
+        columns: Sequence[Columns | None],
+        source: ExportRegion,
+        *,
+        states: Sequence[Tensor],
+        staging: Sequence[Tensor],
+    ) -> None:
         partition = rank.partition
         self._rank = rank
         self._source = source
-        tiles: dict[int, OwnedTile] = {}
-        numel = [0] * len(partition.group_begins)
+        self._tiles: list[OwnedTile] = []
+        self._numels = [0] * len(partition.group_begins)
         for tile_index in partition.blocks[block].tiles:
             tile = partition.tiles[tile_index]
             of_tile, k = _within(columns[tile.slice], tile, partition.slices[tile.slice].columns)
             if k > 0:
                 group = partition.slices[tile.slice].param_group
-                tiles[tile_index] = OwnedTile(
-                    tile=tile, number=tile_index, param_group=group, begin=numel[group], columns=of_tile, k=k
-                )
-                numel[group] += tiles[tile_index].numel
-        self._tiles = list(tiles.values())
-        # For each parameter group, master weights and moments of its n owned entries: [3, n] float32.
-        self._states = [torch.empty(3, n, dtype=torch.float32, device=rank.device) for n in numel]
-        # [n], model dtype: the step's gradient, filled as it arrives; after `step` or `load` the new weights, until the next gradient.
-        self._staging = [weights.new_zeros(n) for n, weights in zip(numel, rank.weights, strict=True)]
+                begin = self._numels[group]
+                owned = OwnedTile(tile=tile, number=tile_index, param_group=group, begin=begin, columns=of_tile, k=k)
+                self._tiles.append(owned)
+                self._numels[group] += owned.numel
+        self._states = [of_group.narrow(1, 0, n) for of_group, n in zip(states, self._numels, strict=True)]
+        self.gather_into(staging)
+
+    def gather_into(self, staging: Sequence[Tensor]) -> None:
+        """Gathers gradients into other tensors from now on, and takes the new weights from there."""
+        self._staging = [of_group.narrow(0, 0, n) for of_group, n in zip(staging, self._numels, strict=True)]
         # Built once, because every step uses them.
         self._selections: dict[int, Selection] = {}
-        writes = []
-        for tile_index, owned in tiles.items():
+        self.writes: list[ColumnWrite] = []
+        for owned in self._tiles:
             tile, on_device = owned.tile, None if owned.columns is None else owned.columns.device
-            staging = owned.of_group(self._staging[owned.param_group])
-            matrix = rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
-            self._selections[tile_index] = Selection(columns=on_device, target=staging)
-            writes.append(ColumnWrite(matrix=matrix, columns=on_device, selected=staging))
-        self.write_weights = rank.kernels.column_writer(writes)
+            target = owned.of_group(self._staging[owned.param_group])
+            matrix = self._rank.weights_at(owned.param_group, tile.begin, tile.numel).view(tile.rows, tile.width)
+            self._selections[owned.number] = Selection(columns=on_device, target=target)
+            self.writes.append(ColumnWrite(matrix=matrix, columns=on_device, selected=target))
 
     @property
     def numel(self) -> int:
         """Number of device-owned entries of this block."""
-        return sum(staging.numel() for staging in self._staging)
+        return sum(self._numels)
 
     def request(self, cause: Cause) -> None:
         """Makes the worker export the entries' exact state, as it is after the block's last job; no other job of it before `load`.
@@ -260,30 +278,36 @@ class DeviceColumns:
             staging.copy_(state[0])
 
     def selection(self, tile_index: int) -> Selection | None:
-        """Columns of a tile's gradient that `step` needs, and their destination; None if there are none."""
+        """Columns of a tile's gradient that AdamW needs, and their destination; None if there are none."""
         return self._selections.get(tile_index)
 
     def gradients(self) -> list[Tensor]:
         """Copy of the gathered gradients of each parameter group, for a later `step`."""
         return [staging.clone() for staging in self._staging]
 
-    def step(
-        self,
-        groups: Sequence[GroupHyperparameters],
-        scale: StepScale,
-        gradients: Sequence[Tensor] | None = None,
-    ) -> None:
-        """One exact AdamW step of all entries.
+    def step(self, groups: Sequence[GroupHyperparameters], scale: StepScale, gradients: Sequence[Tensor]) -> None:
+        """One exact AdamW step of the block's entries, for a step that is over.
 
         Args:
             groups: hyperparameters of the step, for each parameter group.
             scale: factor on the gradient and number of applied steps.
-            gradients: an earlier result of `gradients`; None: those gathered last.
+            gradients: an earlier result of `gradients`.
         """
-        gradients = self._staging if gradients is None else gradients
-        for state, gradient, staging, group in zip(self._states, gradients, self._staging, groups, strict=True):
-            if staging.numel():
-                self._rank.kernels.adamw_(state, gradient, staging, group, scale)
+        adamw(self._rank, self._states, gradients, self._staging, groups, scale)
+
+
+def adamw(
+    rank: RankState,
+    states: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    groups: Sequence[GroupHyperparameters],
+    scale: StepScale,
+) -> None:
+    """`Kernels.adamw_` for each parameter group that has entries."""
+    for state, gradient, of_group, h in zip(states, gradients, weights, groups, strict=True):
+        if gradient.numel():
+            rank.kernels.adamw_(state, gradient, of_group, h, scale)
 
 
 def _within(columns: Columns | None, tile: Tile, row_length: int) -> tuple[Columns | None, int]:

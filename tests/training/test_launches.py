@@ -51,6 +51,13 @@ def test_launches_of_a_step(shapes: Shapes, keys: dict[str, Any], ceiling: int) 
     assert max(counts.total() for counts in of_steps) <= ceiling, of_steps
 
 
+@pytest.mark.parametrize("n_blocks", [8, 64])
+def test_columns_of_all_blocks_are_updated_and_written_at_once(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zenflow.engine.build.blocks_wanted", lambda *_, **__: n_blocks)
+    for counts in launches(LLAMA, update_interval=4, publish_lag=1)[7:]:
+        assert (counts["adamw"], counts["write_columns"]) == (1, 1)
+
+
 def test_launches_of_a_selecting_step() -> None:
     """At most six more a matrix, of which two are squared norms of columns; others are on the host and prepare the blocks' changes."""
     usual, selecting = (launches(LLAMA, update_interval=4, select_interval=interval)[8] for interval in (0, 4))

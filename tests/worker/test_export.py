@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.partition import Partition, Slice, build_partition, column_count, group_begins
 from lightning_zenflow.telemetry.telemetry import Traffic
-from lightning_zenflow.topk.columns import Columns, DeviceColumns, export_regions
+from lightning_zenflow.topk.columns import Columns, DeviceColumns, export_regions, region_sizes
 from lightning_zenflow.worker.process import JobMessage, WorkerError
 from lightning_zenflow.worker.rank_state import RankState
 from lightning_zenflow.worker.supervisor import Submission
@@ -75,8 +75,13 @@ class Setting:
         self.jobs: list[Submission] = []
 
     def columns(self, block: int, chosen: list[Columns | None]) -> DeviceColumns:
-        regions = export_regions(self.rank, self.worker, topk_ratio=RATIO)
-        return DeviceColumns(self.rank, block, chosen, regions[block])
+        sizes = region_sizes(self.partition, RATIO)
+        regions = export_regions(self.rank, self.worker, sizes)
+        numels = sizes[block].of_groups
+        # In the middle of memory that other blocks have, too.
+        states = [torch.full((3, n + 5), torch.nan).narrow(1, 2, n) for n in numels]
+        staging = [torch.full((n,), torch.nan) for n in numels]
+        return DeviceColumns(self.rank, block, chosen, regions[block], states=states, staging=staging)
 
     def submit(self, block: int) -> None:
         message = JobMessage(job_id=1 + block, block=block, first_step=1, slots=[block], publish_buffer=0)
