@@ -213,8 +213,7 @@ def load_weights_together(path: Path, items: Iterable[Any], *, strict: bool) -> 
 
 
 def load_together(engine: Any, path: Path, *, strict: bool, optimizer_states: bool = True) -> dict[str, Any]:
-    """Loads model and optimizer from a folder of any number of ranks, after `is_file_together`. A collective: all ranks
-    must call it.
+    """Loads model and optimizer from a folder of any number of ranks, after `is_file_together`. A collective: all ranks must call it.
 
     Args:
         engine: DeepSpeed's engine.

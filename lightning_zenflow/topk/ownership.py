@@ -192,16 +192,13 @@ class Ownership:
 
     def _segments(self, block: int) -> tuple[list[Tensor], list[Tensor]]:
         """The block's segments of states and staging, for each parameter group; makes the arrays first if there are none."""
+        of_groups = [list(n) for n in zip(*(size.of_groups for size in self._sizes), strict=True)]
         if not self._states:
-            numels = [sum(of_blocks) for of_blocks in zip(*(size.of_groups for size in self._sizes), strict=True)]
+            numels = [sum(of_blocks) for of_blocks in of_groups]
             self._staging = [w.new_zeros(n) for n, w in zip(numels, self._rank.weights, strict=True)]
             self._states = [torch.zeros(3, n, dtype=torch.float32, device=self._rank.device) for n in numels]
-        of_groups = [
-            (sum(size.of_groups[group] for size in self._sizes[:block]), self._sizes[block].of_groups[group])
-            for group in range(len(self._states))
-        ]
-        states = [state.narrow(1, *segment) for state, segment in zip(self._states, of_groups, strict=True)]
-        return states, [t.narrow(0, *segment) for t, segment in zip(self._staging, of_groups, strict=True)]
+        states = [torch.split(state, n, dim=1)[block] for state, n in zip(self._states, of_groups, strict=True)]
+        return states, [torch.split(t, n)[block] for t, n in zip(self._staging, of_groups, strict=True)]
 
     def _columns_of(
         self, block: int, selection: int, states: Sequence[Tensor], staging: Sequence[Tensor]
