@@ -212,30 +212,30 @@ class TakenGradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._of_shape: dict[torch.Size, Tensor] = {}
+        self._shapes: list[torch.Size] = []
         self._marks: list[Tensor] = []
-        self._are_shown = False
+        self._are_put = self._are_shown = False
 
     def mark(self) -> None:
         """Puts them into the parameters, after a backward pass."""
-        self._marks = []
-        for p in self._parameters:
-            if (mark := self._of_shape.get(p.shape)) is None:
-                mark = self._of_shape[p.shape] = TakenGradient(p)
-            # First: who is interrupted here removes what it has put in.
-            self._marks.append(mark)
+        # Under stage 3 parameters have another shape where they are gathered.
+        if (shapes := [p.shape for p in self._parameters]) != self._shapes:
+            of_shape = {p.shape: TakenGradient(p) for p in self._parameters}
+            self._shapes, self._marks = shapes, [of_shape[shape] for shape in shapes]
+        # First: who is interrupted below removes what has been put in.
+        self._are_put = True
+        for p, mark in zip(self._parameters, self._marks, strict=True):
             p.grad = mark
         self._are_shown = True
 
     def show(self) -> None:
         """Ends `hide`."""
-        if self._marks:
-            # Under stage 3 parameters have another shape where they are gathered.
+        if self._are_put:
             self.mark()
 
     def hide(self) -> None:
         """Takes them out of the parameters in a forward pass, in which there may be a backward pass of the user's own."""
-        if self._marks:
+        if self._are_put:
             self._are_shown = False
             for p in self._parameters:
                 p.grad = None
@@ -244,7 +244,7 @@ class TakenGradients:
         """Removes them, before a backward pass and before the parameters are given back."""
         self.hide()
         # Last: who is interrupted before does it again.
-        self._marks = []
+        self._are_put = False
 
     def replaced(self) -> list[Tensor]:
         """Parameters whose `grad` has been assigned since `mark`."""
@@ -261,7 +261,7 @@ class TakenGradients:
 
     def refuse_second_step(self) -> None:
         """Refuses a step by gradients that a step before has used."""
-        if self._marks:
+        if self._are_put:
             raise MisconfigurationException(
                 "ZenFlowStrategy: a step must have a backward pass of its own, got a second call of `optimizer.step` behind one"
             )

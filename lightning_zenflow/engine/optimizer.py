@@ -293,13 +293,13 @@ class ZenFlowOptimizer(_DeepSpeedsOptimizer):  # type: ignore[misc]
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, and drops the gradients that no step has used."""
-        # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
-        stays, self._is_behind_step = self._is_behind_step, False
+        if self._is_behind_step:
+            # DeepSpeed's engine calls it behind each step. Under torch gradients stay until the user's code removes them.
+            self._is_behind_step = False
+            return
         self.taken.clear()
         self.zenflow_step.drop_gradients()
         super().zero_grad(set_to_none)
-        if stays:
-            self.taken.mark()
 
     @override
     def state_dict(self) -> dict[str, Any]:
