@@ -157,11 +157,6 @@ class Partition:
             found[tile.slice].append(index)
         return found
 
-    @cached_property
-    def blocks_of_slice(self) -> Sequence[Sequence[int]]:
-        """For each slice the indexes of the blocks that it has tiles in, ascending."""
-        return [sorted({self.block_of_tile[tile] for tile in tiles}) for tiles in self.tiles_by_slice]
-
 
 def align(numel: int) -> int:
     """`numel` rounded up to a multiple of `ALIGNMENT`."""

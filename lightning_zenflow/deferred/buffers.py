@@ -3,7 +3,7 @@ the model, from publish buffers or where the worker writes them.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from typing_extensions import override
 from lightning_zenflow.core.device import Event, SideStream, runtime_of
 from lightning_zenflow.core.partition import (
     Partition,
-    Range,
     Slice,
     build_partition,
     merge_ranges,
     ranges_of_block,
 )
+from lightning_zenflow.deferred.block import Block, Blocks
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.arena import PAGE_BYTES, Arena
 from lightning_zenflow.worker.rank_state import RankState
@@ -32,17 +32,17 @@ class SlotPool:
     A slot belongs to the training thread from `acquire` until the job that applies its gradient is submitted, then to the worker, and is
     free again when the job is done. The slot freed last is taken first, so that a schedule touches no more memory than it needs.
 
-    `end_step` and `free` are called within `RankState.books`, together with the callers' own changes.
+    `free` is called within `RankState.books`, together with the callers' own changes.
 
     Attributes:
         n_slots: slots in use at most.
     """
 
-    def __init__(self, rank: RankState) -> None:
+    def __init__(self, rank: RankState, blocks: Blocks) -> None:
         self._rank = rank
+        self._blocks = blocks
         self.n_slots = 0
         self._free: list[int] = []
-        self._of_step: dict[int, int] = {}  # for each block that has acquired one, the slot of the present or next step
         self._views: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -56,23 +56,10 @@ class SlotPool:
             self._free[:0] = reversed(range(self.n_slots, n_slots))
             self.n_slots = max(self.n_slots, n_slots)
 
-    def has_acquired(self, block: int) -> bool:
-        """Whether a block has a slot for the present or next step."""
-        return block in self._of_step
-
-    def acquire(self, block: int) -> None:
+    def acquire(self, block: Block) -> None:
         """Takes a free slot, of which there must be one, for a block's gradient of the present or next step."""
         with self._rank.books:
-            self._of_step[block] = self._free.pop()
-
-    def of_block(self, block: int) -> int:
-        """The slot that a block has acquired."""
-        return self._of_step[block]
-
-    def end_step(self) -> Mapping[int, int]:
-        """Ends phase *fill*; returns the slots that blocks have acquired for the step, by block."""
-        of_step, self._of_step = self._of_step, {}
-        return of_step
+            block.slot = self._free.pop()
 
     def free(self, slots: Sequence[int]) -> None:
         """Takes back slots whose gradients have been applied or dropped."""
@@ -88,14 +75,14 @@ class SlotPool:
             [rows, width], model dtype, host memory (page-locked for a CUDA device); to be written in stream order.
         """
         # Views are cached: every step asks for as many as there are tiles, and a new one takes six times as long.
-        partition = self._rank.partition
-        block = partition.block_of_tile[tile_index]
-        slot = self._of_step[block]
+        block = self._blocks.of_tile[tile_index]
+        assert block.slot is not None, "`acquire` comes before"
+        slot = block.slot
         view = self._views.get((tile_index, slot))
         if view is None:
-            tile = partition.tiles[tile_index]
+            tile = self._rank.partition.tiles[tile_index]
             slots = self._rank.arena.slots
-            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - partition.blocks[block].begin
+            first = slots.storage_offset() + slot * slots.stride(0) + tile.begin - block.begin
             view = slots.as_strided((tile.rows, tile.width), (tile.width, 1), first)
             if len(self._views) < MAX_VIEWS:
                 self._views[tile_index, slot] = view
@@ -128,9 +115,10 @@ class Publisher:
 
     in_place = False
 
-    def __init__(self, rank: RankState) -> None:
+    def __init__(self, rank: RankState, blocks: Blocks) -> None:
         self.scratch = 0
         self._rank = rank
+        self._blocks = blocks
         self._copies = SideStream(rank.device)
         self.use(rank.partition)
 
@@ -152,7 +140,7 @@ class Publisher:
     def take_over(self) -> None:
         """Fills the result of `place` from the master weights, if it is other memory; once its memory has been reserved."""
 
-    def buffer_for(self, block: int, free: Collection[int]) -> int | None:
+    def buffer_for(self, block: Block, free: Collection[int]) -> int | None:
         """Buffer of a block's next job, one of those that are free; None: none of them."""
         return next(iter(free), None)
 
@@ -161,28 +149,23 @@ class Publisher:
 
     def use(self, partition: Partition) -> None:
         """Publishes the ranges of this partition from now on. It differs from `RankState.partition` in its ranges only."""
-        # For each block its trained ranges by slice, divided at tiles.
-        self._ranges: list[dict[int, list[Range]]] = [{} for _ in partition.blocks]
-        for number, block in enumerate(partition.blocks):
-            for r in ranges_of_block(partition, block):
-                for tile in (partition.tiles[index] for index in block.tiles):
+        for block, extent in zip(self._blocks, partition.blocks, strict=True):
+            block.published.clear()
+            for r in ranges_of_block(partition, extent):
+                for tile in (partition.tiles[index] for index in extent.tiles):
                     begin, end = max(r.begin, tile.begin), min(r.end, tile.end)
                     if begin < end:
                         part = dataclasses.replace(r, begin=begin, end=end)
-                        self._ranges[number].setdefault(tile.slice, []).append(part)
+                        block.published.setdefault(tile.slice, []).append(part)
 
-    def trained_slices(self, block: int) -> Set[int]:
-        """Slices that have a trained part in a block."""
-        return self._ranges[block].keys()
-
-    def copy_behind(self, event: Event, block: int, buffer: int, slices: Iterable[int]) -> None:
+    def copy_behind(self, event: Event, block: Block, buffer: int, slices: Iterable[int]) -> None:
         """Copies the new weights of some slices from a block's buffer on the stream of the copies.
 
         Args:
             event: from which on no kernel of the step reads or updates these weights.
-            block: index into `Partition.blocks`.
+            block: a block.
             buffer: publish buffer of the block's job.
-            slices: of `trained_slices`.
+            slices: of `Block.published`.
         """
         with self._copies.behind(event):
             self._copy(block, buffer, slices)
@@ -191,11 +174,11 @@ class Publisher:
         """An event behind all copies of `copy_behind`."""
         return self._copies.record_event()
 
-    def finish(self, block: int, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
+    def finish(self, block: Block, buffer: int, rest: Iterable[int], *, joins: bool) -> None:
         """Copies the slices that `copy_behind` has left, and orders the current stream behind all of the block's copies.
 
         Args:
-            block: index into `Partition.blocks`.
+            block: a block.
             buffer: publish buffer of the block's job. It may be reused afterwards, in the order of the current stream.
             rest: slices that are left.
             joins: whether `copy_behind` has copied any.
@@ -204,13 +187,12 @@ class Publisher:
             self._copies.join()
         self._copy(block, buffer, rest)
 
-    def _copy(self, block: int, buffer: int, slices: Iterable[int]) -> None:
-        first = self._rank.partition.blocks[block].begin
+    def _copy(self, block: Block, buffer: int, slices: Iterable[int]) -> None:
         new_weights = self._rank.arena.publish[buffer]
         targets, sources, numel = [], [], 0
-        for r in merge_ranges(r for index in sorted(slices) for r in self._ranges[block][index]):
+        for r in merge_ranges(r for index in sorted(slices) for r in block.published[index]):
             targets.append(self._rank.weights_at(r.param_group, r.begin, r.numel))
-            sources.append(new_weights.narrow(0, r.begin - first, r.numel))
+            sources.append(new_weights.narrow(0, r.begin - block.begin, r.numel))
             numel += r.numel
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -232,9 +214,9 @@ class InPlacePublisher(Publisher):
 
     in_place = True
 
-    def __init__(self, rank: RankState) -> None:
-        super().__init__(rank)
-        self.scratch = len(rank.partition.blocks)
+    def __init__(self, rank: RankState, blocks: Blocks) -> None:
+        super().__init__(rank, blocks)
+        self.scratch = len(blocks)
 
     @staticmethod
     @override
@@ -262,8 +244,8 @@ class InPlacePublisher(Publisher):
             ours.copy_(self._rank.arena.master.narrow(0, begin, ours.numel()))
 
     @override
-    def buffer_for(self, block: int, free: Collection[int]) -> int | None:
-        return block if block in free else None
+    def buffer_for(self, block: Block, free: Collection[int]) -> int | None:
+        return block.number if block.number in free else None
 
     @override
     def wait_for_readers(self) -> None:
@@ -273,4 +255,3 @@ class InPlacePublisher(Publisher):
     @override
     def use(self, partition: Partition) -> None:
         """Leaves nothing to copy."""
-        self._ranges = [{} for _ in partition.blocks]

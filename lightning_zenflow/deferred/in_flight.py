@@ -2,74 +2,16 @@
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping, Set
 
 from lightning_zenflow.core.device import Event, runtime_of
+from lightning_zenflow.deferred.block import Block, Blocks, Job, JobState, Window
 from lightning_zenflow.deferred.buffers import Publisher, SlotPool
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.telemetry.telemetry import Cause
 from lightning_zenflow.worker.process import JobMessage
 from lightning_zenflow.worker.rank_state import RankState
-from lightning_zenflow.worker.supervisor import Submission, SupervisedWorker
-
-
-@dataclass(kw_only=True)
-class Window:
-    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
-
-    first_step: int
-    slots: list[int] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        """Last step whose gradient the window holds; the one before `first_step` where it holds none."""
-        return self.first_step + len(self.slots) - 1
-
-
-class JobState(Enum):
-    """Life of a job."""
-
-    SUBMITTED = auto()
-    """The worker has it, and owns the state of its block, its slots and its publish buffer."""
-    ANSWERED = auto()
-    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight and
-    its weights are to be copied."""
-    PARTLY_PUBLISHED = auto()
-    """Copies of some of its weights into the model have been enqueued in backward."""
-    PUBLISHED = auto()
-    """The model has its weights, or never will; slots and buffer are free."""
-
-
-@dataclass(kw_only=True, eq=False)
-class Job:
-    """A closed window on its way through the worker. Nothing but `JobsInFlight` changes it."""
-
-    block: int
-    window: Window
-    tentative: Tentative
-    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
-    due_step: int
-    """Step at whose end the weights are published."""
-    buffer: int | None
-    """Publish buffer; None: the weights are discarded."""
-    submission: Submission
-    """The job's message to the worker, and its answer."""
-    state: JobState = JobState.SUBMITTED
-    held_slots: Sequence[int]
-    """Slots that become free with the job."""
-    holds_buffer: bool
-    """Whether the buffer is still to be given back."""
-    read: set[int]
-    """Slices that are to be published and that kernels of the due step may still read or update."""
-    overwritable: list[tuple[Event, Set[int]]]
-    """Slices that are to be published and that may be overwritten once the event completes."""
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the weights are copied into the model."""
-        return self.buffer is not None
+from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
 class JobsInFlight:
@@ -89,9 +31,17 @@ class JobsInFlight:
     """
 
     def __init__(
-        self, rank: RankState, worker: SupervisedWorker, slots: SlotPool, publisher: Publisher, *, has_scratch: bool
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        worker: SupervisedWorker,
+        slots: SlotPool,
+        publisher: Publisher,
+        *,
+        has_scratch: bool,
     ) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
@@ -100,11 +50,10 @@ class JobsInFlight:
         self._free_buffers: dict[int, Event | None] = {}
         self.n_in_backward = self.n_late = 0
         self._jobs: deque[Job] = deque()
-        # The same jobs: those without an answer, and those of each block.
+        # Those of them without an answer.
         self._unanswered: deque[Job] = deque()
-        self._of_block: list[deque[Job]] = [deque() for _ in rank.partition.blocks]
         self._job_ids = itertools.count(1)
-        self._published: dict[int, int] = {}
+        self._published: dict[Block, int] = {}
         worker.diagnosis = self._diagnosis
 
     def __len__(self) -> int:
@@ -124,7 +73,7 @@ class JobsInFlight:
         self._free_buffers.update(dict.fromkeys(new))
         self._n_buffers = max(self._n_buffers, n_buffers)
 
-    def free_buffer(self, block: int) -> int | None:
+    def free_buffer(self, block: Block) -> int | None:
         """Of `free_buffers` the one for a block's next job; None: there is none for it."""
         return self._publisher.buffer_for(block, self._free_buffers)
 
@@ -136,17 +85,9 @@ class JobsInFlight:
         """Step at whose end the last of the jobs is due, or `at_least`."""
         return max([at_least, *(job.due_step for job in self._jobs)])
 
-    def next_due(self, block: int) -> int | None:
-        """Step at whose end a block's weights will be overwritten by a job that is in flight now; None if there is none."""
-        return min((job.due_step for job in self._of_block[block] if job.is_shown), default=None)
-
-    def overwrites(self, block: int, step: int) -> bool:
-        """Whether a job in flight will overwrite a block's weights without the gradient of `step`."""
-        return any(job.is_shown and job.window.last_step < step for job in self._of_block[block])
-
     def enqueue(
         self,
-        block: int,
+        block: Block,
         window: Window,
         buffer: int | None,
         *,
@@ -158,7 +99,7 @@ class JobsInFlight:
         """Makes a window a job, which `SupervisedWorker.send` sends; within `books`, together with the change of the block's window.
 
         Args:
-            block: index into `Partition.blocks`.
+            block: a block.
             window: of the block.
             buffer: the block's `free_buffer`; None: the weights are discarded. With the true factor, that of the block's job in backward.
             due_step: step at whose end the weights are published.
@@ -171,7 +112,7 @@ class JobsInFlight:
         submission = self._worker.enqueue(
             JobMessage(
                 job_id=next(self._job_ids),
-                block=block,
+                block=block.number,
                 first_step=window.first_step,
                 slots=window.slots,
                 publish_buffer=self._publisher.scratch if buffer is None else buffer,
@@ -179,7 +120,7 @@ class JobsInFlight:
                 tentative=tentative,
             )
         )
-        slices = set() if buffer is None else set(self._publisher.trained_slices(block))
+        slices = set() if buffer is None else set(block.published)
         job = Job(
             block=block,
             window=window,
@@ -195,7 +136,7 @@ class JobsInFlight:
         if holds_buffer:
             assert buffer is not None
             del self._free_buffers[buffer]
-        for jobs in (self._jobs, self._unanswered, self._of_block[block]):
+        for jobs in (self._jobs, self._unanswered, block.jobs):
             jobs.append(job)
 
     def poll(self, step: int, new: Set[int]) -> None:
@@ -208,8 +149,8 @@ class JobsInFlight:
         """
         changed: list[Job] = []
         overwritable: Event | None = None
-        for block in dict.fromkeys(b for index in new for b in self._rank.partition.blocks_of_slice[index]):
-            for job in self._of_block[block]:
+        for block in dict.fromkeys(block for index in new for block in self._blocks.of_slice[index]):
+            for job in block.jobs:
                 if job.due_step <= step and (slices := job.read & new):
                     overwritable = overwritable or runtime_of(self._rank.device).record_event()
                     job.overwritable.append((overwritable, slices))
@@ -229,7 +170,7 @@ class JobsInFlight:
             self._publish_in_backward(job)
         return True
 
-    def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[int, int]:
+    def publish(self, step: int, cause: Cause, *, due_only: bool) -> dict[Block, int]:
         """Waits for all jobs, or for those that are due and all before them, and copies their weights into the model.
 
         Returns:
@@ -241,19 +182,19 @@ class JobsInFlight:
         published, self._published = self._published, {}
         return published
 
-    def publish_blocks(self, blocks: Iterable[int], cause: Cause) -> None:
+    def publish_blocks(self, blocks: Iterable[Block], cause: Cause) -> None:
         """Waits for all jobs of these blocks, so that the weights are those of the last one submitted."""
         for block in blocks:
-            while self._of_block[block]:
-                self._publish(self._of_block[block][0], cause)
+            while block.jobs:
+                self._publish(block.jobs[0], cause)
 
-    def has_answers(self, block: int) -> bool:
+    def has_answers(self, block: Block) -> bool:
         """Whether the worker has done all jobs of a block."""
-        return all(self._worker.has_answered(job.submission) for job in self._of_block[block])
+        return all(self._worker.has_answered(job.submission) for job in block.jobs)
 
-    def free_one_buffer(self, block: int, cause: Cause) -> None:
+    def free_one_buffer(self, block: Block, cause: Cause) -> None:
         """Publishes the oldest job, or the one whose buffer a block's next job needs."""
-        self._publish((self._of_block[block] if self._publisher.in_place else self._jobs)[0], cause)
+        self._publish((block.jobs if self._publisher.in_place else self._jobs)[0], cause)
 
     def _publish(self, job: Job, cause: Cause) -> None:
         """Waits for a job, its block's oldest, copies its weights into the model and frees its slots and its buffer."""
@@ -272,7 +213,7 @@ class JobsInFlight:
         with self._rank.books:
             job.state = JobState.PUBLISHED
             self._jobs.remove(job)
-            self._of_block[job.block].popleft()
+            job.block.jobs.popleft()
             self._free_slots(job)
             if job.buffer is not None:
                 self._published[job.block] = job.window.last_step
@@ -288,7 +229,7 @@ class JobsInFlight:
 
     def _is_shown_tentatively(self, job: Job) -> bool:
         """Whether a block's weights in the model will be those of this job, with a tentative gradient."""
-        return job.tentative is not Tentative.NONE and self._of_block[job.block][-1] is job
+        return job.tentative is not Tentative.NONE and job.block.jobs[-1] is job
 
     def _wait_for(self, jobs: Iterable[Job], cause: Cause) -> None:
         """Waits for the worker's answer to one of the jobs."""
@@ -317,7 +258,7 @@ class JobsInFlight:
             self._unanswered.remove(job)
             job.state = JobState.ANSWERED
             # What an earlier publish of the block overwrites may be reapplied from the slots (`ProvisionalUpdate`); nothing in place.
-            if self._of_block[job.block][0] is job or self._publisher.in_place:
+            if job.block.jobs[0] is job or self._publisher.in_place:
                 self._free_slots(job)
         return job
 

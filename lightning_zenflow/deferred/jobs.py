@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import Event, runtime_of
 from lightning_zenflow.core.partition import Partition
+from lightning_zenflow.deferred.block import Block, Blocks, Window
 from lightning_zenflow.deferred.buffers import Publisher, SlotPool
-from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
+from lightning_zenflow.deferred.in_flight import JobsInFlight
 from lightning_zenflow.native.protocol import Tentative
 from lightning_zenflow.schedule.compensation import StalenessCompensation
 from lightning_zenflow.schedule.staggered import StaggeredSchedule, UpdateSchedule
@@ -21,7 +22,7 @@ from lightning_zenflow.worker.supervisor import SupervisedWorker
 
 
 class JobQueue:
-    """Owner of the windows, which become update jobs (`JobsInFlight`).
+    """Takes the blocks through each step: their windows become update jobs (`JobsInFlight`).
 
     Each step t has these phases; the code repeats their names.
 
@@ -79,6 +80,7 @@ class JobQueue:
     def __init__(
         self,
         rank: RankState,
+        blocks: Blocks,
         worker: SupervisedWorker,
         slots: SlotPool,
         publisher: Publisher,
@@ -90,6 +92,7 @@ class JobQueue:
     ) -> None:
         self.corrects = corrects
         self._rank = rank
+        self._blocks = blocks
         self._worker = worker
         self._slots = slots
         self._publisher = publisher
@@ -97,18 +100,17 @@ class JobQueue:
         self._in_backward = in_backward
         # Whether host-owned weights equal the master weights of some step at all times.
         self._publishes_exactly = not (compensation.predicts_weights or compensation.updates_provisionally)
-        self._windows: list[Window | None] = [None] * len(rank.partition.blocks)
         # Weights that are published again start from moments that have been rounded, if they are. So which job has shown the true factor
         # makes a difference then, and must not depend on when the worker begins it.
         rounds = rank.arena.rounds
         self._in_backward_tentative = Tentative.TRUE_IF_KNOWN if corrects and not rounds else Tentative.PREDICTED
-        self.in_flight = JobsInFlight(rank, worker, slots, publisher, has_scratch=in_backward)
+        self.in_flight = JobsInFlight(rank, blocks, worker, slots, publisher, has_scratch=in_backward)
         self._longest = self._largest_lag = 0
         self._dropped: list[int] = []  # slots of interrupted steps, free after the next flush
         self._open_step: int | None = None  # the step that is in phase *fill*
-        self._submitted_in_backward: dict[int, None] = {}  # blocks, in the present step, in order
+        self._submitted_in_backward: dict[Block, None] = {}  # in the present step, in order
         # Step, and blocks in it whose weights are true if the step is applied; the last of them has been submitted again.
-        self._unverified: tuple[int, Sequence[int]] | None = None
+        self._unverified: tuple[int, Sequence[Block]] | None = None
         self.set_schedule(schedule)
 
     @property
@@ -117,7 +119,7 @@ class JobQueue:
         return self.schedule.update_interval + self.schedule.publish_lag
 
     @property
-    def submitted_in_backward(self) -> Set[int]:
+    def submitted_in_backward(self) -> Set[Block]:
         """Blocks that were submitted in the backward pass of the present step; the worker is ahead of that step."""
         return self._submitted_in_backward.keys()
 
@@ -127,8 +129,7 @@ class JobQueue:
         Windows of the longer S begin and end where some of the shorter S do, so no window is ever longer than the longer S.
         """
         self.schedule = schedule
-        n_blocks = len(self._windows)
-        self.staggered = StaggeredSchedule.of(schedule, n_blocks=n_blocks, in_backward=self._in_backward)
+        self.staggered = StaggeredSchedule.of(schedule, n_blocks=len(self._blocks), in_backward=self._in_backward)
         # Windows of the S before may still be open, and jobs of the d before in flight.
         self._longest = max(self._longest, schedule.update_interval)
         self._largest_lag = max(self._largest_lag, schedule.publish_lag)
@@ -145,7 +146,7 @@ class JobQueue:
         self._verify()
         self._open_step = step
 
-    def acquire(self, blocks: Iterable[int], step: int) -> None:
+    def acquire(self, blocks: Iterable[Block], step: int) -> None:
         """Phase *fill*, before a gradient of these blocks is written to the slots: those without a slot for the step acquire one.
 
         Waits where none is free (backpressure). The awaited jobs need nothing that the device has not been given before. Several ranks
@@ -153,7 +154,7 @@ class JobQueue:
         before its submission. So of the collectives that jobs wait for, the first is enqueued on every rank.
         """
         for block in blocks:
-            if not self._slots.has_acquired(block):
+            if block.slot is None:
                 while not self._slots.n_free:
                     if not self.in_flight.read_answer("slot"):
                         self._commit_early(step)
@@ -185,33 +186,33 @@ class JobQueue:
             step: number of the step.
             beta1: decay of the first moment; decides how far weights are predicted.
             synchronous: whether the jobs are due in this step already.
-            drain: blocks that must have no other job in flight when this one is published. With a lag of a whole window or more they
-                would have; their jobs, and with them all earlier ones, are then due in this step.
+            drain: numbers of blocks that must have no other job in flight when this one is published. With a lag of a whole window or more
+                they would have; their jobs, and with them all earlier ones, are then due in this step.
             as_predicted: whether the step, unless it is skipped, has the factor and the hyperparameters of the jobs in backward.
 
         Returns:
-            Blocks whose windows closed.
+            Numbers of the blocks whose windows closed.
         """
         self._end_fill(step)
         if self.corrects and (blocks := list(self._submitted_in_backward)):
             self._correct(step, blocks[-1:] if as_predicted else blocks)
             self._unverified = (step, blocks) if as_predicted else None
-        closing = range(len(self._windows)) if synchronous else self.staggered.closing_blocks(step)
+        closing = range(len(self._blocks)) if synchronous else self.staggered.closing_blocks(step)
         overlapping = self.schedule.publish_lag >= self.schedule.update_interval
         ahead = 0.0 if synchronous else self._compensation.prediction_steps(self.schedule, beta1)
-        for block in closing:
+        for block in (self._blocks[number] for number in closing):
             if block not in self._submitted_in_backward:
-                at_once = synchronous or (overlapping and block in drain)
+                at_once = synchronous or (overlapping and block.number in drain)
                 self._submit(block, due_step=step if at_once else self._due_step(step), prediction_steps=ahead)
         return closing
 
-    def can_submit_in_backward(self, block: int, step: int) -> bool:
+    def can_submit_in_backward(self, block: Block, step: int) -> bool:
         """Whether a block's window closes in the open step and is published in it, and no older weights are still to be shown."""
         at_once = self.schedule.publish_lag == 0
         # After a change to d = 0 an older job may be in flight, whose weights would otherwise come up behind these.
-        return at_once and block in self.staggered.closing_blocks(step) and self.in_flight.next_due(block) is None
+        return at_once and block.number in self.staggered.closing_blocks(step) and block.next_due() is None
 
-    def submit_in_backward(self, block: int, step: int, factor: Tensor, *, beta1: float) -> None:
+    def submit_in_backward(self, block: Block, step: int, factor: Tensor, *, beta1: float) -> None:
         """Phase *submit* of one block in backward, behind its gradient, which is applied tentatively.
 
         Args:
@@ -226,12 +227,12 @@ class JobQueue:
             assert answered, "as many jobs are in flight as buffers are in use"
         ahead = self._compensation.prediction_steps(self.schedule, beta1)
         copied = self.in_flight.free_buffers[buffer]
-        self._write_word(self._rank.arena.block_words, block, step, factor, behind=[copied])
+        self._write_word(self._rank.arena.block_words, block.number, step, factor, behind=[copied])
         # No kernel of the step reads or updates the block's weights any more.
         overwritable = runtime_of(self._rank.device).record_event()
         with self._rank.books:
-            window = self._fill_window(block, step, self._slots.of_block(block))
-            self._windows[block] = Window(first_step=step, slots=window.slots[-1:])
+            window = block.fill(step)
+            block.window = Window(first_step=step, slots=window.slots[-1:])
             self.in_flight.enqueue(
                 block,
                 window,
@@ -244,7 +245,7 @@ class JobQueue:
             self._submitted_in_backward[block] = None
         self._worker.send()
 
-    def publish(self, step: int) -> dict[int, int]:
+    def publish(self, step: int) -> dict[Block, int]:
         """Phase *publish*.
 
         Returns:
@@ -266,7 +267,7 @@ class JobQueue:
             self._drop_open_step(step)
         self.in_flight.forget_overwritable()
         self._publisher.wait_for_readers()
-        for block in range(len(self._windows)):
+        for block in self._blocks:
             self._submit(block, due_step=step, cause="flush")
         self.in_flight.publish(step, "flush", due_only=False)
         with self._rank.books:
@@ -287,12 +288,11 @@ class JobQueue:
     def await_slice(self, index: int) -> None:
         """Phase *publish* of the blocks of one slice, whose weights are about to be fetched; in place."""
         self._verify()
-        self.in_flight.publish_blocks(self._rank.partition.blocks_of_slice[index], "publish_wait")
+        self.in_flight.publish_blocks(self._blocks.of_slice[index], "publish_wait")
 
     def is_written(self, index: int) -> bool:
         """Whether `await_slice` would return at once; reads the answers that are there."""
-        blocks = self._rank.partition.blocks_of_slice[index]
-        return self._unverified is None and all(map(self.in_flight.has_answers, blocks))
+        return self._unverified is None and all(map(self.in_flight.has_answers, self._blocks.of_slice[index]))
 
     def change_ranges(self, partition: Partition) -> None:
         """Updates and publishes other ranges from now on; right after a flush only.
@@ -326,49 +326,42 @@ class JobQueue:
             self._correct(step, blocks[:-1])
         self._unverified = None
 
-    def _correct(self, step: int, blocks: Iterable[int]) -> None:
+    def _correct(self, step: int, blocks: Iterable[Block]) -> None:
         """Submits again, with the true factor, blocks that were submitted in backward; in that order: the worker takes the newest first."""
         for block in blocks:
-            window = self._windows[block]
+            window = block.window
             assert window is not None, "its last gradient is tentative"
             with self._rank.books:
                 # The block's window goes on.
                 again = dataclasses.replace(window, slots=list(window.slots))
                 due_step = self._due_step(step)
-                self.in_flight.enqueue(block, again, block, due_step=due_step, tentative=Tentative.TRUE)
+                self.in_flight.enqueue(block, again, block.number, due_step=due_step, tentative=Tentative.TRUE)
             self._worker.send()
 
     def _due_step(self, step: int) -> int:
         # In place: the end of the next step, if nothing fetches the weights before.
         return step + self.schedule.publish_lag + self._publisher.in_place
 
-    def _fill_window(self, block: int, step: int, slot: int) -> Window:
-        """Adds the open step's gradient to a block's window; within `books`."""
-        window = self._windows[block]
-        if window is None:
-            window = self._windows[block] = Window(first_step=step)
-        window.slots.append(slot)
-        return window
-
     def _end_fill(self, step: int) -> None:
         """Ends phase *fill*: the gradients of all blocks that are not submitted yet belong to their windows."""
         with self._rank.books:
-            for block, slot in self._slots.end_step().items():
-                if block not in self._submitted_in_backward:
-                    self._fill_window(block, step, slot)
+            for block in self._blocks:
+                if block.slot is not None and block not in self._submitted_in_backward:
+                    block.fill(step)
+                block.slot = None
             self._open_step = None
 
     def _commit_early(self, step: int) -> None:
         """Commits what the windows hold that `step`, which is being filled, closes; or if there are none, what all windows hold."""
-        held = [b for b, w in enumerate(self._windows) if w and w.slots and w.last_step < step]
-        closing = [b for b in held if b in self.staggered.closing_blocks(step)]
+        held = [b for b in self._blocks if (w := b.window) and w.slots and w.last_step < step]
+        closing = [b for b in held if b.number in self.staggered.closing_blocks(step)]
         assert held and self._in_backward, "the schedule bounds the number of slots in use"
         due_step = self.in_flight.last_due_step(at_least=step)
         for block in closing or held:
-            window = self._windows[block]
+            window = block.window
             assert window is not None
             with self._rank.books:
-                self._windows[block] = Window(first_step=step)
+                block.window = Window(first_step=step)
                 self.in_flight.enqueue(block, window, None, due_step=due_step)
             self._worker.send()
 
@@ -378,35 +371,36 @@ class JobQueue:
         Jobs in flight may still read them, and publish weights that have them: their blocks are published again.
         """
         with self._rank.books:
-            of_step = self._slots.end_step().items()
-            self._dropped += [slot for block, slot in of_step if block not in self._submitted_in_backward]
-            for block, window in enumerate(self._windows):
-                if window is not None and window.last_step > step:
-                    self._dropped += window.slots
-                    self._windows[block] = Window(first_step=step + 1)
+            for block in self._blocks:
+                if block.slot is not None and block not in self._submitted_in_backward:
+                    self._dropped.append(block.slot)
+                block.slot = None
+                if block.window is not None and block.window.last_step > step:
+                    self._dropped += block.window.slots
+                    block.window = Window(first_step=step + 1)
             self._open_step = None
 
     def _submit(
         self,
-        block: int,
+        block: Block,
         *,
         due_step: int,
         prediction_steps: float = 0.0,
         cause: Cause = "publish_wait",
     ) -> None:
         """Submits a block's window. A block without one is published again, unless its weights are exact already."""
-        window = self._windows[block]
+        window = block.window
         if window is None:
             if self._publishes_exactly:
                 return
             window = Window(first_step=due_step)
         buffer = self._free_buffer(block, cause)
         with self._rank.books:
-            self._windows[block] = None
+            block.window = None
             self.in_flight.enqueue(block, window, buffer, due_step=due_step, prediction_steps=prediction_steps)
         self._worker.send()
 
-    def _free_buffer(self, block: int, cause: Cause) -> int:
+    def _free_buffer(self, block: Block, cause: Cause) -> int:
         """A publish buffer that neither a job nor the device uses, for the block's next job; waits until there is one."""
         while (buffer := self.in_flight.free_buffer(block)) is None:
             # Synchronous steps and flushes submit more jobs than the schedule has buffers for.

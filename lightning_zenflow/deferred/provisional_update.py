@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_zenflow.core.device import has_room, runtime_of
 from lightning_zenflow.core.partition import Slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.deferred.in_flight import JobsInFlight
+from lightning_zenflow.deferred.block import Block
 from lightning_zenflow.kernels.base import Destination, SquaredNorms
 from lightning_zenflow.kernels.factored import Factors, RoundingNoise, SecondMoment
 from lightning_zenflow.schedule.compensation import StalenessCompensation
@@ -30,7 +30,7 @@ class LateGradient:
     """[rows, columns], model dtype, on the device."""
     squared_norms: SquaredNorms
     """With those of rows and columns."""
-    tiles: Sequence[tuple[int, Destination]]
+    tiles: Sequence[tuple[Block, Destination]]
     """Of each late tile the block, and the position in the full rows with the gradient's slot in host memory."""
 
 
@@ -80,7 +80,6 @@ class ProvisionalUpdate:
     such a step updates nothing here, and its gradient is not in the second moment, so that an unclipped one never is.
 
     Args:
-        in_flight: jobs that will overwrite the weights.
         compensation: size of the updates.
         rank_number: number of the rank; ranks use different rounding noise.
     """
@@ -88,13 +87,11 @@ class ProvisionalUpdate:
     def __init__(
         self,
         rank: RankState,
-        in_flight: JobsInFlight,
         compensation: StalenessCompensation,
         *,
         rank_number: int,
     ) -> None:
         self._rank = rank
-        self._in_flight = in_flight
         self._compensation = compensation
         self._noise = RoundingNoise(_SEED + rank_number, rank.device)
         self._clip = torch.full((), torch.nan, dtype=torch.float32, device=rank.device)
@@ -110,9 +107,9 @@ class ProvisionalUpdate:
         # By slice, from the first gradient that is late on: a run that stays at S = 1, d = 0 has none.
         self._moments: dict[int, SecondMoment] = {}
         # By block, from its first late gradient after a flush on: the last step that its weights are exact for, not counting these updates.
-        self._exact_for: dict[int, int] = {}
+        self._exact_for: dict[Block, int] = {}
         self._keeps_on_device: dict[StaggeredSchedule, bool] = {}
-        self._kept: dict[int, list[_Update]] = {}  # by block
+        self._kept: dict[Block, list[_Update]] = {}
 
     def open(self, loss_scale: float) -> None:
         """Begins a step, before its first gradient."""
@@ -148,7 +145,7 @@ class ProvisionalUpdate:
             (
                 # The age: gradients that the block's weights lack, this one included.
                 step - self._exact_for.setdefault(block, step - 1),
-                self._in_flight.next_due(block),
+                block.next_due(),
             )
             for block, _ in late.tiles
         ]
@@ -168,7 +165,7 @@ class ProvisionalUpdate:
         """Keeps the clip coefficient of a step that was applied."""
         self._clip.copy_(torch.where(scale.finite, scale.factor * loss_scale, self._clip))
 
-    def keep(self, block: int, update: _Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
+    def keep(self, block: Block, update: _Update, slot: Tensor, schedule: StaggeredSchedule) -> None:
         """Keeps an update of a tile whose block has a job in flight, to apply it again after the publish; in backward.
 
         Args:
@@ -188,7 +185,7 @@ class ProvisionalUpdate:
         update.gradient = kept
         self._kept.setdefault(block, []).append(update)
 
-    def published(self, last_steps: Mapping[int, int], schedule: StaggeredSchedule) -> None:
+    def published(self, last_steps: Mapping[Block, int], schedule: StaggeredSchedule) -> None:
         """Applies kept updates again, and drops those that no other job in flight will overwrite.
 
         Args:
@@ -205,7 +202,7 @@ class ProvisionalUpdate:
                     ready = replace(update, gradient=runtime_of(self._rank.device).to_device(update.gradient))
                     self._rank.telemetry.traffic.h2d_bytes += update.gradient.nbytes
                 self._apply(ready, update.step - last, schedule)
-            if needed := [update for update in later if self._in_flight.overwrites(block, update.step)]:
+            if needed := [update for update in later if block.overwrites(update.step)]:
                 self._kept[block] = needed
 
     def flushed(self) -> None:

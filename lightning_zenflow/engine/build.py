@@ -17,6 +17,7 @@ from lightning_zenflow.core.device import SideStream
 from lightning_zenflow.core.distributed import in_common, raise_together, raising_together
 from lightning_zenflow.core.errors import MisconfigurationException
 from lightning_zenflow.core.partition import Partition, Slice
+from lightning_zenflow.deferred.block import Blocks
 from lightning_zenflow.deferred.buffers import InPlacePublisher, Publisher, SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -204,9 +205,11 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
     host_state = HostState(zero.optimizer, zero.masters, partition=plan.partition, arena=arena)
     if zero.in_place and zero.release_weights is not None:
         zero.release_weights()
-    slots, publisher = SlotPool(rank), zero.publisher(rank)
+    blocks = Blocks(plan.partition)
+    slots, publisher = SlotPool(rank, blocks), zero.publisher(rank, blocks)
     jobs = JobQueue(
         rank,
+        blocks,
         worker,
         slots,
         publisher,
@@ -224,9 +227,10 @@ def _make(plan: MemoryPlan, policy: SchedulePolicy, resources: RankResources, un
         device=rank.device,
     )
     ownership = Ownership(rank, worker, topk_ratio=config.owned_ratio)
-    provisional = ProvisionalUpdate(rank, jobs.in_flight, config.compensation, rank_number=dist.get_rank(zero.group))
+    provisional = ProvisionalUpdate(rank, config.compensation, rank_number=dist.get_rank(zero.group))
     fill = Fill(
         rank,
+        blocks,
         slots,
         jobs,
         ownership,

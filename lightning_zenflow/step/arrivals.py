@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import DeviceNumber
-from lightning_zenflow.core.partition import Partition
 from lightning_zenflow.core.step_inputs import (
     StepScale,
     add_up,
@@ -19,6 +18,7 @@ from lightning_zenflow.core.step_inputs import (
     predicted_squared_norm,
     smoothed_ratio,
 )
+from lightning_zenflow.deferred.block import Block, Blocks
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.step.gradient_router import VectorGradients
 from lightning_zenflow.step.plan import StepContext
@@ -33,16 +33,11 @@ class Arrivals:
         trained: slices whose gradients are expected.
     """
 
-    def __init__(self, partition: Partition) -> None:
-        self._blocks_of_slice = partition.blocks_of_slice
-        self._slices_of_block: list[set[int]] = [set() for _ in partition.blocks]
-        for index, blocks in enumerate(partition.blocks_of_slice):
-            for block in blocks:
-                self._slices_of_block[block].add(index)
-        self.trained: Set[int] = frozenset(range(len(partition.slices)))
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.trained: Set[int] = frozenset(range(len(blocks.of_slice)))
         self._arrived: dict[int, None] = {}
         self._new: set[int] = set()
-        self._missing: list[set[int]] = []  # by block
 
     @property
     def arrived(self) -> Set[int]:
@@ -58,9 +53,10 @@ class Arrivals:
         """Begins a step."""
         self._arrived.clear()
         self._new.clear()
-        self._missing = [slices & self.trained for slices in self._slices_of_block]
+        for block in self._blocks:
+            block.missing = set(block.slices & self.trained)
 
-    def slice_complete(self, index: int) -> list[int]:
+    def slice_complete(self, index: int) -> list[Block]:
         """Notes that a slice's gradient of the whole step has been routed.
 
         Returns:
@@ -68,12 +64,9 @@ class Arrivals:
         """
         self._arrived[index] = None
         self._new.add(index)
-        complete = []
-        for block in self._blocks_of_slice[index]:
-            self._missing[block].discard(index)
-            if not self._missing[block]:
-                complete.append(block)
-        return complete
+        for block in self._blocks.of_slice[index]:
+            block.missing.discard(index)
+        return [block for block in self._blocks.of_slice[index] if not block.missing]
 
     def take_new(self) -> Set[int]:
         """Slices that have been completed since the last call."""
@@ -191,7 +184,7 @@ class BackwardSubmission:
         """Begins a step."""
         self._factors.clear()
 
-    def submit(self, blocks: Iterable[int], arrived: Set[int], context: StepContext) -> None:
+    def submit(self, blocks: Iterable[Block], arrived: Set[int], context: StepContext) -> None:
         """Submits complete blocks whose windows close.
 
         Args:
@@ -204,16 +197,18 @@ class BackwardSubmission:
         is_known = inputs.max_norm == 0 and (self._predicts or inputs.loss_scale == 1)
         for block in blocks:
             # A block that changes its columns needs its exact state at the end of the step.
-            submits = self._jobs.can_submit_in_backward(block, context.number) and block not in self._ownership.waiting
+            submits = (
+                self._jobs.can_submit_in_backward(block, context.number) and block.number not in self._ownership.waiting
+            )
             submits = submits and (is_known or (self._predicts and self._norms.knows_last))
             if submits:
                 self._jobs.acquire([block], context.number)
                 self._norms.add(self._vectors.fill([block], arrived))
-            squared_norm = self._norms.up_to(block)
+            squared_norm = self._norms.up_to(block.number)
             if not submits:
                 continue
             if inputs.max_norm > 0:
-                squared_norm = self._norms.predict(block, loss_scale=inputs.loss_scale)
+                squared_norm = self._norms.predict(block.number, loss_scale=inputs.loss_scale)
             if not self._jobs.submitted_in_backward:
                 self._rank.arena.write_hyperparameters(context.number, list(inputs.groups), tentative=True)
             factor = clip_factor(squared_norm, max_norm=inputs.max_norm, loss_scale=inputs.loss_scale)

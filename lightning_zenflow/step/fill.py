@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zenflow.core.device import has_room
+from lightning_zenflow.deferred.block import Block, Blocks
 from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.deferred.provisional_update import ProvisionalUpdate
@@ -33,9 +34,16 @@ class Accumulation:
     """
 
     def __init__(
-        self, rank: RankState, slots: SlotPool, jobs: JobQueue, *, where: Literal["auto", "device", "host"]
+        self,
+        rank: RankState,
+        blocks: Blocks,
+        slots: SlotPool,
+        jobs: JobQueue,
+        *,
+        where: Literal["auto", "device", "host"],
     ) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._slots = slots
         self._jobs = jobs
         self._where = where
@@ -63,7 +71,7 @@ class Accumulation:
             if slice_index in self._pending:
                 gradient.add_(self._sum(slice_index))
             else:
-                self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], step)
+                self._jobs.acquire(self._blocks.of_slice[slice_index], step)
             for begin, slot in self._slots.views_of_slice(slice_index):
                 slot.copy_(gradient.narrow(0, begin, slot.numel()), non_blocking=True)
                 self._rank.telemetry.traffic.d2h_bytes += slot.nbytes
@@ -118,6 +126,7 @@ class Fill:
     def __init__(
         self,
         rank: RankState,
+        blocks: Blocks,
         slots: SlotPool,
         jobs: JobQueue,
         ownership: Ownership,
@@ -127,13 +136,14 @@ class Fill:
         predicts_clipping: bool,
     ) -> None:
         self._rank = rank
+        self._blocks = blocks
         self._jobs = jobs
         self._provisional = provisional
-        self.accumulation = Accumulation(rank, slots, jobs, where=accumulate_on)
-        self._router = GradientRouter(rank, slots, ownership, provisional)
+        self.accumulation = Accumulation(rank, blocks, slots, jobs, where=accumulate_on)
+        self._router = GradientRouter(rank, blocks, slots, ownership, provisional)
         self._vectors = VectorGradients(rank, slots, ownership)
-        self.arrivals = Arrivals(rank.partition)
-        self.norms = GradientNorms(len(rank.partition.blocks), rank.device)
+        self.arrivals = Arrivals(blocks)
+        self.norms = GradientNorms(len(blocks), rank.device)
         self.in_backward = BackwardSubmission(
             rank, jobs, self.norms, self._vectors, ownership, predicts=predicts_clipping
         )
@@ -174,13 +184,12 @@ class Fill:
             self._rank.d2h.join()
         for index in self.arrivals.missing:
             if index not in self._vectors:
-                self._jobs.acquire(self._rank.partition.blocks_of_slice[index], context.number)
+                self._jobs.acquire(self._blocks.of_slice[index], context.number)
                 self._router.route_zeros(index)
                 self.arrivals.slice_complete(index)
         self._jobs.in_flight.poll(context.number, self.arrivals.take_new())
-        blocks = range(len(self._rank.partition.blocks))
-        self._jobs.acquire(blocks, context.number)
-        rest = [block for block in blocks if block not in self._jobs.submitted_in_backward]
+        self._jobs.acquire(self._blocks, context.number)
+        rest = [block for block in self._blocks if block not in self._jobs.submitted_in_backward]
         self.norms.add(self._vectors.fill(rest, self.arrivals.arrived))
         return self.norms.whole()
 
@@ -198,12 +207,12 @@ class Fill:
         """Trained slices without a gradient in the step that is next, ascending."""
         return sorted(set(self.arrivals.missing) - set(self.accumulation.pending))
 
-    def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[int]:
+    def _route(self, context: StepContext, slice_index: int, gradient: Tensor) -> list[Block]:
         """Routes one slice's gradient of the whole step; returns the blocks that are complete with it."""
         if slice_index in self._vectors:
             self._vectors.keep(slice_index, gradient)
             return self.arrivals.slice_complete(slice_index)
-        self._jobs.acquire(self._rank.partition.blocks_of_slice[slice_index], context.number)
+        self._jobs.acquire(self._blocks.of_slice[slice_index], context.number)
         squared_norms, late = self._router.route(context, slice_index, gradient)
         self.norms.add(squared_norms)
         if late is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_zenflow.core.device import runtime_of
 from lightning_zenflow.core.partition import Partition, tiles_of_slice
+from lightning_zenflow.deferred.block import Block, Blocks
 from lightning_zenflow.deferred.buffers import SlotPool
 from lightning_zenflow.deferred.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination
@@ -23,7 +24,9 @@ class GradientRouter:
     without offload: its moments decay.
     """
 
-    def __init__(self, rank: RankState, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate) -> None:
+    def __init__(
+        self, rank: RankState, blocks: Blocks, slots: SlotPool, ownership: Ownership, provisional: ProvisionalUpdate
+    ) -> None:
         self._rank = rank
         self._slots = slots
         self._ownership = ownership
@@ -37,7 +40,7 @@ class GradientRouter:
                 (
                     rectangle,
                     [
-                        (part, partition.block_of_tile[part], partition.tiles[part].begin - rectangle.begin)
+                        (part, blocks.of_tile[part], partition.tiles[part].begin - rectangle.begin)
                         for part in partition.tiles_by_slice[index]
                         if rectangle.begin <= partition.tiles[part].begin < rectangle.end
                     ],
@@ -103,7 +106,7 @@ class GradientRouter:
         runtime_of(self._rank.device).synchronize()
         return torch.cat([slot for _, slot in self._slots.views_of_slice(index)])
 
-    def _destinations(self, parts: Iterable[tuple[int, int, int]]) -> list[Destination]:
+    def _destinations(self, parts: Iterable[tuple[int, Block, int]]) -> list[Destination]:
         return [
             Destination(begin=begin, slot=self._slots.view(part), selections=self._ownership.selections(part))
             for part, _, begin in parts
@@ -115,7 +118,7 @@ _LARGEST_NUMEL = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Block:
+class _Vectors:
     """Vectors of one block."""
 
     values: Tensor
@@ -144,7 +147,7 @@ class VectorGradients:
         numels = [s.numel for s in small.values()]
         self._values = torch.zeros(sum(numels), device=rank.device, dtype=rank.dtype)
         self._of_slice = dict(zip(small, torch.split(self._values, numels), strict=True))
-        self._blocks: list[_Block] = []
+        self._blocks: list[_Vectors] = []
         end = 0
         for block in partition.blocks:
             begin, tiles = end, []
@@ -155,7 +158,7 @@ class VectorGradients:
             slices = {partition.tiles[index].slice for index, _ in tiles}
             values, runs = self._values.narrow(0, begin, end - begin), _runs(partition, [index for index, _ in tiles])
             of_runs = zip(runs, torch.split(values, list(runs.values())), strict=True) if runs else ()
-            self._blocks.append(_Block(values=values, tiles=tiles, runs=list(of_runs), slices=slices))
+            self._blocks.append(_Vectors(values=values, tiles=tiles, runs=list(of_runs), slices=slices))
         assert end == self._values.numel(), "blocks and slices ascend alike"
 
     def __contains__(self, slice_index: int) -> bool:
@@ -174,11 +177,11 @@ class VectorGradients:
         """The gradient that `keep` was called with for a contained slice."""
         return self._of_slice[slice_index]
 
-    def fill(self, blocks: Sequence[int], arrived: Set[int]) -> Sequence[Tensor]:
+    def fill(self, blocks: Sequence[Block], arrived: Set[int]) -> Sequence[Tensor]:
         """Phase *fill* of some blocks, which are submitted next, or of all others at the end of backward.
 
         Args:
-            blocks: indexes into `Partition.blocks`, ascending; all of them are filled in one pass.
+            blocks: some of them, ascending; all of them are filled in one pass.
             arrived: slices whose gradients have been kept in this step.
 
         Returns:
@@ -186,10 +189,10 @@ class VectorGradients:
         """
         if len(blocks) == len(self._blocks):
             return self._fill(self._blocks, self._values, arrived)
-        of_blocks = (self._blocks[block] for block in blocks)
+        of_blocks = (self._blocks[block.number] for block in blocks)
         return [norm for block in of_blocks for norm in self._fill([block], block.values, arrived)]
 
-    def _fill(self, blocks: Sequence[_Block], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
+    def _fill(self, blocks: Sequence[_Vectors], values: Tensor, arrived: Set[int]) -> Sequence[Tensor]:
         """Fills some blocks; `values` is the concatenation of theirs."""
         if not values.numel():
             return ()

@@ -243,7 +243,7 @@ class ZenFlowStep:
         with record_function("zenflow publish"):
             published = self._jobs.publish(number)
             self._provisional.published(published, context.schedule)
-            self._ownership.published(published)
+            self._ownership.published(block.number for block in published)
             self._ownership.write_weights()
         # gather
         with record_function("zenflow gather"):

@@ -131,7 +131,7 @@ class SleepingWorker(pl.Callback):
         partition = optimizer.parts.rank.partition
         for layer, parameter in zip(pl_module.layers, pl_module.parameters(), strict=True):
             index = optimizer._slice_of_parameter[optimizer._numbers[parameter.ds_id]]
-            self.blocks[layer] = set(partition.blocks_of_slice[index])
+            self.blocks[layer] = {partition.block_of_tile[tile] for tile in partition.tiles_by_slice[index]}
         # Where it is used outside of its module, DeepSpeed fetches it for the module that does.
         self.blocks[pl_module] = self.blocks[pl_module.layers[0]]
 

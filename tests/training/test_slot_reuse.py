@@ -12,8 +12,9 @@ from torch import Tensor
 
 from harness import APPROXIMATE, AUTO, EVERYTHING, RESELECTING, Case, Run, run_here
 from lightning_zenflow.deferred import buffers
+from lightning_zenflow.deferred.block import Block, Window
 from lightning_zenflow.deferred.buffers import SlotPool
-from lightning_zenflow.deferred.in_flight import JobsInFlight, Window
+from lightning_zenflow.deferred.in_flight import JobsInFlight
 from lightning_zenflow.deferred.jobs import JobQueue
 from lightning_zenflow.schedule.staggered import StaggeredSchedule
 from lightning_zenflow.worker.supervisor import SupervisedWorker
@@ -96,7 +97,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
     n_slots, n_buffers = StaggeredSchedule.n_slots.fget, StaggeredSchedule.n_publish_buffers.fget
     assert n_slots is not None and n_buffers is not None
 
-    def watched_acquire(self: SlotPool, block: int) -> None:
+    def watched_acquire(self: SlotPool, block: Block) -> None:
         acquire(self, block)
         watched.slots = max(watched.slots, self.n_slots - self.n_free)
 
@@ -104,7 +105,7 @@ def watch(case: Case, *, answers: bool | None = None, more: int = 0) -> Watched:
         set_schedule(self, *args)
         watched.schedule = self.staggered
 
-    def watched_enqueue(self: JobsInFlight, block: int, window: Window, buffer: int | None, **kwargs: Any) -> None:
+    def watched_enqueue(self: JobsInFlight, block: Block, window: Window, buffer: int | None, **kwargs: Any) -> None:
         enqueue(self, block, window, buffer, **kwargs)
         watched.buffers = max(watched.buffers, watched.schedule.n_publish_buffers - len(self.free_buffers))
         watched.written[buffer is not None].add(self._publisher.scratch if buffer is None else buffer)

@@ -1,15 +1,15 @@
 """The provisional update's owner: slices that ZeRO cut anywhere, and updates that are applied again after a publish."""
 
 import copy
-from typing import cast
 
 import pytest
 import torch
+from typing_extensions import override
 
 from lightning_zenflow.core.device import RUNTIMES, HostRuntime
 from lightning_zenflow.core.partition import Slice, build_partition, tiles_of_slice
 from lightning_zenflow.core.step_inputs import GroupHyperparameters, StepScale
-from lightning_zenflow.deferred.in_flight import JobsInFlight
+from lightning_zenflow.deferred.block import Block
 from lightning_zenflow.deferred.provisional_update import LateGradient, ProvisionalUpdate
 from lightning_zenflow.kernels.base import Destination, Kernels
 from lightning_zenflow.schedule.compensation import StalenessCompensation
@@ -23,27 +23,32 @@ SCHEDULE = StaggeredSchedule.of(UpdateSchedule(update_interval=4, publish_lag=1)
 COMPENSATION = StalenessCompensation(weight_prediction=0.0, provisional_scale=0.5)
 
 
-class InFlight:
-    """In the place of `JobsInFlight`."""
+class OneBlock(Block):
+    """Has jobs in flight as a test says."""
 
     due: int | None = None
     overwriting = False
 
-    def next_due(self, block: int) -> int | None:
+    def __init__(self) -> None:
+        super().__init__(number=0, begin=0, slices={0})
+
+    @override
+    def next_due(self) -> int | None:
         return self.due
 
-    def overwrites(self, block: int, step: int) -> bool:
+    @override
+    def overwrites(self, step: int) -> bool:
         return self.overwriting
 
 
-def make_update(rank: RankState, in_flight: InFlight | None = None) -> ProvisionalUpdate:
-    return ProvisionalUpdate(rank, cast(JobsInFlight, in_flight or InFlight()), COMPENSATION, rank_number=0)
+def make_update(rank: RankState) -> ProvisionalUpdate:
+    return ProvisionalUpdate(rank, COMPENSATION, rank_number=0)
 
 
-def late(rank: RankState, gradient: torch.Tensor) -> LateGradient:
-    """A gradient of the full rows of the first slice, all in block 0; its slot has a copy."""
+def late(rank: RankState, gradient: torch.Tensor, block: Block) -> LateGradient:
+    """A gradient of the full rows of the first slice, all in one block; its slot has a copy."""
     norms = rank.kernels.squared_norms(gradient, per_axis=True)
-    tiles = [(0, Destination(begin=0, slot=gradient.clone()))]
+    tiles = [(block, Destination(begin=0, slot=gradient.clone()))]
     return LateGradient(slice=0, gradient=gradient, squared_norms=norms, tiles=tiles)
 
 
@@ -57,7 +62,7 @@ class OneSlice:
         self.weights = torch.zeros(numel)
         self._rank = make_rank_state(build_partition([s], [numel], 3), [self.weights])
         self._tiles = tiles_of_slice(0, s)
-        self.update = make_update(self._rank)
+        self.update, self._block = make_update(self._rank), OneBlock()
         if clip is not None:
             self.end_step(clip)
 
@@ -69,7 +74,7 @@ class OneSlice:
         for tile in self._tiles:
             if tile.rows > 1 and self.update.applies_to(0):
                 matrix = gradient[tile.begin : tile.end].view(tile.rows, tile.width)
-                self.update.apply_gradient(1, late(self._rank, matrix), HYPERPARAMETERS, SCHEDULE)
+                self.update.apply_gradient(1, late(self._rank, matrix, self._block), HYPERPARAMETERS, SCHEDULE)
         return self.weights - before
 
     def end_step(self, clip: float, *, loss_scale: float = 1.0) -> None:
@@ -173,20 +178,20 @@ def test_gradients_that_come_back_are_counted(
     partition = build_partition([whole], [24], 1)
     weights = torch.zeros(24, dtype=torch.bfloat16)
     rank = make_rank_state(partition, [weights], kernels=Kernels())
-    in_flight = InFlight()
-    provisional = make_update(rank, in_flight)
+    block = OneBlock()
+    provisional = make_update(rank)
     one = torch.ones(())
     provisional.end_step(StepScale(factor=one, finite=one > 0, norm=one, count=one), 1.0)
     provisional.open(1.0)
     gradient = torch.randn(6, 4).bfloat16()
-    signs, in_flight.due = gradient.sign(), 5
-    provisional.apply_gradient(5, late(rank, gradient), HYPERPARAMETERS, SCHEDULE)
+    signs, block.due = gradient.sign(), 5
+    provisional.apply_gradient(5, late(rank, gradient, block), HYPERPARAMETERS, SCHEDULE)
     gradient.zero_()  # its memory is reused
     assert not weights.any(), "the job that is due overwrites them"
     traffic = rank.telemetry.traffic
     assert traffic == Traffic()
     # Applied twice, as another job without the gradient is in flight, and no more after that.
-    for in_flight.overwriting in (True, False, True):
-        provisional.published({0: 4}, SCHEDULE)
+    for block.overwriting in (True, False, True):
+        provisional.published({block: 4}, SCHEDULE)
     assert (traffic.d2h_bytes, traffic.h2d_bytes) == (0, n_bytes)
     assert torch.equal(weights.view(6, 4).sign(), -signs)

@@ -1,0 +1,124 @@
+"""One block of a rank's partition: what of the open step it has, its window, and its jobs until their weights are in the model."""
+
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from lightning_zenflow.core.device import Event
+from lightning_zenflow.core.partition import Partition, Range
+from lightning_zenflow.native.protocol import Tentative
+from lightning_zenflow.worker.supervisor import Submission
+
+
+@dataclass(kw_only=True)
+class Window:
+    """Open window of one block: one gradient slot for each step that is not committed to the block's state."""
+
+    first_step: int
+    slots: list[int] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """Last step whose gradient the window holds; the one before `first_step` where it holds none."""
+        return self.first_step + len(self.slots) - 1
+
+
+class JobState(Enum):
+    """Life of a job."""
+
+    SUBMITTED = auto()
+    """The worker has it, and owns the state of its block, its slots and its publish buffer."""
+    ANSWERED = auto()
+    """The worker is done: the buffer holds the new weights. The committed slots are free, unless an older job of the block is in flight and
+    its weights are to be copied."""
+    PARTLY_PUBLISHED = auto()
+    """Copies of some of its weights into the model have been enqueued in backward."""
+    PUBLISHED = auto()
+    """The model has its weights, or never will; slots and buffer are free."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A closed window on its way through the worker. Nothing but `JobsInFlight` changes it."""
+
+    block: "Block"
+    window: Window
+    tentative: Tentative
+    """Whether the window's last gradient is applied to the published weights only, and stays in the next window."""
+    due_step: int
+    """Step at whose end the weights are published."""
+    buffer: int | None
+    """Publish buffer; None: the weights are discarded."""
+    submission: Submission
+    """The job's message to the worker, and its answer."""
+    state: JobState = JobState.SUBMITTED
+    held_slots: Sequence[int]
+    """Slots that become free with the job."""
+    holds_buffer: bool
+    """Whether the buffer is still to be given back."""
+    read: set[int]
+    """Slices that are to be published and that kernels of the due step may still read or update."""
+    overwritable: list[tuple[Event, Set[int]]]
+    """Slices that are to be published and that may be overwritten once the event completes."""
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the weights are copied into the model."""
+        return self.buffer is not None
+
+
+@dataclass(kw_only=True, eq=False)
+class Block:
+    """Everything that the phases of `JobQueue` know of one block. Slot, window and jobs are changed within `RankState.books`."""
+
+    number: int
+    """Index into `Partition.blocks`."""
+    begin: int
+    """First element in the partition."""
+    slices: Set[int]
+    """Slices that have tiles in the block."""
+    published: dict[int, list[Range]] = field(default_factory=dict)
+    """For each slice with a trained part in the block, the ranges that a publish copies, divided at tiles; none in place."""
+    missing: set[int] = field(default_factory=set)
+    """Trained slices whose gradient has not arrived in the open step."""
+    slot: int | None = None
+    """Slot of the gradient of the open or next step, once the block has acquired it."""
+    window: Window | None = None
+    """Its open window; None: every gradient has been submitted."""
+    jobs: deque[Job] = field(default_factory=deque)
+    """Jobs that are not published yet, in the order of their submission."""
+
+    def fill(self, step: int) -> Window:
+        """Adds the gradient of the open step, which is in the block's slot, to its window; returns the window."""
+        assert self.slot is not None, "a slot is acquired before"
+        if self.window is None:
+            self.window = Window(first_step=step)
+        self.window.slots.append(self.slot)
+        return self.window
+
+    def next_due(self) -> int | None:
+        """Step at whose end the block's weights will be overwritten by a job that is in flight now; None if there is none."""
+        return min((job.due_step for job in self.jobs if job.is_shown), default=None)
+
+    def overwrites(self, step: int) -> bool:
+        """Whether a job in flight will overwrite the block's weights without the gradient of `step`."""
+        return any(job.is_shown and job.window.last_step < step for job in self.jobs)
+
+
+class Blocks(list[Block]):
+    """All blocks of a partition, by their numbers.
+
+    Attributes:
+        of_tile: for each tile its block.
+        of_slice: for each slice the blocks that it has tiles in, ascending.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        slices = [{partition.tiles[index].slice for index in block.tiles} for block in partition.blocks]
+        super().__init__(
+            Block(number=number, begin=block.begin, slices=of_block)
+            for number, (block, of_block) in enumerate(zip(partition.blocks, slices, strict=True))
+        )
+        self.of_tile = [block for block, extent in zip(self, partition.blocks, strict=True) for _ in extent.tiles]
+        self.of_slice = [[block for block in self if index in block.slices] for index in range(len(partition.slices))]
