@@ -43,7 +43,10 @@ vars(deepspeed.ops).setdefault("__compatible_ops__", {})
 CPU_Accelerator.is_fp16_supported = lambda self: False
 # Reads the metadata of all installed packages, for every Trainer: an eighth of a short run.
 callback_connector._load_external_callbacks = functools.cache(callback_connector._load_external_callbacks)
-# Each set-up collects garbage, which takes 0.4 s with all that has been imported, most of a short run. Frozen objects are left out.
+# Each set-up collects garbage, which takes 0.4 s with all that has been imported, most of a short run. Frozen objects are left out, and
+# with these two modules also what DeepSpeed imports in the first training: torch's compilers.
+for name in ("module_inject.auto_ep_layer", "runtime.zero.muon.original_muon"):
+    importlib.import_module(f"deepspeed.{name}")
 gc.collect()
 gc.freeze()
 atexit.register(gc.unfreeze)
